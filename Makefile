@@ -66,9 +66,9 @@ $(ZOO_READY): $(INPUTS)
 	touch $@
 
 test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) times the instances; traces of hundreds of random plans
-	SFT_ORACLE_FACTOR=$(or $(FACTOR),10) $(BIN)/pytest -n auto --dist worksteal --durations=10 tests/test_chain_acg.py tests/test_chain_joint.py \
-		tests/test_chain_offload.py tests/test_chain_recompute.py
-	SFT_HYPOTHESIS_PROFILE=default $(BIN)/pytest -n auto --durations=10 tests/test_recomputing.py tests/test_offloading.py tests/test_boundaries.py \
+	SFT_ORACLE_FACTOR=$(or $(FACTOR),10) $(BIN)/pytest -n auto --dist worksteal --durations=10 tests/solvers/test_acg.py tests/solvers/test_joint.py \
+		tests/solvers/test_offload_solvers.py tests/solvers/test_recompute_solvers.py
+	SFT_HYPOTHESIS_PROFILE=default $(BIN)/pytest -n auto --durations=10 tests/runtime/test_moves_recompute.py tests/runtime/test_offload.py tests/torch_runtime/test_streamed_cuts.py \
 		-k "test_any_"
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)

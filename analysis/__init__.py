@@ -1,1 +1,0 @@
-"""Symbolic analysis of a model's graph, imported as ``sft.analysis``."""

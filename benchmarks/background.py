@@ -31,7 +31,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.interval import Interval
+from sft.common.interval import Interval
 from sft.sources import ArrayImage, Normalized, open_image
 from sft.tissue import Masked, find_tissue
 

@@ -1,6 +1,6 @@
 """What does it save to take the writes out of an exported program directly, and not by the exporter's two further traces?
 
-Both ways capture the same models in one process, in turns: `sft.analysis.functional`'s own, and
+Both ways capture the same models in one process, in turns: `sft.analysis.frontend.functionalize`'s own, and
 ``run_decompositions({})``, which it falls back to: in fp32, and under autocast, whose casts either way has to find. The
 two graphs must be the same up to the names of values, or nothing is reported. Times are read from the clock of the
 process (processor seconds), with one thread, so that other work on the machine weighs less.
@@ -25,10 +25,10 @@ from rich.console import Console
 from torch import nn
 from torch.export import ExportedProgram
 
-from sft.analysis.capture import Capture, capture
-from sft.analysis.casts import AutocastPolicy
-from sft.analysis.functional import FunctionalProgram, functionalize
-from sft.analysis.graph import Graph, map_refs
+from sft.analysis.frontend.autocast import AutocastPolicy
+from sft.analysis.frontend.capture import Capture, capture
+from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
+from sft.analysis.ir.graph import Graph, map_refs
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": lambda: load_models().vgg16(num_classes=10, width=16),
@@ -121,13 +121,13 @@ def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool, aut
     def watched(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:
         nonlocal seconds, is_direct
         started = time.process_time()
-        with nullcontext() if direct else patch("sft.analysis.functional.functionalize_by_rewriting", lambda *_: None):
+        with nullcontext() if direct else patch("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None):
             found = functionalize(exported, casts)
         seconds += time.process_time() - started
         is_direct = found.program is exported
         return found
 
-    with patch("sft.analysis.exporting.functionalize", watched):
+    with patch("sft.analysis.frontend.export.functionalize", watched):
         started = time.process_time()
         found = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
         capture_seconds = time.process_time() - started

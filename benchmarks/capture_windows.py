@@ -1,4 +1,4 @@
-"""What does it save to give up on sizes of very many operations (`sft.analysis.intricate`)?
+"""What does it save to give up on sizes of very many operations (`sft.analysis.frontend.torch_patches`)?
 
 Networks that cut images into windows, captured three times each: for one size, as `sft` captures them, and with the exporter following
 every size. It takes the environment of `make test-zoo`, for the models are timm's.
@@ -17,8 +17,8 @@ from harness.report import Table, add_common_arguments, environment, result_stem
 from rich.console import Console
 from torch import nn
 
-from sft.analysis.capture import Capture, capture
-from sft.libraries import import_library
+from sft.analysis.frontend.capture import Capture, capture
+from sft.common.model_zoo import import_library
 
 #: With the size that they are made for.
 MODELS = {
@@ -66,7 +66,7 @@ def measured(name: str, size_px: int) -> Result:
     timed(model, size_px, any_size=False)  # warms up
     one_size, one_size_seconds = timed(model, size_px, any_size=False)
     found, seconds = timed(model, size_px)
-    with patch("sft.analysis.intricate._MAX_OPERATIONS", 10**9):
+    with patch("sft.analysis.frontend.torch_patches._MAX_OPERATIONS", 10**9):
         followed, followed_seconds = timed(model, size_px)
     return Result(
         model=name,

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from examples.deep_gpt.network import deep_gpt, sums
 from examples.deep_resnet.network import deep_resnet, num_blocks_of, stripes
 from sft.nn import Repeat
-from sft.plan.chain.revolve import num_advances
+from sft.solvers.simple import num_advances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
-from sft.libraries import ModelName
+from sft.common.model_zoo import ModelName
 
 STRATEGIES = ("optimal", "auto")
 SHARES = (1 / 2, 1 / 4, 1 / 8)

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import sft
-from sft.libraries import ModelName
+from sft.common.model_zoo import ModelName
 
 #: Names of torchvision, batch and side in pixels.
 CASES = (

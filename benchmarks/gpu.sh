@@ -63,7 +63,7 @@ test)
     require_gpu
     cd "$root"
     status=0
-    interpreted="tests/test_conv2d_kernels.py tests/test_pool_kernels.py tests/test_kernels_*.py tests/test_dropout_triton.py"
+    interpreted="tests/kernels/conv/test_conv2d.py tests/kernels/pool/test_pool.py tests/test_kernels_*.py tests/kernels/rng/test_triton_dropout.py"
     # Names of files have no blanks.
     SFT_KERNELS_ON_GPU=1 "$python" -P -m pytest -p no:cacheprovider -q -k interpreted --continue-on-collection-errors $interpreted "$@" || status=1
     "$python" -P -m pytest -p no:cacheprovider -q -m gpu --continue-on-collection-errors $(grep -l 'mark\.gpu' tests/test_*.py) "$@" || status=1
@@ -90,7 +90,7 @@ tune)
     "$python" -P -m sft tune "$@" || status=$?
     # What was measured here, beside the other results.
     "$python" -P -c 'import datetime, pathlib, shutil, sys
-from sft.execute.costs import table_folders
+from sft.torch_runtime.profiling import table_folders
 for table in (path for folder in table_folders() for path in sorted(folder.glob("*.json"))):
     pathlib.Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     shutil.copyfile(table, pathlib.Path(sys.argv[1], f"{datetime.date.today().isoformat()}-gpu-table-{table.name}"))' "$results"

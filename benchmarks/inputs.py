@@ -26,8 +26,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import sft
+from sft.common.byte_units import format_bytes, parse_bytes
 from sft.sources import ArraySource
-from sft.units import format_bytes, parse_bytes
 
 #: Channels of the convolutions of each stage; a stage ends in a pool that halves height and width.
 STAGES = ((8,), (16,), (32, 32), (64, 64), (64, 64))

@@ -33,8 +33,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
+from sft.common.byte_units import format_bytes, parse_bytes
 from sft.sources import ArraySource
-from sft.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import sft
+from sft.common.byte_units import format_bytes, parse_bytes
 from sft.sources import Normalized, open_image
-from sft.units import format_bytes, parse_bytes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NUM_CLASSES = 2

@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.libraries import ModelName
+from sft.common.model_zoo import ModelName
 
 Size = tuple[int, int, int, int]
 

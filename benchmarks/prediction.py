@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.execute.costs import CACHE_VARIABLE
+from sft.torch_runtime.profiling import CACHE_VARIABLE
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": lambda: load_models().vgg16(num_classes=10, width=32),
@@ -80,7 +80,7 @@ def _predicted(name: str, model: nn.Module, x: torch.Tensor, plan: str, options:
     net = sft.compile(model, x.shape, budget="64GiB", options=options)
     started = time.process_time()
     # Nothing may come from the file of times, which were read from another clock, or go there.
-    with patch.dict(os.environ, {CACHE_VARIABLE: ""}), patch("sft.execute.stopwatch.time.perf_counter", time.process_time):
+    with patch.dict(os.environ, {CACHE_VARIABLE: ""}), patch("sft.planner.measured.step_timer.time.perf_counter", time.process_time):
         timed = sft.plan(model, x.shape, budget="64GiB", options=replace(options, profile="measure"))
     profile_seconds = time.process_time() - started
     measured = []

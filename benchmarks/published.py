@@ -27,16 +27,16 @@ from rich.progress import track
 from torch import nn
 
 import sft
-from sft.asking import PlanningSession
-from sft.errors import BudgetError
-from sft.libraries import ModelName
-from sft.plan.chain import acg, offload_dp, optimal
-from sft.plan.chain.bound import offload_bound_seconds
-from sft.plan.chain.chain import StageChain, Stage
-from sft.plan.chain.link import HostLink
-from sft.plan.chain.offloading import min_offload_bytes, plain_peak_bytes
-from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import SOLVERS, get_solver
+from sft.api.pareto import PlanningSession
+from sft.common.errors import BudgetError
+from sft.common.model_zoo import ModelName
+from sft.solvers import acg, optimal
+from sft.solvers import offloading as offload_dp
+from sft.solvers.chain import HostLink, Stage, StageChain
+from sft.solvers.lower_bounds import offload_bound_seconds
+from sft.solvers.offloading import min_offload_bytes, plain_peak_bytes
+from sft.solvers.registry import SOLVERS, get_solver
+from sft.solvers.simulate import simulate
 
 _MIB = 2**20
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import sft
-from sft.units import parse_rate
+from sft.common.byte_units import parse_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import inspect
 from collections import defaultdict
 from pathlib import Path
 
-from sft.analysis.canonical import CANONICALIZED_TARGETS
-from sft.analysis.operators import operator_table
+from sft.analysis.ir.ops import operator_table
+from sft.analysis.passes.canonicalize import CANONICALIZED_TARGETS
 
 PAGE = Path(__file__).with_name("operators.md")
 

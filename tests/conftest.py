@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from .slow import SAMPLED, SLOW
+from tests.slow import SAMPLED, SLOW
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
 # not hide installed packages of the same name.

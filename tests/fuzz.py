@@ -1,6 +1,6 @@
 """Compares random networks with eager PyTorch for some minutes; a mismatch is shrunk, printed, and ends it with exit code 1.
 
-``make fuzz``. What it finds becomes a test of its own in ``test_exact_wild.py``.
+``make fuzz``. What it finds becomes a test of its own in ``test_random_networks.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.helpers.wild import assert_wild_exact, wild_budget, wild_plannings, wild_tilings, wilds
+from tests.helpers.random_networks import assert_wild_exact, wild_budget, wild_plannings, wild_tilings, wilds
 
 _ROUND = 25
 

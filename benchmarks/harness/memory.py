@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from harness.cases import Case, PlanNumbers, build, prepare
-from sft.units import format_bytes
+from sft.common.byte_units import format_bytes
 
 __all__ = ["MemoryReading", "PlainNeed", "measure_memory", "misfit", "peak_rss_bytes", "predict_plain", "probe_case", "rss_bytes"]
 

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import sft
-from sft.analysis.cuts import ValueDag
-from sft.plan.chain.chain import StageChain, Stage
+from sft.analysis.ir.graph_cuts import ValueDag
+from sft.solvers.chain import Stage, StageChain
 
 __all__ = ["Network", "Roofline", "trace"]
 

@@ -25,7 +25,7 @@ import rich.markup
 import rich.table
 from matplotlib.figure import Figure
 
-from sft.files import atomic_write
+from sft.common.atomic_files import atomic_write
 
 __all__ = ["Table", "add_common_arguments", "environment", "mib", "positive_int", "result_stem", "write_results"]
 

@@ -267,7 +267,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no CUDA device here, and nothing else can be measured; run it on a machine with a GPU", file=sys.stderr)
         return 2
-    from sft.kernels.dispatch import uses_triton
+    from sft.kernels.common import uses_triton
 
     device = torch.device("cuda")
     if not uses_triton(torch.empty(1, device=device)):

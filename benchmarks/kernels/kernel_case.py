@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sft.kernels.conv2d import Precision
+from sft.kernels.conv.conv2d import Precision
 
 __all__ = ["Case", "Draw", "Problem", "all_rows"]
 

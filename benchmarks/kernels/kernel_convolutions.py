@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.blocks import LaunchVariant
-from sft.kernels.conv2d import Precision, GradientSlots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
-from sft.kernels.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
-from sft.kernels.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
-from sft.kernels.dispatch import uses_triton
-from sft.kernels.geometry import Geometry, KernelWindow
-from sft.kernels.stem import PixelLevels, stem_conv2d, stem_weight_gradient
-from sft.kernels.volume import VolumeGeometry
+from sft.kernels.common import LaunchVariant, uses_triton
+from sft.kernels.conv.conv2d import GradientSlots, Precision, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.conv.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
+from sft.kernels.conv.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
+from sft.kernels.conv.uint8_stem import PixelLevels, stem_conv2d, stem_weight_gradient
+from sft.kernels.geometry import Geometry, KernelWindow, VolumeGeometry
 
 __all__ = ["convolution_cases"]
 
@@ -50,7 +48,7 @@ def _forward(
         def ours() -> list[Tensor]:
             if variant == "default" or not uses_triton(x):
                 return [conv2d(x, weight, geometry, bias=bias, activation="relu", precision=precision, out=out)]
-            from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
+            from sft.kernels.conv.forward2d_triton import launch_conv2d  # not above: it imports Triton
 
             mode = "bf16" if draw.dtype == torch.bfloat16 else "fp16"
             launch_conv2d(x, weight, bias, None, out, geometry, groups=1, relu=True, precision=mode, variant=variant)

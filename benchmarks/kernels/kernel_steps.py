@@ -28,9 +28,9 @@ from kernel_bench import environment
 from torch import Tensor, nn
 
 import sft
-from sft.backends.laboratory import relative_error
-from sft.cli.standard_networks import STANDARD_NETWORKS
-from sft.units import format_bytes, parse_bytes
+from sft.backends.autotune.benchmark import relative_error
+from sft.cli.tune import STANDARD_NETWORKS
+from sft.common.byte_units import format_bytes, parse_bytes
 
 __all__ = ["main"]
 

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.adamw import adamw_step
-from sft.kernels.band import ResizeAxis
-from sft.kernels.dropout import dropout, keep_mask
-from sft.kernels.geometry import Geometry, Span, KernelWindow
-from sft.kernels.norm import MomentSlots, NormGradientSlots, add_moments, add_norm_sums, normalize, normalize_gradient
-from sft.kernels.pool import average_pool2d, average_pool2d_gradient, max_pool2d_gradient, max_pool2d_with_taps
-from sft.kernels.resize import resize2d, resize2d_gradient
-from sft.kernels.rows import join_rows, split_rows
-from sft.kernels.sgd import sgd_step
+from sft.kernels.geometry import Geometry, KernelWindow, Span
+from sft.kernels.norm.norm import MomentSlots, NormGradientSlots, add_moments, add_norm_sums, normalize, normalize_gradient
+from sft.kernels.optim.optimizers import adamw_step, sgd_step
+from sft.kernels.pool.pool import average_pool2d, average_pool2d_gradient, max_pool2d_gradient, max_pool2d_with_taps
+from sft.kernels.resize.resize import ResizeAxis, resize2d, resize2d_gradient
+from sft.kernels.rng.dropout import dropout, keep_mask
+from sft.kernels.rows.rows import join_rows, split_rows
 
 __all__ = ["stream_cases"]
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from examples.needle.network import needle_net
 from sft.sources import Slide
 from sft.wsi import Prediction, SlideRecord, SlideTable, TrainConfig, build_model
-from sft.wsi.backbones import num_features
-from sft.wsi.norms import calibrate_batch_norms, set_training
-from sft.wsi.optimization import learning_rate, make_optimizer
+from sft.wsi.model.backbones import num_features
+from sft.wsi.model.heads import calibrate_batch_norms, set_training
+from sft.wsi.train.optim import learning_rate, make_optimizer
 
 __all__ = ["WARMUP_STEPS", "WEIGHT_DECAY", "Settings", "load_slides", "train_downsampled", "train_on_patches"]
 

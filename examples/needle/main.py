@@ -30,7 +30,7 @@ import sft
 from examples.needle.baselines import WARMUP_STEPS, WEIGHT_DECAY, Settings, load_slides, train_downsampled, train_on_patches
 from examples.needle.network import needle_net
 from examples.needle.slides import make_slides
-from sft.errors import SftError
+from sft.common.errors import SftError
 from sft.sources import Slide
 from sft.wsi import (
     CheckpointFolder,
@@ -44,11 +44,11 @@ from sft.wsi import (
     load_experiment,
     read_table,
 )
-from sft.wsi.backbones import num_features
 from sft.wsi.cli import main as run_wsi
 from sft.wsi.cli import read_config
-from sft.wsi.files import atomic_write_with_parents, write_text
-from sft.wsi.tasks import Task, make_task
+from sft.wsi.model.backbones import num_features
+from sft.wsi.model.tasks import Task, make_task
+from sft.wsi.run.files import atomic_write_with_parents, write_text
 
 LEVEL = 3  # of the pyramid: means of 8 x 8 px
 SHUFFLED = 1  # the number of the class

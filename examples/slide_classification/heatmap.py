@@ -19,7 +19,7 @@ from task import MEAN, STD
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sft.files import atomic_write
+from sft.common.atomic_files import atomic_write
 
 __all__ = ["class_activation_map", "draw_heatmap"]
 

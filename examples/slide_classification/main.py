@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 import sft
 from examples.models import PooledClassifier
-from sft.errors import SftError
-from sft.files import atomic_write
+from sft.common.atomic_files import atomic_write
+from sft.common.errors import SftError
 from sft.sources import Slide
 
 DEFAULT_SLIDE = Path(__file__).resolve().parents[1] / "data" / "CMU-1-Small-Region.svs"

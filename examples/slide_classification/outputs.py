@@ -8,7 +8,7 @@ from pathlib import Path
 
 from task import StepResult
 
-from sft.files import atomic_write
+from sft.common.atomic_files import atomic_write
 
 __all__ = ["write_metrics"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.errors import SourceError
+from sft.common.errors import SourceError
 
 __all__ = ["DARKEST", "IGNORED_LABEL", "TISSUES", "Brain", "load_brain"]
 

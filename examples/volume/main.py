@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import sft
 from examples.volume.data import IGNORED_LABEL, TISSUES, Brain, load_brain
 from examples.volume.network import SegResNet
-from sft.units import format_bytes
+from sft.common.byte_units import format_bytes
 
 
 class Loss(nn.Module):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sft.backends.calls import KernelCall, to_channels_last
+from sft.backends.kernel_call import KernelCall, to_channels_last
 
 __all__ = ["AffineCall", "FrozenNormCall", "MomentsCall", "num_norm_splits"]
 
@@ -62,7 +62,7 @@ class FrozenNormCall(KernelCall):
         """Write ``activation(norm(x) + residual)``; the workspace is fp32 ``[2 * C]``."""
         if not self.begins(out):
             return
-        from sft.kernels.norm_triton import launch_normalize  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
 
         own_mean, rstd = self._statistics(space, mean, variance)
         residual = None if residual is None else to_channels_last(residual)
@@ -74,7 +74,7 @@ class FrozenNormCall(KernelCall):
         """Write the input's gradient."""
         if not self.begins(out):
             return
-        from sft.kernels.norm_triton import launch_norm_gradient  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
         own_mean, rstd = self._statistics(space, mean, variance)
         gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
@@ -84,7 +84,7 @@ class FrozenNormCall(KernelCall):
         """Find the gradients of bias and weight in a workspace of zeros, fp64 ``[2 * splits * C]``: each is then in its first row."""
         if not self.begins(sums):
             return
-        from sft.kernels.norm_triton import launch_norm_sums  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_norm_sums  # not above: it imports Triton
 
         own_mean, rstd = self._statistics(space, mean, variance)
         first, second = sums.view(2, self.num_splits, 1, -1).unbind()
@@ -92,11 +92,11 @@ class FrozenNormCall(KernelCall):
         launch_norm_sums(gradient, output, to_channels_last(x), own_mean, rstd, first, second)
         _reduce_splits(first, second)
 
-    def give_bias(self, out: Tensor, sums: Tensor) -> None:
+    def write_bias_grad(self, out: Tensor, sums: Tensor) -> None:
         """Write the bias's gradient."""
         out.copy_(sums.view(2, self.num_splits, -1)[0, 0])
 
-    def give_weight(self, out: Tensor, sums: Tensor) -> None:
+    def write_weight_grad(self, out: Tensor, sums: Tensor) -> None:
         """Write the weight's gradient."""
         out.copy_(sums.view(2, self.num_splits, -1)[1, 0])
 
@@ -135,7 +135,7 @@ class AffineCall(KernelCall):
         """Write ``activation(x * scale + shift + residual)``; the workspace is fp32 ``[3 * num_keys * C]``."""
         if not self.begins(out):
             return
-        from sft.kernels.norm_triton import launch_normalize  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
 
         zeros, own_scale, own_shift = self._parts(space, scale, shift)
         x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
@@ -149,7 +149,7 @@ class AffineCall(KernelCall):
         """Write the input's gradient; ``out`` may be the gradient itself."""
         if not self.begins(out):
             return
-        from sft.kernels.norm_triton import launch_norm_gradient  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
         zeros, own_scale, _ = self._parts(space, scale, None)
         gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
@@ -159,7 +159,7 @@ class AffineCall(KernelCall):
         """Find the gradients of shift and scale in a workspace of zeros, fp64 ``[2 * splits * num_keys * C]``."""
         if not self.begins(sums):
             return
-        from sft.kernels.norm_triton import launch_norm_sums  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_norm_sums  # not above: it imports Triton
 
         zeros, ones = space.view(2, self.num_keys, -1).unbind()
         zeros.zero_()
@@ -169,11 +169,11 @@ class AffineCall(KernelCall):
         launch_norm_sums(gradient, output, to_channels_last(x), zeros, ones, first, second)
         _reduce_splits(first, second)
 
-    def give_shift(self, out: Tensor, sums: Tensor) -> None:
+    def write_shift_grad(self, out: Tensor, sums: Tensor) -> None:
         """Write the shift's gradient, of any shape of ``[num_keys, C]``."""
         out.view(self.num_keys, -1).copy_(sums.view(2, self.num_splits, self.num_keys, -1)[0, 0])
 
-    def give_scale(self, out: Tensor, sums: Tensor) -> None:
+    def write_scale_grad(self, out: Tensor, sums: Tensor) -> None:
         """Write the scale's gradient."""
         out.view(self.num_keys, -1).copy_(sums.view(2, self.num_splits, self.num_keys, -1)[1, 0])
 
@@ -203,7 +203,7 @@ class MomentsCall(KernelCall):
         """Write both, by way of workspaces of zeros: int64 ``[splits * num_keys * C]`` and fp64 of twice that size."""
         if not self.begins(variance):
             return
-        from sft.kernels.norm_triton import launch_moments  # not above: it imports Triton
+        from sft.kernels.norm.norm_triton import launch_moments  # not above: it imports Triton
 
         shape = (self.num_splits, self.num_keys, -1)
         means, squares = sums.view(2, *shape).unbind()

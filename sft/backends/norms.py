@@ -1,4 +1,4 @@
-"""Norms of a program: frozen ones, and the parts that a norm over the image is made of (:mod:`sft.analysis.norms`).
+"""Norms of a program: frozen ones, and the parts that a norm over the image is made of (:mod:`sft.analysis.passes.decompose_norms`).
 
 Applying a norm, adding a branch and the ReLU are one pass over the image; so are, backwards, the ReLU's mask with the sums that are the
 gradients of scale and shift, and once more with the input's gradient.
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from sft.backends.calls import allocation, kernel_instruction, zeroed_workspace
-from sft.backends.chains import Epilogue
-from sft.backends.choice import ShapeClass, pixel_class
-from sft.backends.masks import ReluGradPrologue, match_relu_grad
+from sft.backends.fusion import Epilogue, ReluGradPrologue, match_relu_grad
+from sft.backends.kernel_call import allocation, kernel_instruction, zeroed_workspace
 from sft.backends.norm_calls import AffineCall, FrozenNormCall, MomentsCall, num_norm_splits
-from sft.backends.replacement import MatchContext, Rewrite
+from sft.backends.pattern import MatchContext, Rewrite
+from sft.backends.selector import ShapeClass, pixel_class
 from sft.lower.program import Instruction, Slot
 
 __all__ = ["match_affine_gradients", "match_affines", "match_frozen_norm_gradients", "match_frozen_norms", "match_moments"]
@@ -26,13 +25,13 @@ aten = torch.ops.aten
 
 
 def _selects_kernel(question: MatchContext, operator: str, image: Slot, fused: tuple[str, ...] = ()) -> bool:
-    numbers = question.chooser.numbers_of(image.dtype)
+    numbers = question.selector.number_format_of(image.dtype)
     if numbers is None or len(image.shape) != 4 or not all(image.shape):
         return False
     num_pixels = math.prod(image.shape) // image.shape[1]
     channels = (image.shape[1], image.shape[1])
     wanted = ShapeClass(operator=operator, fused=fused, numbers=numbers, channels=channels, pixels=pixel_class(num_pixels))
-    return question.chooser.takes_kernel(wanted)
+    return question.selector.selects_kernel(wanted)
 
 
 def _fp32_workspace(question: MatchContext, num_elements: int, owner: str) -> tuple[Slot, Instruction]:
@@ -49,7 +48,7 @@ def match_frozen_norms(question: MatchContext) -> Iterator[Rewrite]:
         if out is None or any(other is not None for other in others) or out.root != out.number:
             continue
         chain = Epilogue.of(question, out, at)
-        if question.listing.writes_between(x, at, chain.last) or not _selects_kernel(question, "frozen norm", x, tuple(chain.fused)):
+        if question.listing.is_written_between(x, at, chain.last) or not _selects_kernel(question, "frozen norm", x, tuple(chain.fused)):
             continue
         owner = call.owner
         image, body = question.image(x, owner)
@@ -88,7 +87,7 @@ def _rewrite_frozen_norm_gradient(question: MatchContext, at: int, call: Instruc
         sums = question.emitter.slot((2 * num_splits * num_channels,), torch.float64)
         launch = kernel_instruction(norm.sum, sums, space, given, image, mean, variance, output, writes=(sums, space), owner=owner)
         body = (*body, *copied, *zeroed_workspace(sums, owner), launch)
-        for out, give in ((dw, norm.give_weight), (db, norm.give_bias)):
+        for out, give in ((dw, norm.write_weight_grad), (db, norm.write_bias_grad)):
             if out is not None:
                 body = (*body, allocation(out, owner), kernel_instruction(give, out, sums, writes=(out,), owner=owner))
     if dx is not None:
@@ -128,7 +127,7 @@ def _match_affine(question: MatchContext, at: int, call: Instruction) -> Rewrite
     if made is None or made.root == x.root or made.dtype != x.dtype or (call.writes and not question.is_image(made)):
         return None
     chain = Epilogue(value=made, positions=[at], made=None) if call.writes else Epilogue.of(question, made, at)
-    if any(question.listing.writes_between(slot, at, chain.last) for slot in (x, scale, shift)):
+    if any(question.listing.is_written_between(slot, at, chain.last) for slot in (x, scale, shift)):
         return None
     if not _selects_kernel(question, "affine", x, tuple(chain.fused)):
         return None
@@ -172,7 +171,7 @@ def _rewrite_half_affine(question: MatchContext, at: int, call: Instruction, cas
     else:
         return None
     positions = [cast, at, last]
-    if made is None or made.dtype != x.dtype or not listing.moves_to(positions, last) or not _selects_kernel(question, "affine", x):
+    if made is None or made.dtype != x.dtype or not listing.can_move_to(positions, last) or not _selects_kernel(question, "affine", x):
         return None
     chain = Epilogue(value=made, positions=positions, made=memory)
     return _rewrite_affine(question, chain, x, scale, shift, num_keys, call.owner)
@@ -202,9 +201,9 @@ def _rewrite_affine_gradients(question: MatchContext, at: int, call: Instruction
     dims, scale, shift = asked.arguments[1], asked.outputs[0], also.outputs[0]
     if asked.arguments[1:] != also.arguments[1:] or asked.keywords or also.keywords or scale is None or shift is None:
         return None
-    if list(dims) not in ([0, 2, 3], [2, 3]) or second < first or listing.writes_between(gradient, first, second):
+    if list(dims) not in ([0, 2, 3], [2, 3]) or second < first or listing.is_written_between(gradient, first, second):
         return None
-    if not listing.moves_to((at, first), first) or not _selects_kernel(question, "affine gradient", x):
+    if not listing.can_move_to((at, first), first) or not _selects_kernel(question, "affine gradient", x):
         return None
     num_keys = 1 if 0 in dims else x.shape[0]
     num_splits = num_norm_splits(num_keys, x.shape[1], math.prod(x.shape) // x.shape[1] // num_keys)
@@ -216,7 +215,7 @@ def _rewrite_affine_gradients(question: MatchContext, at: int, call: Instruction
     made = AffineCall(num_keys=num_keys, num_splits=num_splits)
     launch = kernel_instruction(made.sum, total, space, given, image, None, writes=(total, space), owner=owner)
     body = (*body, *copied, memory, *zeroed_workspace(total, owner), launch)
-    for out, give in ((scale, made.give_scale), (shift, made.give_shift)):
+    for out, give in ((scale, made.write_scale_grad), (shift, made.write_shift_grad)):
         body = (*body, allocation(out, owner), kernel_instruction(give, out, total, writes=(out,), owner=owner))
     return Rewrite(gone=frozenset({at, first, second}), inserted={first: body})
 

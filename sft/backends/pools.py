@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.backends.calls import KernelCall, allocation, to_channels_last, kernel_instruction
-from sft.backends.choice import ShapeClass, pixel_class
-from sft.backends.geometry import PaddedBuffer, WindowParameters, geometry_of, find_padded_buffer
-from sft.backends.replacement import MatchContext, Rewrite
+from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, to_channels_last
+from sft.backends.pattern import MatchContext, Rewrite
+from sft.backends.selector import ShapeClass, pixel_class
+from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
 from sft.kernels.geometry import Geometry
-from sft.kernels.pool import tap_channels
+from sft.kernels.pool.pool import tap_channels
 from sft.lower.program import Instruction, Slot
 
 __all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools"]
@@ -44,14 +44,14 @@ class MaxPoolCall(KernelCall):
     def run(self, out: Tensor, taps: Tensor, x: Tensor) -> None:
         """Write maxima and taps."""
         if self.begins(out):
-            from sft.kernels.pool_triton import launch_max_pool  # not above: it imports Triton
+            from sft.kernels.pool.pool_triton import launch_max_pool  # not above: it imports Triton
 
             launch_max_pool(to_channels_last(x), out, taps, self.geometry)
 
     def differentiate(self, out: Tensor, gradient: Tensor, taps: Tensor) -> None:
         """Write the input's gradient."""
         if self.begins(out):
-            from sft.kernels.pool_triton import launch_max_pool_gradient  # not above: it imports Triton
+            from sft.kernels.pool.pool_triton import launch_max_pool_gradient  # not above: it imports Triton
 
             launch_max_pool_gradient(to_channels_last(gradient), taps, out, self.geometry)
 
@@ -73,14 +73,14 @@ class AveragePoolCall(KernelCall):
     def run(self, out: Tensor, x: Tensor) -> None:
         """Write the averages."""
         if self.begins(out):
-            from sft.kernels.pool_triton import launch_average_pool  # not above: it imports Triton
+            from sft.kernels.pool.pool_triton import launch_average_pool  # not above: it imports Triton
 
             launch_average_pool(to_channels_last(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
 
     def differentiate(self, out: Tensor, gradient: Tensor) -> None:
         """Write the input's gradient."""
         if self.begins(out):
-            from sft.kernels.pool_triton import launch_average_pool_gradient  # not above: it imports Triton
+            from sft.kernels.pool.pool_triton import launch_average_pool_gradient  # not above: it imports Triton
 
             launch_average_pool_gradient(
                 to_channels_last(gradient), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor
@@ -88,7 +88,7 @@ class AveragePoolCall(KernelCall):
 
 
 def _selects_kernel(question: MatchContext, operator: str, windows: WindowParameters, image: Slot, num_pixels: int) -> bool:
-    numbers = question.chooser.numbers_of(image.dtype)
+    numbers = question.selector.number_format_of(image.dtype)
     if numbers is None or len(image.shape) != 4 or not all(image.shape) or not num_pixels:
         return False
     wanted = ShapeClass(
@@ -100,7 +100,7 @@ def _selects_kernel(question: MatchContext, operator: str, windows: WindowParame
         dilation=windows.dilation,
         pixels=pixel_class(num_pixels),
     )
-    return question.chooser.takes_kernel(wanted)
+    return question.selector.selects_kernel(wanted)
 
 
 def match_max_pools(question: MatchContext) -> Iterator[Rewrite]:
@@ -111,7 +111,7 @@ def match_max_pools(question: MatchContext) -> Iterator[Rewrite]:
             continue  # the second call of one that was found
         x, kernel, stride, padding, dilation, _ = call.arguments
         alike = [p for p in listing.users(x) if question.is_free(p, call.function) and listing.instructions[p].arguments == call.arguments]
-        if at != alike[0] or listing.writes_between(x, at, alike[-1]):
+        if at != alike[0] or listing.is_written_between(x, at, alike[-1]):
             alike = [at]
         indices = [slot for p in alike if (slot := listing.instructions[p].outputs[1]) is not None]
         readers = sorted({p for slot in indices for p in listing.users(slot)})

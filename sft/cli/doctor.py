@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from sft.compile import compile
-from sft.memory import measure_peak
-from sft.options import Options
-from sft.units import format_bytes
+from sft.api.compile import compile
+from sft.common.byte_units import format_bytes
+from sft.common.memory import measure_peak
+from sft.planner.options import Options
 
 __all__ = ["show_doctor"]
 

@@ -1,12 +1,15 @@
 """Commands and their options; every mistake is one line, and ``--debug`` shows where it was made.
 
 Exit codes: 0 done; 1 an error, or an answer of no (a model that cannot be compiled, a failed self-check); 2 a wrong command line.
+
+What the command line writes to: terminals, files and pipes of any encoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import math
 import os
 import sys
@@ -18,15 +21,20 @@ from typing import Any
 from rich.console import Console
 
 from sft.cli.doctor import show_doctor
-from sft.cli.models import load_model, parse_input, parse_tile
-from sft.cli.plans import PlanRequest, compare_strategies, show_check, show_pareto, show_plan
-from sft.cli.streams import escape_unencodable_output
+from sft.cli.plans import PlanRequest, compare_strategies, load_model, parse_input, parse_tile, show_check, show_pareto, show_plan
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_models
-from sft.errors import InputError, SftError
-from sft.options import STRATEGIES, WEIGHT_MODES, Options
-from sft.units import parse_rate
+from sft.common.byte_units import parse_rate
+from sft.common.errors import InputError, SftError
+from sft.planner.options import STRATEGIES, WEIGHT_MODES, Options
 
-__all__ = ["main"]
+__all__ = ["escape_unencodable_output", "main"]
+
+
+def escape_unencodable_output() -> None:
+    r"""Let standard output take letters that its encoding lacks, as ``\xe4``; standard error does so anyway."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
 
 _PIPED_COLUMNS = 240
 

@@ -1,8 +1,12 @@
-"""``python -m sft plan`` and ``check``: what a model would need, without running it."""
+"""``python -m sft plan`` and ``check``: what a model would need, without running it.
+
+Models by name, and shapes and tiles as people write them.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,20 +17,98 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sft.analysis.interval import Interval
-from sft.asking import PlanningSession
-from sft.check import check
-from sft.cli.models import ExampleInput
-from sft.compile import plan
-from sft.errors import BudgetError, InputError, UnsupportedError
-from sft.files import atomic_write
-from sft.options import STRATEGIES, Options
-from sft.plan.types import Plan
+from sft.api.check import check
+from sft.api.compile import plan
+from sft.api.pareto import PlanningSession, pareto
+from sft.common.atomic_files import atomic_write
+from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.errors import BudgetError, InputError, UnsupportedError
+from sft.common.interval import Interval
+from sft.common.model_zoo import ModelName
+from sft.planner.options import STRATEGIES, Options
+from sft.planner.plan import Plan
 from sft.sources.source import check_rows
-from sft.tradeoff import pareto
-from sft.units import format_bytes, parse_bytes
 
-__all__ = ["PlanRequest", "compare_strategies", "show_check", "show_pareto", "show_plan"]
+__all__ = [
+    "ExampleInput",
+    "PlanRequest",
+    "compare_strategies",
+    "load_model",
+    "parse_input",
+    "parse_tile",
+    "show_check",
+    "show_pareto",
+    "show_plan",
+]
+
+#: An input that is planned for: its shape, or where it holds whole numbers a tensor without memory.
+ExampleInput = tuple[int, ...] | torch.Tensor
+
+#: Types of whole numbers, as they are written.
+_INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> nn.Module:
+    """Build a model that a name stands for.
+
+    Args:
+        name: ``"package.module:callable"``, ``"torchvision:resnet50"``, ``"timm:resnet50"``, or a bare name, which is looked up in
+            torchvision, then in timm.
+        options: keyword arguments of its maker.
+        meta: without memory for its parameters, where its maker allows that.
+
+    Raises:
+        InputError: there is no such model, or its maker fails.
+    """
+    maker = ModelName(text=name, place="MODEL", options_place="--model-args").maker()
+    if meta:
+        try:
+            with torch.device("meta"):
+                return maker.make(options)
+        except InputError:  # some makers compute with numbers
+            pass
+    return maker.make(options)
+
+
+def parse_input(text: str) -> ExampleInput:
+    """Read ``"1x3x20480x20480"``, or ``"4x512:int64"`` for what holds no numbers of the model's type: token ids, labels, masks.
+
+    >>> parse_input("1x3x512x640")
+    (1, 3, 512, 640)
+    >>> parse_input("4x512:int64")
+    tensor(..., device='meta', size=(4, 512), dtype=torch.int64)
+
+    Raises:
+        InputError: the text is no shape, or its type is none of whole numbers.
+    """
+    sizes, has_type, kind = text.partition(":")
+    least = "*" if has_type else "+"
+    if re.fullmatch(rf"[1-9][0-9]{{0,17}}([x,][1-9][0-9]{{0,17}}){least}", sizes) is None:
+        raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for whole numbers")
+    shape = tuple(map(int, re.split("[x,]", sizes)))
+    if not has_type:
+        return shape
+    if kind not in _INTEGER_DTYPES:
+        raise InputError(
+            f"--input {text!r}: the type after the colon is one of {', '.join(_INTEGER_DTYPES)}; without one it is the model's"
+        )
+    return torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+
+
+def parse_tile(text: str) -> tuple[int, int | None]:
+    """Read ``"512"`` (rows) or ``"512x1024"`` (rows, columns).
+
+    >>> parse_tile("512"), parse_tile("512x1024")
+    ((512, None), (512, 1024))
+
+    Raises:
+        InputError: the text is no tile.
+    """
+    if re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)?", text) is None:
+        raise InputError(f"--tile {text!r}: write rows, or rows and columns, such as 512 or 512x1024")
+    rows, _, cols = text.partition("x")
+    return int(rows), int(cols) if cols else None
+
 
 _CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
 

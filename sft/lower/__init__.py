@@ -1,1 +1,0 @@
-"""From Steps to flat programs: the list of tensor operations that is simulated, metered and executed."""

@@ -5,27 +5,48 @@ backwards, asking for the gradients of what the rows were computed from. Values 
 rows carried from earlier steps; a gradient buffer spans the same rows, collects contributions from the step's readers and from
 the following step, and passes on two parts: the new rows' gradient to the operator that made them, the carried rows' gradient to
 the step before. That is backpropagation through time with the carried rows as the hidden state.
+
+What the lowering asks of a backend: to run parts of a program in another way than by ATen's operators.
+
+A backend sees a program after it was lowered, as a list of ATen calls, and may put its own calls in their place. The lowering knows
+nothing else of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sft.analysis.axes import COLUMNS, ROWS, Axes
-from sft.analysis.graph import Graph, Node, Ref, refs_in
-from sft.analysis.interval import Interval
-from sft.analysis.operators import Operator, Window, window_of
-from sft.analysis.steps import NodeRows, OperandRead, StripStep
-from sft.lower.backend import Backend
-from sft.lower.emitter import ProgramBuilder
-from sft.lower.pieces import DimSlice, dim_slices
-from sft.lower.program import Slot
+from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
+from sft.analysis.ir.graph import Graph, Node, Ref, refs_in
+from sft.analysis.ir.ops import Operator, Window, window_of
+from sft.analysis.tiling.strips import NodeRows, OperandRead, StripStep
+from sft.common.interval import Interval
+from sft.lower.builder import ProgramBuilder
+from sft.lower.concat import DimSlice, dim_slices
+from sft.lower.program import Port, Slot
 
-__all__ = ["NodeContext", "GradContribution", "SegmentInfo", "grad_dtype_of", "accumulation_dtype"]
+__all__ = ["Backend", "GradContribution", "NodeContext", "SegmentInfo", "accumulation_dtype", "grad_dtype_of"]
+
+
+class Backend(Protocol):
+    """Replaces instructions of a program."""
+
+    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+        """Exchange instructions of the emitter.
+
+        Args:
+            emitter: holds the lowered program.
+            laid_out: ports bound to images that are channels-last.
+            training: whether a backward pass follows.
+            turn: number of instructions of the first of two halves.
+
+        Returns:
+            The same number afterwards.
+        """
 
 
 class GradContribution(NamedTuple):
@@ -148,7 +169,7 @@ class SegmentInfo:
                     found[read.operand] = found.get(read.operand, Interval(0, 0)).hull(read.rows)
         return found
 
-    def side_shape(self, name: str) -> tuple[int, ...]:
+    def global_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what one walk sees of a whole value."""
         shape = self.shapes[name]
         return (self.batch, *shape[1:]) if name in self.per_sample else shape
@@ -229,7 +250,7 @@ class NodeContext:
         """Which columns of a streamed operand are read."""
         return self.scope.columns_read(self.node.name)[operand]
 
-    def reads_nothing(self, operand: str) -> bool:
+    def has_empty_read(self, operand: str) -> bool:
         """Whether all that is read of an operand lies in the padding."""
         return not (self.read_of(operand).rows and self.columns_of(operand).rows)
 
@@ -271,7 +292,7 @@ class NodeContext:
         """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
         read = self.read_of(operand)
         low, high = self.borders.get(operand, (0, 0))
-        if self.reads_nothing(operand) or low < read.pad_low or high < read.pad_high or not (low or high):
+        if self.has_empty_read(operand) or low < read.pad_low or high < read.pad_high or not (low or high):
             return None
         slot, first_row = self.values[operand]
         start = read.rows.start - read.pad_low - first_row
@@ -288,16 +309,16 @@ class NodeContext:
         """A tensor that is not streamed: a parameter, a buffer, a global value."""
         if name in self.wholes:
             return self.wholes[name]
-        return self.emitter.port("side", name, self.scope.side_shape(name), self.scope.dtype_of(name))
+        return self.emitter.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
 
-    def side_gradient(self, name: str) -> Slot:
+    def global_grad(self, name: str) -> Slot:
         """What the gradient of a side tensor is added to."""
         scope = self.scope
-        return self.emitter.side_gradient(name, self.side_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
+        return self.emitter.global_grad(name, self.global_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
 
-    def side_shape(self, name: str) -> tuple[int, ...]:
+    def global_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what the walk sees of a whole value."""
-        return self.scope.side_shape(name)
+        return self.scope.global_shape(name)
 
     def is_per_sample(self, name: str) -> bool:
         """Whether a whole value has an entry for each batch element."""

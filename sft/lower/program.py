@@ -7,7 +7,7 @@ over the list, the same list on meta tensors is a dry run, and the same list on 
 A :class:`Slot` names a tensor of the program. Slots that share a storage share a ``root``. Slots bound from outside (parameters,
 strips of the input, gradient accumulators) are *ports*: they belong to the caller and are never counted or freed here. Slots
 that leave the program (rows for the row store, carried gradients) are *results*: counted when allocated, and the caller's after.
-Programs are made by an emitter (``sft.lower.emitter``).
+Programs are made by an emitter (``sft.lower.builder``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from sft.analysis.interval import Interval
+from sft.common.interval import Interval
 
 __all__ = [
     "DEVICE",

@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft.alone import patch_lock
-from sft.analysis.repeated import RepeatCapture, current_repeat_capture
-from sft.contents import ModuleSnapshot
-from sft.deep.access import StackedWeightAccess
-from sft.deep.calls import pass_function
-from sft.deep.function import ChainCall, run_inference, run_chain
-from sft.deep.lowering import BlockPrograms, lower_block
-from sft.deep.plan import STRATEGIES, RepeatCosts, RepeatPlan, Strategy, plan_chain
-from sft.deep.repetition import BlockRepeat
-from sft.deep.streamed import StreamedWeightAccess, StreamedBlocks
-from sft.deep.trace import TensorMeta, trace_block
-from sft.errors import InputError, UnsupportedError
-from sft.fingerprint import module_fingerprint
-from sft.kernels.philox import draw_seed
-from sft.nn.stacking import load_blocks, extract_block, shared_buffers, stack_blocks, stacked_buffers, stacked_tensors
-from sft.plan.chain.schedule import Operation
-from sft.surroundings import dynamo_disabled, refuse_tracing
-from sft.units import parse_bytes
+from sft.analysis.frontend.fingerprint import module_fingerprint
+from sft.analysis.ir.repeat_op import RepeatCapture, current_repeat_capture
+from sft.common.byte_units import parse_bytes
+from sft.common.call_guards import dynamo_disabled, refuse_tracing
+from sft.common.errors import InputError, UnsupportedError
+from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.process_lock import patch_lock
+from sft.kernels.rng.philox import draw_seed
+from sft.nn.stacking import extract_block, load_blocks, shared_buffers, stack_blocks, stacked_buffers, stacked_tensors
+from sft.repeat.autograd import ChainCall, run_chain, run_inference
+from sft.repeat.calls import pass_function
+from sft.repeat.costs import BlockRepeat
+from sft.repeat.executor import StackedWeightAccess
+from sft.repeat.lowering import BlockPrograms, lower_block
+from sft.repeat.plan import STRATEGIES, RepeatCosts, RepeatPlan, Strategy, plan_chain
+from sft.repeat.streamed import StreamedBlocks, StreamedWeightAccess
+from sft.repeat.trace import TensorMeta, trace_block
+from sft.solvers.schedule import Operation
 
 __all__ = ["Repeat"]
 
 
 class _BlockCache:
     """What has been derived of a block: its programs, and plans. No dataclass: what those hold is looked at, and a model captured again
-    where it has changed (`sft.fingerprint`)."""
+    where it has changed (`sft.analysis.frontend.fingerprint`)."""
 
     def __init__(self) -> None:
         self.programs: dict[Any, BlockPrograms] = {}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sft.errors import InputError
+from sft.common.errors import InputError
 
-__all__ = ["load_blocks", "extract_block", "shared_buffers", "stack_blocks", "stacked_buffers", "stacked_tensors"]
+__all__ = ["extract_block", "load_blocks", "shared_buffers", "stack_blocks", "stacked_buffers", "stacked_tensors"]
 
 
 def stack_blocks(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:

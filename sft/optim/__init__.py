@@ -1,8 +1,8 @@
 """Optimizers one parameter at a time: the arithmetic of ``torch.optim`` bit for bit, as in-place updates that need no second gradient."""
 
-from sft.optim.adamw import AdamWUpdate as AdamWUpdate
 from sft.optim.optimizer import SGD as SGD
 from sft.optim.optimizer import AdamW as AdamW
 from sft.optim.optimizer import FusedOptimizer as FusedOptimizer
-from sft.optim.sgd import SGDUpdate as SGDUpdate
+from sft.optim.update import AdamWUpdate as AdamWUpdate
+from sft.optim.update import SGDUpdate as SGDUpdate
 from sft.optim.update import Update as Update

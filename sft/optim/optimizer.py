@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.errors import InputError
-from sft.optim.adamw import AdamWUpdate
-from sft.optim.sgd import SGDUpdate
-from sft.optim.update import Update
+from sft.common.errors import InputError
+from sft.optim.update import AdamWUpdate, SGDUpdate, Update
 
 __all__ = ["SGD", "AdamW", "FusedOptimizer"]
 

@@ -12,7 +12,7 @@ Two forms, which give the same bits:
 Loss scaling works in both: where a gradient is infinite, the generation is dropped instead of committed.
 
 On several ranks (``group``) each rank runs samples of its own on all weights, and gradients are means over ranks, block by block, as they
-are known. Of the optimizer's state each rank keeps a share: see :mod:`sft.optim.replicas`.
+are known. Of the optimizer's state each rank keeps a share: see :mod:`sft.optim.data_parallel`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sft.backends.select import check_triton
-from sft.deep.parameters import StreamedParameters
-from sft.deep.streamed import StreamedBlocks
-from sft.errors import InputError
+from sft.backends.resolve import check_triton
+from sft.common.byte_units import parse_bytes
+from sft.common.errors import InputError
 from sft.nn.repeat import Repeat
-from sft.optim.adamw import AdamWUpdate
-from sft.optim.chain import HALF_DTYPES, MASTER_KEY, RecordOptimizer
-from sft.optim.fused import UPDATE_BACKENDS, KernelUpdate, UpdateBackend
+from sft.optim.data_parallel import DataParallelGroup
+from sft.optim.loss_scale import LossScale
 from sft.optim.optimizer import FusedOptimizer
-from sft.optim.replicas import DataParallelGroup
-from sft.optim.scaling import LossScale
-from sft.optim.sgd import SGDUpdate
-from sft.optim.update import Update
-from sft.units import parse_bytes
+from sft.optim.streamed_records import HALF_DTYPES, MASTER_KEY, RecordOptimizer
+from sft.optim.update import UPDATE_BACKENDS, AdamWUpdate, KernelUpdate, SGDUpdate, Update, UpdateBackend
+from sft.repeat.streamed import StreamedBlocks
+from sft.torch_runtime.streamed_parameters import StreamedParameters
 
 __all__ = ["StreamedOptimizer"]
 

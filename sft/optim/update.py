@@ -1,4 +1,11 @@
-"""One parameter, one gradient, one call: what an optimizer does, without the optimizer.
+"""Updates of one pass over memory: the kernels :mod:`sft.kernels.optim.optimizers` and :mod:`sft.kernels.optim.optimizers` in the place of
+ATen's calls.
+
+ATen reads and writes a parameter, its gradient and its state once for each of five to ten operations. A kernel reads each of them once and
+writes what has changed, and allocates nothing either. It takes vectors of fp32, so a parameter that it does not compute identically is
+updated by ATen's calls as before. State is the same for both.
+
+One parameter, one gradient, one call: what an optimizer does, without the optimizer.
 
 ``torch.optim`` walks over all parameters when all gradients are there. Where the gradients of a model are never all there, the update
 of a parameter runs as soon as its own gradient is known, and the gradient is gone before the next one exists (the *fused* update of the
@@ -7,19 +14,38 @@ the gradient's memory for its intermediate results, so that nothing, or one tens
 
 The arithmetic is that of ``torch.optim`` with ``foreach=False, fused=False``, operation by operation and in the same order. Intermediate
 results that torch puts into new tensors are put into the gradient instead, which changes no bit.
+
+Adam with decoupled weight decay, as ``torch.optim.AdamW`` computes it.
+
+Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019; AMSGrad: Reddi, Kale and Kumar, 2018.
+
+Stochastic gradient descent with momentum (Sutskever, Martens, Dahl and Hinton, 2013), as ``torch.optim.SGD`` computes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from sft.errors import InputError
+from sft.backends.resolve import runs_kernels
+from sft.common.errors import InputError
 
-__all__ = ["Hyper", "State", "Update", "check_range", "plain_number"]
+__all__ = [
+    "UPDATE_BACKENDS",
+    "AdamWUpdate",
+    "Hyper",
+    "KernelUpdate",
+    "SGDUpdate",
+    "State",
+    "Update",
+    "UpdateBackend",
+    "check_range",
+    "plain_number",
+]
 
 #: The settings of a parameter's group: learning rate, momentum and so on, by torch's names.
 Hyper = Mapping[str, Any]
@@ -80,3 +106,226 @@ def check_range(name: str, value: Any, *, low: float, below: float | None = None
     if not number >= low or (below is not None and not number < below):
         upper = "" if below is None else f" and below {below:g}"
         raise InputError(f"{name}={value!r}: give a number of at least {low:g}{upper}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWUpdate:
+    """The update of :class:`torch.optim.AdamW`, AMSGrad and maximize included."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Torch's settings."""
+        return {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 1e-2,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": False,
+            "capturable": False,
+            "differentiable": False,
+            "fused": False,
+            "decoupled_weight_decay": True,
+        }
+
+    def check(self, hyper: Hyper) -> None:
+        """Whether the settings can be followed.
+
+        Raises:
+            InputError: they cannot.
+        """
+        for name in ("lr", "eps", "weight_decay"):
+            check_range(name, hyper[name], low=0.0)
+        for beta in hyper["betas"]:
+            check_range("a beta", beta, low=0.0, below=1.0)
+        if not hyper.get("decoupled_weight_decay", True):
+            raise InputError("decoupled_weight_decay=False is torch.optim.Adam, not AdamW; use AdamW's settings")
+
+    def slots(self, hyper: Hyper) -> tuple[str, ...]:
+        """The averages of gradients and of their squares; with AMSGrad the largest of the latter."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def counts(self, hyper: Hyper) -> bool:
+        """Torch's AdamW counts its steps."""
+        return True
+
+    def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
+        """Update in place; the gradient's content is lost."""
+        lr, eps = hyper["lr"], hyper["eps"]  # a tensor's arithmetic is its type's, as in torch
+        beta1, beta2 = (plain_number(beta) for beta in hyper["betas"])
+        weight_decay = plain_number(hyper["weight_decay"])
+        average, squares = state["exp_avg"], state["exp_avg_sq"]
+        if hyper["maximize"]:
+            grad.neg_()
+        if weight_decay != 0:
+            param.mul_(plain_number(1 - lr * weight_decay))
+        if param.is_complex():  # real and imaginary parts are numbers of their own, as in torch
+            param, grad, average, squares = map(torch.view_as_real, (param, grad, average, squares))
+        average.lerp_(grad, 1 - beta1)
+        squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        step = float(num_updates + 1)
+        step_size = plain_number(lr / (1 - beta1**step))
+        correction = (1 - beta2**step) ** 0.5
+        if hyper["amsgrad"]:
+            largest = torch.view_as_real(state["max_exp_avg_sq"]) if state["max_exp_avg_sq"].is_complex() else state["max_exp_avg_sq"]
+            squares = torch.maximum(largest, squares, out=largest)
+        # The gradient is read no more: its memory takes the denominator.
+        denominator = torch.sqrt(squares, out=grad).div_(correction).add_(eps)
+        param.addcdiv_(average, denominator, value=-step_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SGDUpdate:
+    """The update of :class:`torch.optim.SGD`: momentum, dampening, Nesterov, weight decay, maximize.
+
+    >>> import torch
+    >>> param, grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5])
+    >>> update = SGDUpdate()
+    >>> update.apply(param, grad, {}, {**update.defaults, "lr": 0.1}, 0)
+    >>> param
+    tensor([0.9500, 1.9500])
+    """
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Torch's settings."""
+        return {
+            "lr": 1e-3,
+            "momentum": 0,
+            "dampening": 0,
+            "weight_decay": 0,
+            "nesterov": False,
+            "maximize": False,
+            "foreach": False,
+            "differentiable": False,
+            "fused": False,
+        }
+
+    def check(self, hyper: Hyper) -> None:
+        """Whether the settings can be followed.
+
+        Raises:
+            InputError: they cannot.
+        """
+        for name in ("lr", "momentum", "weight_decay"):
+            check_range(name, hyper[name], low=0.0)
+        if hyper["nesterov"] and (hyper["momentum"] <= 0 or hyper["dampening"] != 0):
+            raise InputError(
+                f"nesterov with momentum={hyper['momentum']!r}, dampening={hyper['dampening']!r}: it needs a momentum, and no dampening"
+            )
+
+    def slots(self, hyper: Hyper) -> tuple[str, ...]:
+        """The momentum buffer, where there is a momentum."""
+        return ("momentum_buffer",) if plain_number(hyper["momentum"]) != 0 else ()
+
+    def counts(self, hyper: Hyper) -> bool:
+        """Torch's SGD counts nothing."""
+        return False
+
+    def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
+        """Update in place; the gradient's content is lost."""
+        momentum = plain_number(hyper["momentum"])
+        weight_decay = plain_number(hyper["weight_decay"])
+        if hyper["maximize"]:
+            grad.neg_()
+        if weight_decay != 0:
+            grad.add_(param, alpha=weight_decay)
+        direction = grad
+        if momentum != 0:
+            buffer = state["momentum_buffer"]
+            if num_updates == 0:
+                buffer.copy_(grad)
+            else:
+                buffer.mul_(momentum).add_(grad, alpha=1 - hyper["dampening"])
+            direction = grad.add_(buffer, alpha=momentum) if hyper["nesterov"] else buffer
+        param.add_(direction, alpha=-plain_number(hyper["lr"]))
+
+
+#: What computes an update.
+UpdateBackend = Literal["aten", "triton"]
+UPDATE_BACKENDS: tuple[UpdateBackend, ...] = ("aten", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUpdate:
+    """An update by a kernel where one computes the same, and by ATen elsewhere.
+
+    The kernels are for parameters, gradients and state in fp32 that lie contiguous on a device where kernels run; of AdamW neither for
+    AMSGrad nor for a learning rate or an epsilon that is a tensor, whose arithmetic is its type's.
+
+    Attributes:
+        update: what is computed.
+    """
+
+    update: SGDUpdate | AdamWUpdate
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Torch's settings."""
+        return self.update.defaults
+
+    def check(self, hyper: Hyper) -> None:
+        """Whether the settings can be followed.
+
+        Raises:
+            InputError: they cannot.
+        """
+        self.update.check(hyper)
+
+    def slots(self, hyper: Hyper) -> tuple[str, ...]:
+        """The names of the state tensors of a parameter's shape."""
+        return self.update.slots(hyper)
+
+    def counts(self, hyper: Hyper) -> bool:
+        """Whether the state holds the number of updates."""
+        return self.update.counts(hyper)
+
+    def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
+        """Update in place; the gradient's content may be lost."""
+        if not self.selects_kernel(param, grad, state, hyper):
+            self.update.apply(param, grad, state, hyper, num_updates)
+            return
+        vector, gradient = param.detach().view(-1), grad.view(-1)
+        lr, weight_decay = plain_number(hyper["lr"]), plain_number(hyper["weight_decay"])
+        if isinstance(self.update, SGDUpdate):
+            from sft.kernels.optim.optimizers_triton import launch_sgd  # not above: it imports Triton
+
+            launch_sgd(
+                vector,
+                gradient,
+                state["momentum_buffer"].view(-1) if self.update.slots(hyper) else None,
+                None,
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=plain_number(hyper["momentum"]),
+                dampening=plain_number(hyper["dampening"]),
+                nesterov=bool(hyper["nesterov"]),
+                maximize=bool(hyper["maximize"]),
+                first=num_updates == 0,
+            )
+            return
+        from sft.kernels.optim.optimizers_triton import launch_adamw  # not above: it imports Triton
+
+        first, second = (plain_number(beta) for beta in hyper["betas"])
+        launch_adamw(
+            vector,
+            gradient,
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            None,
+            lr=lr,
+            weight_decay=weight_decay,
+            step=num_updates + 1,
+            betas=(first, second),
+            eps=plain_number(hyper["eps"]),
+            maximize=bool(hyper["maximize"]),
+        )
+
+    def selects_kernel(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper) -> bool:
+        """Whether the kernel computes this update; arguments as for :meth:`apply`."""
+        if isinstance(self.update, AdamWUpdate) and (hyper["amsgrad"] or any(isinstance(hyper[name], Tensor) for name in ("lr", "eps"))):
+            return False
+        tensors = (param, grad, *(state[name] for name in self.update.slots(hyper)))
+        fits = all(each.dtype == torch.float32 and each.is_contiguous() and each.device == param.device for each in tensors)
+        return fits and param.numel() > 0 and runs_kernels(param.device)

@@ -1,27 +1,23 @@
 """Where an image comes from, and where its gradient goes, in strips of rows: anything that can hand out rectangles of pixels."""
 
-from sft.errors import SkipSlideError
-from sft.sources.array import ArraySource
-from sft.sources.array_image import ArrayImage
+from sft.common.errors import SkipSlideError
+from sft.sources.arrays import ArrayImage, ArraySource
 from sft.sources.cached import Cached
-from sft.sources.damage import BadTile, OnError, Tolerant
-from sft.sources.host import Layout
-from sft.sources.image import Image, check_region, read_strips
+from sft.sources.error_policy import BadTile, OnError, Tolerant
+from sft.sources.host_arrays import Layout
+from sft.sources.image import FileImage, Image, ImageFacts, Raster, check_region, read_strips
 from sft.sources.labels import LabelSource
-from sft.sources.load import load_tensor
-from sft.sources.normalized import Normalized
+from sft.sources.nifti import NiftiVolume
+from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
-from sft.sources.raster import FileImage, ImageFacts, Raster
-from sft.sources.repeating import RepeatingImage
+from sft.sources.openslide import Slide
 from sft.sources.resample import Resampled, at_mpp
 from sft.sources.sink import ArraySink, RowSink
-from sft.sources.slide import Slide
-from sft.sources.source import RepeatingSource, Source, check_rows, select_samples
-from sft.sources.strips import StripReader
+from sft.sources.source import RepeatingImage, RepeatingSource, Source, check_rows, select_samples
+from sft.sources.strip_reader import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
-from sft.sources.volume import NiftiVolume
-from sft.sources.zarr_image import ZarrImage
+from sft.sources.zarr import ZarrImage
 
 __all__ = [
     "ArrayImage",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sft.analysis.interval import Interval
-from sft.sources.blocks import RowBlocks
-from sft.sources.image import Image, Pixels
-from sft.sources.raster import Size
-from sft.sources.repeating import BoolArray, image_equal_rows
+from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.interval import Interval
+from sft.sources.image import Image, Pixels, Size
+from sft.sources.row_blocks import RowBlocks
+from sft.sources.source import BoolArray, image_equal_rows
 from sft.sources.views import RasterView
-from sft.units import format_bytes, parse_bytes
 
 __all__ = ["Cached"]
 
 
 class Cached(RasterView):
-    """An image whose full-width rows are kept as they were decoded, as many as fit a byte budget; see `sft.sources.blocks`.
+    """An image whose full-width rows are kept as they were decoded, as many as fit a byte budget; see `sft.sources.row_blocks`.
 
     Put it outermost: what is kept is then what the network reads, after resampling, masks and crops. Rectangles that are narrower than
     the image, and other levels, pass through.
@@ -85,7 +84,7 @@ class Cached(RasterView):
         super().close()
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
+        """As the image below says; see `sft.sources.source.RepeatingImage`."""
         return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:

@@ -1,4 +1,14 @@
-"""The one interface that every image source has, and the two rules that all sources share.
+"""What all image files have in common, and a base for readers that keeps the promises which are easy to break.
+
+A `Raster` is an `sft.sources.Image` that also knows its levels, its resolution, its background and its compressed tiles. `Slide` is one,
+and so are the readers below `FileImage`, which holds once what each of them would have to get right by itself:
+
+- *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be
+  read from several threads: a read works on the handle that it took, and who closes the reader meanwhile only drops one reference.
+- *Every failure is a* ``SourceError`` *that names the file and the place.*
+- *Outside is an error*, as everywhere (`sft.sources.image`).
+
+The one interface that every image source has, and the two rules that all sources share.
 
 A source is anything with a size and a ``read`` that returns one rectangle of pixels; slides, arrays and a user's own
 reader plug in alike, without inheriting from anything.  Two rules are fixed here and nowhere else:
@@ -14,15 +24,36 @@ cache still holds it).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from operator import index
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.errors import InputError
+from sft.common.errors import InputError, SftError, SourceError
 
-__all__ = ["Image", "Pixels", "check_region", "read_strips"]
+__all__ = [
+    "WHITE",
+    "FileImage",
+    "Image",
+    "ImageFacts",
+    "Pixels",
+    "Raster",
+    "Size",
+    "check_level",
+    "check_region",
+    "missing_extra",
+    "read_strips",
+    "rectangle_text",
+    "valid_mpp",
+]
 
 #: Pixels of one rectangle: uint8, height x width x channels.
 Pixels = npt.NDArray[np.uint8]
@@ -62,7 +93,7 @@ def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, heigh
     >>> check_region("scan", 5, 0, 10, 10, width_px=10, height_px=10)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    sft.errors.InputError: cannot read columns [5, 15) and rows [0, 10) of scan: it is 10 px wide ...
+    sft.common.errors.InputError: cannot read columns [5, 15) and rows [0, 10) of scan: it is 10 px wide ...
 
     Raises:
         InputError: the rectangle is empty or reaches outside.
@@ -92,3 +123,249 @@ def read_strips(image: Image, rows: int) -> Iterator[Pixels]:
 def _strips(image: Image, rows: int) -> Iterator[Pixels]:
     for top in range(0, image.height_px, rows):
         yield image.read(0, top, image.width_px, min(rows, image.height_px - top))
+
+
+#: (width, height) in px.
+Size = tuple[int, int]
+WHITE = (255, 255, 255)
+Handle = TypeVar("Handle")
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Raster(Image, Protocol):
+    """An image with levels and a resolution. ``level=0`` always is what ``width_px`` and ``height_px`` describe."""
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a pixel: 3 (RGB) or 1 (grey), in general."""
+        ...
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of each level, in px."""
+        ...
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """How many px of level 0 one px of each level spans; the first is 1."""
+        ...
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px of level 0, (x, y); None where the file does not say."""
+        ...
+
+    @property
+    def background(self) -> tuple[int, ...]:
+        """Colour of pixels that were not recorded."""
+        ...
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level; None where there are none, or the file does not say."""
+        ...
+
+    @property
+    def tile_height_px(self) -> int | None:
+        """Rows of a compressed tile of level 0."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; a later read opens it again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """What a file says about itself."""
+
+    level_dimensions: tuple[Size, ...]  #: (width, height) of each level, in px
+    tiles_px: tuple[Size | None, ...]  #: (width, height) of a compressed tile of each level
+    num_channels: int
+    mpp: tuple[float, float] | None = None  #: micrometres per px of level 0, (x, y)
+    background: tuple[int, ...] = WHITE  #: one number a channel
+
+    def __post_init__(self) -> None:
+        assert len(self.level_dimensions) == len(self.tiles_px) >= 1
+        assert len(self.background) == self.num_channels >= 1
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """The mean of both axes' ratios, as OpenSlide has it."""
+        width, height = self.level_dimensions[0]
+        return tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
+
+
+class FileImage(ABC, Generic[Handle]):
+    """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
+
+    Args:
+        path: of the file (of some formats: the folder).
+
+    Raises:
+        SourceError: there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._facts: ImageFacts | None = None
+        # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
+        # inherited, held for ever, by a process forked at the wrong moment.
+        self._opened: tuple[int, Handle] | None = None
+        if not self.path.exists():
+            raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
+
+    @abstractmethod
+    def _open(self) -> Handle:
+        """A new handle. It closes itself when its last reference goes."""
+
+    @abstractmethod
+    def _describe(self, handle: Handle) -> ImageFacts:
+        """What the file says."""
+
+    @abstractmethod
+    def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        """A rectangle inside the level, into a new array."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def close(self) -> None:
+        """Let go of the file; a later read opens it again."""
+        self._opened = None
+
+    @property
+    def facts(self) -> ImageFacts:
+        """What the file says about itself.
+
+        Raises:
+            SourceError: it cannot be opened.
+        """
+        if self._facts is None:
+            self._facts = self._guarded(lambda: self._describe(self._handle()), f"open {self.path}")
+        return self._facts
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of each level, in px."""
+        return self.facts.level_dimensions
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """How many px of level 0 one px of each level spans. Not powers of two in general."""
+        return self.facts.level_downsamples
+
+    @property
+    def width_px(self) -> int:
+        """Number of pixel columns."""
+        return self.level_dimensions[0][0]
+
+    @property
+    def height_px(self) -> int:
+        """Number of pixel rows."""
+        return self.level_dimensions[0][1]
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a pixel."""
+        return self.facts.num_channels
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y); None where the file does not say."""
+        return self.facts.mpp
+
+    @property
+    def background(self) -> tuple[int, ...]:
+        """Colour of pixels that were not recorded."""
+        return self.facts.background
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level."""
+        return self.facts.tiles_px
+
+    @property
+    def tile_height_px(self) -> int | None:
+        """Rows of a compressed tile: what is decoded at least."""
+        tile = self.level_tiles_px[0]
+        return None if tile is None else tile[1]
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
+
+        Returns:
+            uint8 array of shape ``[h, w, num_channels]``.
+
+        Raises:
+            InputError: there is no such level or the rectangle is not wholly inside it.
+            SourceError: the file cannot be read there.
+        """
+        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
+        check_level(repr(self), level, len(self.level_dimensions))
+        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
+        return self._guarded(
+            lambda: self._read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}"
+        )
+
+    def _handle(self) -> Handle:
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            if not self.path.exists():
+                raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
+            opened = self._opened = os.getpid(), self._open()
+        return opened[1]
+
+    def _guarded(self, work: Callable[[], Result], purpose: str) -> Result:
+        try:
+            return work()
+        except SftError:
+            raise
+        except Exception as error:  # libraries raise almost anything for a damaged file
+            self._opened = None
+            raise SourceError(
+                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
+            ) from error
+
+
+def rectangle_text(x: int, y: int, w: int, h: int, level: int) -> str:
+    """A rectangle in words.
+
+    >>> rectangle_text(3, 4, 10, 20, 1)
+    'columns [3, 13) and rows [4, 24) of level 1'
+    """
+    return f"columns [{x}, {x + w}) and rows [{y}, {y + h}) of level {level}"
+
+
+def check_level(name: str, level: int, num_levels: int) -> None:
+    """Refuse a level that is not there.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not 0 <= level < num_levels:
+        raise InputError(f"cannot read level {level} of {name}: it has levels 0 to {num_levels - 1}. Choose one of them.")
+
+
+def valid_mpp(x: float | None, y: float | None) -> tuple[float, float] | None:
+    """Micrometres per pixel as files state them, or None where that is no resolution.
+
+    >>> valid_mpp(0.25, 0.25), valid_mpp(0.0, 0.25), valid_mpp(float("inf"), 1.0), valid_mpp(None, 1.0)
+    ((0.25, 0.25), None, None, None)
+    """
+    return (x, y) if x is not None and y is not None and all(isfinite(value) and value > 0 for value in (x, y)) else None
+
+
+def missing_extra(purpose: str, extra: str, error: Exception) -> SourceError:
+    """What to raise where an optional library is not installed."""
+    return SourceError(f'cannot {purpose}: a library is missing ({error}). Install it with: pip install "sft-engine[{extra}]"')

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sft.errors import SourceError
-from sft.sources.image import Pixels
-from sft.sources.raster import missing_extra
+from sft.common.errors import SourceError
+from sft.sources.image import Pixels, missing_extra
 
 __all__ = ["jpeg_decoder"]
 

@@ -21,16 +21,16 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from sft.errors import InputError, SkipSlideError, SourceError
-from sft.sources.array_image import ArrayImage
+from sft.common.errors import InputError, SkipSlideError, SourceError
+from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
-from sft.sources.damage import OnError, Tolerant, resolve_on_error
-from sft.sources.raster import Raster
+from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
+from sft.sources.image import Raster
+from sft.sources.openslide import Slide
 from sft.sources.resample import at_mpp
-from sft.sources.slide import Slide
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import WithMpp
-from sft.sources.zarr_image import ZarrImage
+from sft.sources.zarr import ZarrImage
 
 __all__ = ["Reader", "open_image"]
 
@@ -62,7 +62,7 @@ def open_image(
         mpp: resolution to read at, in micrometres per px; see `sft.sources.at_mpp`. Default: `None` (the largest level as it is)
         slide_mpp: what a px of the largest level measures, instead of what the file says; one number, or (x, y). Default: `None`
         reader: by name. Default: ``"auto"`` (by the file's contents)
-        on_error: what to do about damage; see `sft.sources.damage`. Default: ``"raise"``
+        on_error: what to do about damage; see `sft.sources.error_policy`. Default: ``"raise"``
         host_budget_bytes: host memory in which decoded rows are kept for later passes; see `sft.sources.Cached`. Default: `None` (none)
         num_threads: tiles decoded side by side, where we decode. Default: `None` (the cores of this process, at most four)
 

@@ -29,11 +29,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.interval import Interval
-from sft.errors import InputError
-from sft.sources.blocks import RowBlocks
-from sft.sources.image import Image, Pixels
-from sft.sources.raster import Raster, Size
+from sft.common.errors import InputError
+from sft.common.interval import Interval
+from sft.sources.image import Image, Pixels, Raster, Size
+from sft.sources.row_blocks import RowBlocks
 from sft.sources.views import AtLevel, OneLevelView, RasterView, resolve_mpp
 
 __all__ = ["MPP_TOLERANCE", "Resampled", "at_mpp", "level_scale"]

@@ -9,12 +9,11 @@ from operator import index
 from types import TracebackType
 from typing import Any, Self
 
-from sft.analysis.interval import Interval
-from sft.errors import InputError
-from sft.sources.blocks import RowBlocks
-from sft.sources.image import Image, Pixels, check_region
-from sft.sources.raster import WHITE, Size, check_level, valid_mpp
-from sft.sources.repeating import BoolArray, image_equal_rows
+from sft.common.errors import InputError
+from sft.common.interval import Interval
+from sft.sources.image import WHITE, Image, Pixels, Size, check_level, check_region, valid_mpp
+from sft.sources.row_blocks import RowBlocks
+from sft.sources.source import BoolArray, image_equal_rows
 
 __all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resolve_mpp"]
 
@@ -285,7 +284,7 @@ class Cropped(OneLevelView):
         super().close()
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
+        """As the image below says; see `sft.sources.source.RepeatingImage`."""
         start, extent = (self.x, self._size[0]) if columns else (self.y, self._size[1])
         found = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
         return found[start : start + extent]

@@ -2,9 +2,8 @@
 
 from sft.tissue.find import find_tissue
 from sft.tissue.geojson import read_geojson, write_geojson
-from sft.tissue.mask import TissueMask
-from sft.tissue.masked import Masked, crop_to_tissue
-from sft.tissue.regions import Regions
+from sft.tissue.mask import Masked, TissueMask, crop_to_tissue
+from sft.tissue.polygons import Regions
 
 __all__ = [
     "Masked",

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sft.errors import InputError
-from sft.sources.image import Image, read_strips
-from sft.sources.raster import missing_extra
+from sft.common.errors import InputError
+from sft.sources.image import Image, missing_extra, read_strips
 from sft.sources.resample import Resampled, level_scale
 from sft.sources.views import AtLevel, RasterView
 from sft.tissue.mask import TissueMask

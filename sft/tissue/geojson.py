@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from sft.errors import SourceError
-from sft.files import atomic_write
-from sft.sources.raster import missing_extra
+from sft.common.atomic_files import atomic_write
+from sft.common.errors import SourceError
+from sft.sources.image import missing_extra
 from sft.tissue.mask import TissueMask
-from sft.tissue.regions import Polygon, Regions
+from sft.tissue.polygons import Polygon, Regions
 
 __all__ = ["mask_outline", "read_geojson", "write_geojson"]
 

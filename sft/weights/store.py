@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.errors import InputError
-from sft.weights.layout import ALIGNMENT_BYTES, RecordLayout, RecordPart
-from sft.weights.pinned import lock_pages
+from sft.common.errors import InputError
+from sft.common.pinned_memory import lock_pages
+from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 
 __all__ = ["HostStore", "Store", "allocate_host_bytes", "record_offsets"]
 

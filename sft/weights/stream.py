@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.errors import BudgetError, InputError, SourceError
-from sft.units import format_bytes
-from sft.weights.layout import RecordPart
+from sft.common.byte_units import format_bytes
+from sft.common.errors import BudgetError, InputError, SourceError
+from sft.weights.record import RecordPart
 from sft.weights.store import Store
 
 __all__ = ["StreamCounters", "StreamPass", "WeightStream"]
@@ -179,7 +179,7 @@ class StreamPass:
                 if slot is not None:
                     slot.claims -= 1
             else:
-                self._lose_the_plan(block)
+                self._abandon_read_plan(block)
                 slot = None
             if slot is None:
                 slot = self._where.get(block)
@@ -297,7 +297,7 @@ class StreamPass:
             raise SourceError(f"cannot read weights ahead: {self._failure}. The store must stay as it is during a pass.") from self._failure
         raise self._failure
 
-    def _lose_the_plan(self, block: int) -> None:
+    def _abandon_read_plan(self, block: int) -> None:
         """Give up all claims; go on behind the place where the plan reads this block next, if that is near."""
         self._is_lost = True  # until the block is there, the thread claims nothing
         for slot in self._slots:

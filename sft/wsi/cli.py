@@ -22,13 +22,14 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
 
-from sft.cli.streams import escape_unencodable_output
-from sft.errors import InputError, SftError
-from sft.wsi import commands, inspection
+from sft.cli.main import escape_unencodable_output
+from sft.common.errors import InputError, SftError
+from sft.wsi import commands
+from sft.wsi import inspect_commands as inspection
 from sft.wsi.config import GROUPS, Config, RanksConfig
 from sft.wsi.errors import DatasetError, RunInterrupted
-from sft.wsi.ranks import World, joined
-from sft.wsi.selection import InferenceRequest, config_path
+from sft.wsi.eval.predict import InferenceRequest, config_path
+from sft.wsi.train.distributed import World, joined
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
 

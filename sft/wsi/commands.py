@@ -1,4 +1,4 @@
-"""What the commands of ``python -m sft.wsi`` do that are about a network; `sft.wsi.inspection` has those about slides alone."""
+"""What the commands of ``python -m sft.wsi`` do that are about a network; `sft.wsi.inspect_commands` has those about slides alone."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 from rich.console import Console
 
 import sft
-from sft.errors import InputError
-from sft.placing import available_device
-from sft.wsi.checkpoint import restore_weights
+from sft.api.weight_placement import available_device
+from sft.common.errors import InputError
 from sft.wsi.config import Config
+from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError, RunInterrupted
-from sft.wsi.evaluation import as_plain, evaluate_records, note_filled
-from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
-from sft.wsi.files import write_csv, write_json, write_text
-from sft.wsi.heatmap import HeatmapMaker, output_numbers
-from sft.wsi.inference import Predictor
-from sft.wsi.interruption import EndRequested, Interruption
-from sft.wsi.progress import Reporter
-from sft.wsi.ranks import SINGLE_RANK, Ranks
-from sft.wsi.report import draw_curves
-from sft.wsi.runfolder import RunFolder, NullRunFolder
-from sft.wsi.runstate import RunProgress, config_fingerprint
-from sft.wsi.selection import LoadedModel, InferenceRequest, load_trained
-from sft.wsi.table import SlideRecord
-from sft.wsi.training import Trainer
+from sft.wsi.eval.evaluate import as_plain, evaluate_records, note_filled
+from sft.wsi.eval.heatmap import HeatmapMaker, output_numbers
+from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_trained
+from sft.wsi.eval.report import draw_curves
+from sft.wsi.run.files import write_csv, write_json, write_text
+from sft.wsi.run.folder import NullRunFolder, RunFolder
+from sft.wsi.run.progress import Reporter
+from sft.wsi.train.checkpoint import restore_weights
+from sft.wsi.train.distributed import SINGLE_RANK, Ranks
+from sft.wsi.train.experiment import Experiment, check_slides, load_experiment, plan_of_size
+from sft.wsi.train.run_state import RunProgress, config_fingerprint
+from sft.wsi.train.signals import EndRequested, Interruption
+from sft.wsi.train.trainer import Trainer
 
 __all__ = ["CommandResult", "evaluate", "heatmap", "plan", "train"]
 
@@ -79,7 +78,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
         console: is told what happens; quiet on all ranks but the first.
         is_dry: whether to check everything, tell the plan, and write nothing.
         num_draws: of the bootstrap.
-        ranks: those that share the work (`sft.wsi.ranks.joined`). Default: this process alone
+        ranks: those that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
 
     Returns:
         What was found; of several ranks, the first has all of it.
@@ -137,7 +136,7 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
         selection: the model and the slides; the same on all ranks.
         console: is told the metrics; quiet on all ranks but the first.
         num_draws: of the bootstrap.
-        ranks: those that share the work (`sft.wsi.ranks.joined`). Default: this process alone
+        ranks: those that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
 
     Returns:
         What was found; of several ranks, the first has all of it.

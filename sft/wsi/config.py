@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from sft.errors import InputError
-from sft.units import parse_bytes
+from sft.common.byte_units import parse_bytes
+from sft.common.errors import InputError
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 

@@ -1,10 +1,10 @@
-"""What can go wrong in a training run, beside what `sft.errors` already names."""
+"""What can go wrong in a training run, beside what `sft.common.errors` already names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sft.errors import InputError, SftError, SourceError
+from sft.common.errors import InputError, SftError, SourceError
 
 __all__ = ["DatasetError", "RunFolderError", "RunInterrupted", "TrainingError"]
 

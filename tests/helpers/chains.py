@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from sft.plan.chain.chain import StageChain, Stage
-from sft.plan.chain.schedule import Operation, activation_name, backward_op, forward_op, free_op, grad_name, loss_op, saved_name
+from sft.solvers.chain import Stage, StageChain
+from sft.solvers.schedule import Operation, activation_name, backward_op, forward_op, free_op, grad_name, loss_op, saved_name
 
 __all__ = ["every_persistent_schedule", "fastest_of_all_states", "instances", "random_chain", "uniform_chain"]
 

@@ -6,7 +6,7 @@ maps runtime parameters to Triton's types, ``constants`` the others to values (`
 
 Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``target``. The
 launch is called with kernels that note what they are called with, and what it would have compiled is compiled. With ``affected`` it is
-called as on a Hopper GPU whose assembler overwrites computed operands of products (see ``kernels/blocks_triton.py``).
+called as on a Hopper GPU whose assembler overwrites computed operands of products (see ``kernels/common_triton.py``).
 
 Or a job names a standard network: ``network`` and ``numbers``, and ``affected``. Nothing is compiled then; the result is what ``python -m
 sft tune`` would launch for it, each launch as a job of the first kind without its target. Its trials run on tensors without memory.
@@ -142,10 +142,10 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
     Args:
         numbers: as `ShapeClass` names them; ``"tf32"`` is fp32 where convolutions may round it.
     """
-    from sft.backends.choice import launch_variants  # none of these above: most jobs need no planner
+    from sft.backends.selector import launch_variants  # none of these above: most jobs need no planner
     from sft.cli import tune
-    from sft.cli.standard_networks import STANDARD_NETWORKS
-    from sft.options import Options
+    from sft.cli.tune import STANDARD_NETWORKS
+    from sft.planner.options import Options
 
     with torch.device("meta"):
         model = STANDARD_NETWORKS[network]()

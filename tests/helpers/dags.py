@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import sft
-
-from .dag_nets import (
+from tests.helpers.dag_nets import (
     ACTIVATIONS,
     INPLACE,
     Activation,

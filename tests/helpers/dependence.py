@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sft.analysis.interval import Interval
-
-from .dag_nets import Dag, DagNet, Join
-from .graphs import every_value, graph_of
+from sft.common.interval import Interval
+from tests.helpers.dag_nets import Dag, DagNet, Join
+from tests.helpers.graphs import every_value, graph_of
 
 __all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]
 

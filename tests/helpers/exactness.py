@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
-from sft.execute.machine import TorchMachine
-from sft.units import format_bytes, parse_bytes
-from sft.walk.order import ScheduleOp
-
-from .flops import StepMeter
-from .masks import reseed, seed_of, with_positional_dropout
-from .poison import poisoned
+from sft.common.byte_units import format_bytes, parse_bytes
+from sft.runtime.moves import ScheduleOp
+from sft.torch_runtime.machine import TorchMachine
+from tests.helpers.flops import StepMeter
+from tests.helpers.poison import poisoned
+from tests.helpers.positional_rng import reseed, seed_of, with_positional_dropout
 
 __all__ = [
     "ExactReport",
@@ -316,8 +315,8 @@ def rounding_of_eager(
     """
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     found = 0.0
-    witnesses = [(_nudged, _as_it_is), (_channels_last, _channels_last), *([(_as_it_is, _nudged)] if weights else [])]
-    for of_input, of_weights in witnesses:
+    version_guards = [(_nudged, _as_it_is), (_channels_last, _channels_last), *([(_as_it_is, _nudged)] if weights else [])]
+    for of_input, of_weights in version_guards:
         eager, other = (with_positional_dropout(copy.deepcopy(model).double()) for _ in range(2))
         for parameter in other.parameters():
             parameter.data = of_weights(parameter.data)

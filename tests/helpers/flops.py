@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import sft
-from sft.memory import _DispatchMeter
+from sft.common.memory import _DispatchMeter
 
 __all__ = ["FlopMeter", "StepMeter"]
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from sft.analysis.graph import Graph, Node, Ref
-from sft.analysis.operators import Operator
-from sft.analysis.phases import PhasedGraph, find_phases
-from sft.plan.problem import specialize_phases
-
-from .dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
+from sft.analysis.ir.graph import Graph, Node, Ref
+from sft.analysis.ir.ops import Operator
+from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.planner.problem import specialize_phases
+from tests.helpers.dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
 
 __all__ = ["Built", "GraphBuilder", "every_value", "graph_of"]
 

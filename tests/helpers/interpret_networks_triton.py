@@ -22,19 +22,29 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import GridExecutor
 
 import sft
-from sft.backends.laboratory import verify_on
-from sft.backends.trials import CaseCollector
-from sft.engine import Engine
-from sft.kernels import (
-    blocks,
-    conv2d_data_gradient_triton,
-    conv2d_triton,
-    conv2d_weight_gradient_triton,
-    conv3d_data_gradient_triton,
-    conv3d_triton,
-    conv3d_weight_gradient_triton,
+from sft.api.engine import Engine
+from sft.backends.autotune.benchmark import verify_on
+from sft.backends.autotune.cases import CaseCollector
+from sft.common.memory import measure_peak
+from sft.kernels import common as blocks
+from sft.kernels.conv import (
+    data_grad2d_triton as conv2d_data_gradient_triton,
 )
-from sft.memory import measure_peak
+from sft.kernels.conv import (
+    data_grad3d_triton as conv3d_data_gradient_triton,
+)
+from sft.kernels.conv import (
+    forward2d_triton as conv2d_triton,
+)
+from sft.kernels.conv import (
+    forward3d_triton as conv3d_triton,
+)
+from sft.kernels.conv import (
+    weight_grad2d_triton as conv2d_weight_gradient_triton,
+)
+from sft.kernels.conv import (
+    weight_grad3d_triton as conv3d_weight_gradient_triton,
+)
 
 
 def _sibling(name: str) -> Any:

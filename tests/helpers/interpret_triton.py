@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from sft.kernels.dropout_triton import launch_dropout, launch_keep_mask
-from sft.kernels.mask_tile import MaskTile
-from sft.kernels.philox_triton import philox4x32
+from sft.kernels.rng.mask_tile import MaskTile
+from sft.kernels.rng.rng_triton import launch_dropout, launch_keep_mask, philox4x32
 
 
 class _Numpy:
@@ -120,7 +119,8 @@ def train(kind: str, settings: dict[str, Any], backends: list[str], dtype: torch
         The parameters at the end, those of repeated blocks stacked; and the numbers of updates by kernels with each backend.
     """
     import sft  # not above: other jobs need only kernels
-    from sft.kernels import adamw_triton, sgd_triton
+    from sft.kernels.optim import optimizers_triton as adamw_triton
+    from sft.kernels.optim import optimizers_triton as sgd_triton
 
     torch.manual_seed(0)
     repeat = sft.nn.Repeat(lambda: torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()), 3)

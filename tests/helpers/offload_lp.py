@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import linprog
 
-from sft.plan.chain.edges import Edge
+from sft.solvers.edges import Edge
 
 __all__ = ["fluid_optimum"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exactness import ExactReport
+from tests.helpers.exactness import ExactReport
 
 __all__ = ["assert_tiled"]
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sft.analysis.annotate import infer_attributes
-from sft.analysis.capture import capture, is_in_program_layout
-from sft.analysis.graph import Graph
-from sft.analysis.operators import differentiable_operands
-from sft.analysis.phases import find_phases
-from sft.plan.problem import PlanningProblem, specialize_phases
+from sft.analysis.frontend.capture import capture, is_in_program_layout
+from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.ops import differentiable_operands
+from sft.analysis.passes.infer_attributes import infer_attributes
+from sft.analysis.tiling.phases import find_phases
+from sft.planner.problem import PlanningProblem, specialize_phases
 
 __all__ = ["problem_of", "problems_of"]
 

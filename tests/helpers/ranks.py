@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 __all__ = ["RankFailedError", "Ranks", "ranks_of"]
 
-_PRELOAD = ("tests.helpers.banded", "torch.export", "torch._dynamo", "torch.distributed.device_mesh")
+_PRELOAD = ("tests.helpers.band_checks", "torch.export", "torch._dynamo", "torch.distributed.device_mesh")
 
 
 class RankFailedError(AssertionError):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sft.analysis.interval import Interval
+from sft.common.interval import Interval
 from sft.sources import Normalized, StripReader
 
 __all__ = ["Watched", "reader_threads", "walk", "write_tiled_tiff"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_process import compile_kernels
+from tests.helpers.triton_process import compile_kernels
 
 __all__ = ["Gate", "Registers", "check_gates", "in_fp32", "is_swept", "meta_image", "problems_of"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.libraries import import_library
+from sft.common.model_zoo import import_library
 
 __all__ = ["warm_up"]
 

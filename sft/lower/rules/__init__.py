@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from sft.analysis.graph import Node
-from sft.analysis.operators import CASTS
-from sft.analysis.repeated import REPEAT_NEXT, REPEAT
+from sft.analysis.ir.graph import Node
+from sft.analysis.ir.ops import CASTS
+from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT
 from sft.lower.context import SegmentInfo
-from sft.lower.rules.adaptive import AdaptiveMaxPoolRule
 from sft.lower.rules.base import Rule
-from sft.lower.rules.beside import SpatialSideInputRule
-from sft.lower.rules.borders import PadRule, SliceRule
-from sft.lower.rules.casts import CastRule, DetachRule
-from sft.lower.rules.channelwise import FrozenNormRule, ResultActivationRule
-from sft.lower.rules.extremes import MinMaxRule, ArgMaxRule
-from sft.lower.rules.im2col import Col2imRule, Im2colRule
-from sft.lower.rules.joins import BinaryRule, CatRule
-from sft.lower.rules.masks import DropoutRule, RandomMaskRule, NoiseRule
-from sft.lower.rules.maxpool import MaxPoolRule
-from sft.lower.rules.norms import AffineRule, MomentsRule, WholeMomentsRule
-from sft.lower.rules.places import MaxPoolIndicesRule, MaxUnpoolRule
-from sft.lower.rules.products import SpatialContractionRule
-from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SumRule, WholeMeanRule
-from sft.lower.rules.repeated import NextValueRule, RepeatedBlocksRule
+from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
+from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, SpatialSideInputRule
+from sft.lower.rules.max_pool import AdaptiveMaxPoolRule, MaxPoolIndicesRule, MaxPoolRule, MaxUnpoolRule
+from sft.lower.rules.minmax import ArgMaxRule, MinMaxRule
+from sft.lower.rules.norms import AffineRule, FrozenNormRule, MomentsRule, ResultActivationRule, RunningStatisticRule, WholeMomentsRule
+from sft.lower.rules.padding import BorderRowsRule, CircularPadRule, PadRule, SliceRule
+from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
+from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
-from sft.lower.rules.running import RunningStatisticRule
 from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
-from sft.lower.rules.windowed import AvgPoolRule, ConvolutionRule
-from sft.lower.rules.wrapped import BorderRowsRule, CircularPadRule
+from sft.lower.rules.unfold import Col2imRule, Im2colRule
+from sft.repeat.lowering_rule import NextValueRule, RepeatedBlocksRule
 
 __all__ = ["Rule", "rule_of"]
 

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sft.analysis.graph import Node
+from sft.analysis.ir.graph import Node
+from sft.lower.builder import ProgramBuilder
 from sft.lower.context import NodeContext, SegmentInfo
-from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Slot
 
 __all__ = ["AdditivePart", "ReductionRule", "Rule"]
@@ -40,14 +40,14 @@ class Rule(ABC):
         saves_output: whether the backward reads the operator's own value.
         in_place: whether ``forward`` can write into a destination.
         overwrites: whether ``forward`` can write over its only operand.
-        takes_wide_grad: whether ``backward`` takes the gradient of a whole value in a wider type than the value's.
+        accepts_wide_grad: whether ``backward`` takes the gradient of a whole value in a wider type than the value's.
     """
 
     saves_input: ClassVar[bool] = True
     saves_output: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
-    takes_wide_grad: ClassVar[bool] = False
+    accepts_wide_grad: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, ctx: NodeContext) -> Slot:
@@ -66,7 +66,7 @@ class ReductionRule(Rule):
 
     def partial_shape(self, scope: SegmentInfo, node: Node) -> tuple[int, ...]:
         """Shape of the running reduction for one walk."""
-        return scope.side_shape(node.name)
+        return scope.global_shape(node.name)
 
     def start(self, node: Node) -> float:
         """What it holds before the first strip."""

@@ -1,19 +1,27 @@
-"""Where branches meet, on a strip."""
+"""Where branches meet, on a strip.
+
+The part of a whole value that lies beside a strip: a view, whose gradient is added where it lies.
+
+Casts between floating-point types, on strips and on whole tensors, and values that are cut off from their gradient.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sft.analysis.graph import refs_in
-from sft.analysis.interval import Interval
+from sft.analysis.ir.graph import refs_in
+from sft.common.errors import InternalError
+from sft.common.interval import Interval
+from sft.lower.concat import cat_slices, cat_slices_into
 from sft.lower.context import NodeContext, accumulation_dtype
-from sft.lower.pieces import cat_slices, cat_slices_into
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["BinaryRule", "CatRule"]
+__all__ = ["BinaryRule", "CastRule", "CatRule", "DetachRule", "SpatialSideInputRule"]
 
 aten = torch.ops.aten
 
@@ -65,7 +73,7 @@ class BinaryRule(Rule):
         if not ctx.needs_grad(value):
             return
         (name,) = refs_in(value)
-        shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.side_shape(name)
+        shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.global_shape(name)
         reduced = _sum_to_shape(ctx, grad, shape)
         ctx.add_grad(value, reduced, owned=owned or reduced is not grad)
 
@@ -118,3 +126,95 @@ class CatRule(Rule):
             elif ctx.needs_grad(ref):
                 ctx.add_grad(ref, ctx.emitter.narrow(grad, dim, first, count), owned=False)
             first += count
+
+
+class SpatialSideInputRule(Rule):
+    """Where the strip lies is bound when the program runs (the ``origin`` port)."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        value, shape = ctx.whole(ctx.node.operands[0]), ctx.out_shape
+        return ctx.emitter.call(_narrow_to_strip, value, *self._place(ctx), shape, shape=shape, view_of=value)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, name = ctx.emitter, ctx.node.operands[0]
+        _, split, order, _ = self._place(ctx)
+        wide = accumulation_dtype(grad.dtype)
+        repeated = [dim for dim, place in enumerate(order) if split[place] == 1 and grad.shape[dim] != 1]
+        if repeated:
+            shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
+            keywords = {"dtype": wide} if wide != grad.dtype else {}
+            grad = e.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
+        target = ctx.global_grad(name)
+        e.call(_add_to_strip, target, grad, *self._place(ctx), writes=target)
+
+    @staticmethod
+    def _place(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
+        node, order = ctx.node, ctx.node.argument("order")
+        split = list(node.argument("split"))
+        if ctx.is_per_sample(node.operands[0]):  # the walk's own samples
+            split[order[0]] = ctx.scope.batch
+        return ctx.emitter.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
+
+
+def _strip_part(
+    value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
+) -> Tensor:
+    """The strip's part of a value, one entry where the value has one."""
+    image = value.view(tuple(split)).permute(tuple(order))
+    for dim, start in zip((0, image.dim() - axes, image.dim() - axes + 1), origin[: 1 + min(axes, 2)], strict=False):
+        if image.shape[dim] not in (1, shape[dim]):
+            image = image.narrow(dim, start, shape[dim])
+    return image
+
+
+def _narrow_to_strip(
+    value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
+) -> Tensor:
+    return _strip_part(value, origin, split, order, axes, shape).expand(tuple(shape))
+
+
+def _add_to_strip(target: Tensor, grad: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int) -> None:
+    _strip_part(target, origin, split, order, axes, grad.shape).add_(grad)
+
+
+class CastRule(Rule):
+    """``x.to(dtype)``; the gradient is cast back.
+
+    The gradient of a weight in half precision is summed up over the strips in fp32. It goes into the fp32 weight's gradient as it is.
+    """
+
+    saves_input = False
+    in_place = True
+    accepts_wide_grad = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = ctx.operand_slot(ctx.node.argument("self"))
+        if ctx.destination is not None:
+            return ctx.emitter.copy(ctx.destination, operand)
+        return ctx.emitter.cast(operand, ctx.scope.dtype_of(ctx.node.name))
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        image = ctx.node.argument("self")
+        dtype = ctx.dtype_of(image)
+        # Emitted also where the types agree: a whole gradient may arrive in either of two.
+        back = ctx.emitter.call(aten._to_copy.default, grad, shape=grad.shape, dtype=dtype, keywords={"dtype": dtype})
+        ctx.add_grad(image, back, owned=True)
+
+
+class DetachRule(Rule):
+    """``x.detach()``: the operand's memory under another name, which no gradient arrives at."""
+
+    saves_input = False
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = ctx.operand_slot(ctx.node.argument("self"))
+        if ctx.destination is not None:
+            return ctx.emitter.copy(ctx.destination, operand)
+        # A view, and no second owner: who reads it must not write over it.
+        return ctx.emitter.call(aten.alias.default, operand, shape=operand.shape, view_of=operand)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise InternalError(f"{ctx.node.label}: a gradient arrives at a detached value")

@@ -20,16 +20,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sft.analysis.axes import COLUMNS, ROWS
-from sft.analysis.graph import refs_in
-from sft.analysis.operators.resampling import ResamplingSpec as ResamplingRow
-from sft.analysis.operators.sampling import AxisResampling
+from sft.analysis.ir.axes import COLUMNS, ROWS
+from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.ops.resampling import ResamplingSpec as ResamplingRow
+from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
+from sft.lower.row_gather import upload_table
 from sft.lower.rules.base import ReductionRule, Rule
-from sft.lower.upload import upload_table
 
-__all__ = ["FixedSizeAvgPoolRule", "NearestRule", "ResamplingRule", "ResampledRange", "index_select_channels_last", "resampled_ranges"]
+__all__ = ["FixedSizeAvgPoolRule", "NearestRule", "ResampledRange", "ResamplingRule", "index_select_channels_last", "resampled_ranges"]
 
 aten = torch.ops.aten
 
@@ -268,7 +268,7 @@ class FixedSizeAvgPoolRule(ReductionRule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
-        shape = ctx.side_shape(ctx.node.name)
+        shape = ctx.global_shape(ctx.node.name)
         sums = _WindowSums(
             tuple(resampled_ranges(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), accumulation_dtype(strip.dtype)
         )

@@ -1,4 +1,4 @@
-"""Rules that replay a trace (:mod:`sft.lower.traces`) of an operator: its calls forward, and those of torch's own derivative."""
+"""Rules that replay a trace (:mod:`sft.lower.joint_traces`) of an operator: its calls forward, and those of torch's own derivative."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from sft.analysis.capture import CHANNELS_LAST
-from sft.analysis.graph import Ref, map_refs, refs_in
-from sft.errors import InternalError, UnsupportedError
+from sft.analysis.frontend.capture import CHANNELS_LAST
+from sft.analysis.ir.graph import Ref, map_refs, refs_in
+from sft.common.errors import InternalError, UnsupportedError
 from sft.lower.context import NodeContext
+from sft.lower.joint_traces import TINY_SHAPE, BitwiseKey, JointTrace, SlotArg, TracedCall, resolve_target, trace_pointwise, trace_whole
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
-from sft.lower.traces import TINY_SHAPE, TracedCall, BitwiseKey, SlotArg, JointTrace, resolve_target, trace_pointwise, trace_whole
 
 __all__ = ["TracedPointwiseRule", "TracedWholeRule"]
 

@@ -1,4 +1,4 @@
-"""Transposed convolutions on a strip, and the sums of overlapping rows (see :mod:`sft.analysis.transposed`)."""
+"""Transposed convolutions on a strip, and the sums of overlapping rows (see :mod:`sft.analysis.passes.decompose_windows`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.analysis.axes import ROWS
-from sft.analysis.graph import refs_in
-from sft.analysis.operators.transposed import OverlapAddSpec as OverlapAddRow
-from sft.analysis.operators.transposed import TransposedWindow, transposed_window_of
+from sft.analysis.ir.axes import ROWS
+from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.ops.transposed import OverlapAddSpec as OverlapAddRow
+from sft.analysis.ir.ops.transposed import TransposedWindow, transposed_window_of
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
@@ -56,8 +56,8 @@ class TransposedConvolutionRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         node, e = ctx.node, ctx.emitter
         (operand,) = refs_in(node.argument("input"))
-        if ctx.reads_nothing(operand):
-            return self._nothing_but_bias(ctx)
+        if ctx.has_empty_read(operand):
+            return self._only_bias(ctx)
         strip, crops, shape = ctx.strip(operand), [], list(ctx.out_shape[:2])
         for axis, (part, read) in enumerate(ctx.spans(operand)):
             spread = transposed_window_of(node, axis)
@@ -73,7 +73,7 @@ class TransposedConvolutionRule(Rule):
         return made
 
     @staticmethod
-    def _nothing_but_bias(ctx: NodeContext) -> Slot:
+    def _only_bias(ctx: NodeContext) -> Slot:
         """Rows behind those that any input row reaches."""
         out = ctx.emitter.empty(ctx.out_shape)
         return _fill_with_bias(ctx, out, ctx.operand_slot(ctx.node.argument("bias")))
@@ -96,7 +96,7 @@ class TransposedConvolutionRule(Rule):
         image, weight, bias = node.argument("input"), node.argument("weight"), node.argument("bias")
         _add_bias_grad(ctx, bias, grad)
         mask = [ctx.needs_grad(image), ctx.needs_grad(weight), False]
-        if ctx.reads_nothing(next(refs_in(image))) or not any(mask):
+        if ctx.has_empty_read(next(refs_in(image))) or not any(mask):
             return
         crops: list[_RowCrop] = ctx.saved["crops"]
         flat = [size for crop in reversed(crops) for size in (crop.before, crop.behind)]
@@ -155,7 +155,7 @@ class OverlapAddRule(Rule):
         row, (part, read) = ctx.scope.rows[ctx.node.name], ctx.spans(operand)[ROWS]
         assert isinstance(row, OverlapAddRow)
         spread = row.spread(ctx.node)
-        return _OverlapMap(tuple(spread.landings(read, part)), spread.stride, ctx.node.argument("groups"))
+        return _OverlapMap(tuple(spread.tap_ranges(read, part)), spread.stride, ctx.node.argument("groups"))
 
     def forward(self, ctx: NodeContext) -> Slot:
         node, e = ctx.node, ctx.emitter
@@ -164,7 +164,7 @@ class OverlapAddRule(Rule):
         wide = accumulation_dtype(dtype)
         out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
         _fill_with_bias(ctx, out, ctx.operand_slot(node.argument("bias")))
-        if not ctx.reads_nothing(operand):
+        if not ctx.has_empty_read(operand):
             landing, products = self._landing(ctx, operand), ctx.strip(operand)
             # Adding a narrower type makes a wider copy of what is added.
             most = max(count for _, count, _ in landing.taps) if wide != products.dtype else 0
@@ -178,7 +178,7 @@ class OverlapAddRule(Rule):
         image = node.argument("self")
         (operand,) = refs_in(image)
         _add_bias_grad(ctx, node.argument("bias"), grad)
-        if ctx.reads_nothing(operand) or not ctx.needs_grad(image):
+        if ctx.has_empty_read(operand) or not ctx.needs_grad(image):
             return
         products = e.zeros(ctx.strip(operand).shape, ctx.strip(operand).dtype)
         e.call(self._landing(ctx, operand).take, grad, products, writes=products)

@@ -1,0 +1,251 @@
+"""A model through ``torch.export``, and what to do where that fails.
+
+The trace runs on fake tensors, with sizes that are symbols where that is possible. What the exporter forgets of a model, or sees otherwise
+than eager PyTorch, is followed by the contexts around it; what cannot be followed is refused with the model's reason, not the exporter's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy as sp
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+
+from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
+from sft.analysis.frontend.call_mode_guards import CallModeGuards
+from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
+from sft.analysis.frontend.grad_mode import track_grad_modes
+from sft.analysis.frontend.graph_builder import module_path_of, symbol_guards
+from sft.analysis.frontend.module_state import preserve_model_state
+from sft.analysis.frontend.source_location import error_location, is_distributions_error
+from sft.analysis.frontend.torch_patches import (
+    allow_nondeterministic,
+    limit_symbolic_complexity,
+    skip_variance_checks,
+    slim_node_metadata,
+    use_batch_norm_meta,
+    use_grid_sample_meta,
+    use_rnn_state_shapes,
+)
+from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors, use_unsharded_parameters
+from sft.analysis.ir.axes import Axes
+from sft.common.errors import InputError, UnsupportedError
+
+__all__ = ["CHANNELS_LAST", "MIXED_DTYPES", "export_model", "memory_formats_of"]
+
+#: The layout with channels last, by the number of dimensions.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+MIXED_DTYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
+#: What to do about what the exporter says, by words of its errors.
+_REMEDIES = {
+    "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
+    "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
+    "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
+    "expected scalar type": MIXED_DTYPES,
+}
+_DISTRIBUTIONS_REMEDY = "distributions look at their values to check them; make them with validate_args=False"
+_CONTROL_FLOW_REMEDY = "control flow that depends on tensor values must move out of `forward`"
+
+
+def export_model(
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    any_size: bool,
+    questions: CallModeGuards,
+) -> FunctionalProgram:
+    """Trace a model, without writes in place.
+
+    Args:
+        model: the model; it is as before.
+        shapes: of its inputs.
+        dtypes: of its inputs.
+        device: of its inputs.
+        any_size: whether sizes should be symbols; where the exporter does not manage that they are not.
+        questions: what it asks of the call.
+
+    Raises:
+        UnsupportedError: the model cannot be followed.
+        InputError: the model itself refuses inputs of this shape.
+    """
+    axes = Axes.of_inputs(shapes)
+    dynamic = tuple(
+        tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
+        if axes.are_of(shape)
+        else tuple(Dim.STATIC for _ in shape)
+        for shape in shapes
+    )
+    with suppress_output():
+        try:
+            found = _export_once(model, shapes, dtypes, device, dynamic if any_size else None, questions)
+            # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
+            is_fixed = any(map(_specializes_size_product, symbol_guards(found.program)))
+            return _export_once(model, shapes, dtypes, device, None, questions) if is_fixed else found
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            # Tell a model that cannot take this input at all from one that only export cannot follow.
+            reason = _eager_error(model, shapes, dtypes, device)
+            if reason is not None:
+                wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
+                raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
+            # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
+            try:
+                return _export_once(model, shapes, dtypes, device, None, questions)
+            except UnsupportedError:
+                raise
+            except Exception as of_this_size:
+                error = of_this_size  # what is left where no size is a symbol is about the model
+            raise _export_error(model, error) from error
+
+
+def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
+    """What the exporter said, with what to do about it."""
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if unknown := _UNREGISTERED_OUTPUT.search(first_line):
+        return UnsupportedError(
+            [
+                f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class with "
+                "torch.export.register_dataclass or torch.utils._pytree.register_pytree_node, or return a tuple or a dict"
+            ]
+        )
+    said = f"{type(error).__name__}: {first_line}"
+    leave = _DISTRIBUTIONS_REMEDY if is_distributions_error(error) else _CONTROL_FLOW_REMEDY
+    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
+    line = error_location(error)
+    where = f"the model at {line}" if line else "the model"
+    return UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"])
+
+
+#: What torch.export says to a class that is not registered.
+_UNREGISTERED_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
+
+
+def _specializes_size_product(guard: sp.Basic) -> bool:
+    if not (isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1):
+        return False
+    # Ratios of sizes, which an export also states, are the same for larger images.
+    small, large = (guard.lhs.subs(dict.fromkeys(guard.lhs.free_symbols, size)) for size in (2**12, 2**16))
+    return bool(small < large)
+
+
+def _export_once(
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    dynamic: tuple[tuple[Any, ...], ...] | None,
+    questions: CallModeGuards,
+) -> FunctionalProgram:
+    mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
+    with mode:
+        inputs = _fake_inputs(shapes, dtypes, device, questions)
+    # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
+    quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    limited = contextlib.nullcontext() if dynamic is None else limit_symbolic_complexity()
+    around = (autocast_composites(device), use_batch_norm_meta(), use_grid_sample_meta(), allow_nondeterministic())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserve_model_state(model))  # an attempt must not find what one before it has left
+        stack.enter_context(use_unsharded_parameters(model, mode))
+        foreign = stack.enter_context(track_grad_modes(model, questions))
+        for context in (*around, slim_node_metadata(), use_rnn_state_shapes(), skip_variance_checks(), quick, limited):
+            stack.enter_context(context)
+        exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
+    _refuse_grad_mode_hooks(model, exported)
+    _refuse_tensor_to_number(model, exported)
+    is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    with slim_node_metadata(), use_rnn_state_shapes():
+        return replace(functionalize(exported, AutocastPolicy(device.type) if is_cast else None), foreign=tuple(foreign))
+
+
+def _fake_inputs(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: CallModeGuards
+) -> tuple[torch.Tensor, ...]:
+    modes, no = questions.modes, (False,) * len(shapes)
+    last, differentiated = (modes.channels_last or no, modes.inputs or no) if questions.with_call_inputs else (no, no)
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=device, memory_format=layout).requires_grad_(wants)
+        for shape, dtype, layout, wants in zip(shapes, dtypes, memory_formats_of(shapes, last), differentiated, strict=True)
+    )
+
+
+def memory_formats_of(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
+    return [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
+
+
+def _group_var_positional(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
+    """What is said of each input, those that `forward` takes as one (``*inputs``) together."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return dynamic
+    place = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*dynamic[:place], dynamic[place:]) if len(dynamic) > place else dynamic
+
+
+def _refuse_grad_mode_hooks(model: nn.Module, exported: ExportedProgram) -> None:
+    """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
+
+    Raises:
+        UnsupportedError: the exporter has seen a switch, so it was not `forward` that made it.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
+            raise UnsupportedError(
+                [
+                    f"{type(model).__name__}: a hook of the model itself switches the grad mode (torch.nn.utils.spectral_norm does), and "
+                    "runs outside of what is compiled. Use torch.nn.utils.parametrizations.spectral_norm, or nn.Sequential(model)"
+                ]
+            )
+
+
+#: Operators that turn a tensor into a Python number.
+_TO_NUMBER_OPS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> None:
+    """A number that `forward` reads from a tensor is another one at each call, and a captured program has no place for it.
+
+    Raises:
+        UnsupportedError: something is computed with one.
+    """
+    read: dict[torch.fx.Node, str] = {}
+    problems: dict[str, None] = {}
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        paths = [read[operand] for operand in node.all_input_nodes if operand in read]
+        if node.target in _TO_NUMBER_OPS:
+            read[node] = module_path_of(node) or "(the model itself)"
+        elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            read[node] = paths[0]
+        elif paths and (value is not None or node.op == "output"):
+            problems |= {f"{path}: item: it computes with a Python number read from a tensor": None for path in paths}
+    if problems:
+        raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute" for problem in problems])
+
+
+def _eager_error(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
+    """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with suppress_output():
+        try:
+            with torch.enable_grad(), mode, use_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
+                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            message = str(error).strip().splitlines() or [""]
+            # Data-dependent control flow fails on fake tensors too, but says so in its own type.
+            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+            is_own = is_own and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
+            return message[0] or type(error).__name__ if is_own else None
+        except Exception:
+            return None
+    return None

@@ -1,0 +1,163 @@
+"""What a capture took from a model's Python attributes, so that a later change of one is noticed.
+
+A captured graph holds ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them afterwards, exchanging an
+activation or untying two weights changes what the model computes, and none of it shows in the shapes of the inputs. The fingerprint is
+part of what a plan is made for: with another fingerprint the model is captured again.
+
+Hooks on modules that would not run: those of submodules, and those of all modules.
+
+Submodules are not called, so what would look at their activations, or change them, is refused. Hooks of the root run around each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import types
+from collections import deque
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sft.analysis.frontend.module_state import PLAIN_TYPES, exact_key, user_attributes
+from sft.analysis.frontend.trace_context import REPARAMETRIZATION_HOOKS, is_fsdp_hook
+from sft.common.errors import UnsupportedError
+from sft.common.module_snapshot import ModuleSnapshot
+
+__all__ = ["Fingerprint", "check_no_inner_hooks", "module_fingerprint"]
+
+#: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
+Fingerprint = tuple[Any, ...]
+
+#: Arrays that are looked at at each call.
+_MAX_BYTES = 1 << 16
+
+#: Types of which equal values are the same where their type is.
+_LITERAL_TYPES = frozenset({bool, int, type(None), str})
+
+_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+
+
+def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
+    """Types, plain attributes, tensor shapes and sharing of all modules of a model.
+
+    Of containers, dataclasses and namespaces also what they hold, tensors and modules among it; of NumPy arrays the numbers, or of large
+    ones which array it is. Attributes that are none of these, nor numbers, strings, functions or types, are not looked at.
+
+    >>> model = nn.BatchNorm2d(3)
+    >>> before = module_fingerprint(ModuleSnapshot(model))
+    >>> model.momentum = 0.2
+    >>> module_fingerprint(ModuleSnapshot(model)) == before
+    False
+    """
+    reader = _FingerprintReader({id(module) for module in contents.modules.values()})
+    return tuple(reader.of_module(path, module) for path, module in contents.places)
+
+
+class _FingerprintReader:
+    """Reads modules; the same object has the same number, which tells which names share a tensor."""
+
+    def __init__(self, registered: Collection[int]) -> None:
+        self._registered, self._numbers, self._open = registered, dict[int, int](), set[int]()
+
+    def of_module(self, path: str, module: nn.Module, *, is_loose: bool = False) -> Fingerprint:
+        """A module; a loose one is in a container, where PyTorch does not know of it."""
+        tensors = [
+            (name, self._of_tensor(t, is_loose=is_loose)) for held in (module._parameters, module._buffers) for name, t in held.items()
+        ]
+        values = [(name, self._of_value(value)) for name, value in user_attributes(module)]
+        return path, type(module), self._number(module), tuple(tensors), tuple(values)
+
+    def _number(self, value: Any) -> int:
+        return self._numbers.setdefault(id(value), len(self._numbers))
+
+    def _of_tensor(self, tensor: torch.Tensor | None, *, is_loose: bool) -> Any:
+        if tensor is None:
+            return None
+        found = (self._number(tensor), tensor.shape, tensor.dtype)
+        # A capture has its numbers as a constant, which keeps their place from being used again.
+        return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
+
+    def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
+        kind = type(value)
+        if kind in _LITERAL_TYPES:  # most are
+            return kind, value
+        if kind is tuple and _LITERAL_TYPES.issuperset(map(type, value)):
+            return kind, tuple(map(type, value)), value
+        if isinstance(value, (*PLAIN_TYPES, *_CALLABLES, Enum)):
+            return value if isinstance(value, _CALLABLES) else exact_key(value)
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value, is_loose=is_loose)
+        if isinstance(value, nn.Module):
+            if id(value) in self._registered or id(value) in self._numbers:
+                return self._number(value)
+            return tuple(self.of_module(path, module, is_loose=True) for path, module in value.named_modules())
+        if isinstance(value, bytearray):
+            return bytes(value)
+        if isinstance(value, np.ndarray):
+            numbers = value.tobytes() if value.nbytes <= _MAX_BYTES and not value.dtype.hasobject else id(value)
+            return value.shape, value.dtype.str, numbers
+        if id(value) in self._open:
+            return self._number(value)  # it contains itself
+        self._open.add(id(value))
+        try:
+            return self._of_container(value)
+        finally:
+            self._open.remove(id(value))
+
+    def _of_container(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list, deque)):
+            return (type(value), *(self._of_value(item, is_loose=True) for item in value))
+        if isinstance(value, (set, frozenset)):
+            return type(value), frozenset(self._of_value(item, is_loose=True) for item in value)
+        if dataclasses.is_dataclass(value):
+            value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        elif isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+            value = vars(value)
+        if isinstance(value, dict):
+            return (dict, *((self._of_value(key), self._of_value(item, is_loose=True)) for key, item in value.items()))
+        return None
+
+
+#: What a kind of hooks is called, by the words of its attribute.
+_HOOK_KINDS = {
+    "forward": "forward hook",
+    "forward_pre": "forward pre-hook",
+    "backward": "backward hook",
+    "backward_pre": "backward pre-hook",
+}
+
+
+def check_no_inner_hooks(contents: ModuleSnapshot) -> None:
+    """Refuse hooks that eager PyTorch would run inside of a model that holds this.
+
+    Raises:
+        UnsupportedError: naming all of them.
+    """
+    problems = [
+        f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
+        for name, module in contents.modules.items()
+        if name
+        for kind, what in _HOOK_KINDS.items()
+        if any(not isinstance(hook, REPARAMETRIZATION_HOOKS) and not is_fsdp_hook(hook) for hook in vars(module)[f"_{kind}_hooks"].values())
+    ]
+    everywhere: Mapping[str, Any] = vars(nn.modules.module)
+    problems += [
+        f"(all modules): {getattr(hook, '__qualname__', type(hook).__qualname__)} is a {what} of all modules, and submodules are not "
+        "called; remove it, or register it on the root alone"
+        for kind, what in _HOOK_KINDS.items()
+        for hook in everywhere[f"_global_{kind}_hooks"].values()
+        if not _is_module_tracker(hook)
+    ]
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def _is_module_tracker(hook: Any) -> bool:
+    """Whether a hook is one of PyTorch's own, by which counters of operators know the module that is running; they change nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")

@@ -1,0 +1,392 @@
+"""From a program without writes to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
+
+Only :mod:`sft.analysis.frontend.capture` and :mod:`sft.analysis.frontend.export` use this; they and
+:mod:`sft.analysis.frontend.functionalize` are the part of the analysis that knows torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy as sp
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import CustomObjArgument
+
+from sft.analysis.frontend.functionalize import FunctionalProgram
+from sft.analysis.frontend.module_guards import storage_key
+from sft.analysis.ir.axes import Axes
+from sft.analysis.ir.graph import Graph, Node, NodeKind, Ref, SideEffect, SymbolicNumber, refs_in
+from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT, RepeatHandle
+from sft.analysis.ir.symbolic import expr_from_torch, extent_from_torch
+from sft.common.errors import UnsupportedError
+
+__all__ = ["build_graph", "module_path_of", "substitute_sizes", "symbol_bounds", "symbol_guards", "tied_sizes"]
+
+
+def symbol_bounds(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None], ...]:
+    """For each symbol, and each size that the model relates to another one's, the smallest and largest value that the program holds for."""
+    bounds = []
+    for size, interval in program.range_constraints.items():
+        # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
+        low, high = _finite_bound(interval.lower), _finite_bound(interval.upper)
+        bounds.append((expr_from_torch(size), low or 0, None if high is None or high >= 2**62 else high))
+    return tuple(bounds)
+
+
+def _finite_bound(value: sp.Expr) -> int | None:
+    """A bound as a number; ``None`` for one of the several infinities."""
+    return int(value) if value.is_Integer else None
+
+
+def symbol_guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
+    """Relations between the symbols under which the model took the path that was exported."""
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
+            if isinstance(size, torch.SymInt):
+                env = size.node.shape_env
+                return tuple(dict.fromkeys(expr_from_torch(env.replace(guard.expr)) for guard in env.guards))
+    return ()
+
+
+def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandle] = ()) -> Graph:
+    """The program's operators as nodes.
+
+    Args:
+        functional: the program.
+        repetitions: the repeated blocks that its nodes have the numbers of.
+
+    Raises:
+        UnsupportedError: it holds what a graph cannot say: no tensor among the outputs, calls that are no operators.
+    """
+    builder = _GraphBuilder(functional, repetitions)
+    for fx_node in functional.nodes:
+        builder.add(fx_node)
+    builder.add_outputs(functional)
+    if builder.problems:
+        raise UnsupportedError(builder.problems)
+    known = {guard.lhs: guard.rhs for guard in symbol_guards(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    known |= dict(found for node in builder.nodes.values() if (found := _bincount_size(node)) is not None)
+    graph = Graph(
+        nodes=tuple(builder.nodes.values()),
+        outputs=tuple(builder.outputs),
+        updates=tuple(builder.updates),
+        axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
+        beside=tuple(builder.beside),
+    )
+    return substitute_sizes(graph, known).without_dead_operators()
+
+
+def _bincount_size(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
+    """How many counts `bincount` makes, as the exporter calls them, and as the model says that there are no more."""
+    least = dict(node.arguments).get("minlength", 0) if node.target == "aten.bincount.default" else 0
+    return (node.shape[0], sp.Integer(least)) if least and isinstance(node.shape[0], sp.Symbol) else None
+
+
+def substitute_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
+    """The graph with other expressions for some sizes; of an extent split by ``view`` the exporter knows no factor otherwise."""
+
+    def simple(value: Any) -> Any:
+        if isinstance(value, SymbolicNumber):
+            return replace(value, arguments=simple(value.arguments))
+        if isinstance(value, sp.Basic):
+            found = value.xreplace(known)
+            return int(found) if found.is_Integer else found
+        return type(value)(simple(item) for item in value) if isinstance(value, (tuple, list)) else value
+
+    if not known:
+        return graph
+    nodes = (
+        replace(node, shape=simple(node.shape), arguments=tuple((name, simple(value)) for name, value in node.arguments))
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes), beside=simple(graph.beside))
+
+
+def tied_sizes(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
+    """The sizes of images that are those of an image before, as long as a capture is for such: labels, masks, the other of a pair.
+
+    The exporter has a symbol for each. Where operators do not compare them (a loss that looks up labels), it does not see that they are
+    one, and what follows would be of neither's size.
+    """
+    found: dict[sp.Symbol, sp.Symbol] = {}
+    first: dict[tuple[int, int], sp.Symbol] = {}
+    for name, shape in zip(graph.inputs, shapes, strict=True):
+        if not graph.axes.are_of(shape):
+            continue
+        for axis, (symbol, extent) in enumerate(zip(graph.axes.of(graph[name].shape), graph.axes.of(shape), strict=True)):
+            if isinstance(symbol, sp.Symbol) and (other := first.setdefault((axis, extent), symbol)) is not symbol:
+                found[symbol] = other
+    return found
+
+
+class _GraphBuilder:
+    """Reads a program node by node."""
+
+    def __init__(self, functional: FunctionalProgram, repetitions: Sequence[RepeatHandle]) -> None:
+        signature = functional.program.graph_signature
+        self._repetitions = repetitions
+        self.nodes: dict[str, Node] = {}
+        self.outputs: list[str] = []
+        self.updates: list[tuple[str, str]] = []
+        self.beside: list[tuple[int, Any]] = []
+        self.problems: list[str] = []
+        self._leaves: dict[str, tuple[NodeKind, str]] = {
+            **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
+            **{name: ("buffer", target) for name, target in signature.inputs_to_buffers.items()},
+            **{name: ("constant", target) for name, target in signature.inputs_to_lifted_tensor_constants.items()},
+        }
+        self._alias: dict[str, str] = {}
+        self._casts: dict[tuple[str, torch.dtype], str] = {}
+        self._scalars: dict[str, Any] = {}
+        self._attached: set[str] = set()  # values that follow from what may have a gradient, and not through `detach` alone
+        wanting = {storage_key(tensor) for tensor, _ in functional.foreign}
+        constants = functional.program.constants
+        self._wanting = {
+            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if storage_key(constants[target]) in wanting
+        }
+
+    def add(self, fx_node: torch.fx.Node) -> None:
+        """Take over one node."""
+        value: Any = fx_node.meta.get("val")
+        if fx_node.op == "placeholder":
+            if isinstance(value, CustomObjArgument):
+                self.problems += [_non_tensor_read_problem(user) for user in fx_node.users]
+                return
+            kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
+            self._add(fx_node.name, kind, target, value)
+        elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool, torch.SymBool)):
+            self._scalars[fx_node.name] = self._number(fx_node, value)
+        elif value is None and not fx_node.users:
+            pass  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
+        elif fx_node.op != "call_function":
+            self.problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
+        elif fx_node.target is operator.getitem:
+            self._add_result(fx_node, value)
+        else:
+            self._add_operator(fx_node, value)
+
+    def _add(
+        self,
+        name: str,
+        kind: NodeKind,
+        target: str,
+        value: torch.Tensor,
+        arguments: Sequence[tuple[str, Any]] = (),
+        module_path: str = "",
+        effect: SideEffect = "",
+    ) -> None:
+        self.nodes[name] = Node(
+            name=name,
+            kind=kind,
+            target=target,
+            shape=tuple(extent_from_torch(size) for size in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            itemsize_bytes=value.dtype.itemsize,
+            arguments=tuple(arguments),
+            module_path=module_path,
+            effect=effect,
+        )
+        if (
+            kind in ("input", "parameter", "buffer")
+            or name in self._wanting
+            or (
+                target not in (_DETACH, REPEAT_NEXT)
+                and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+            )
+        ):
+            self._attached.add(name)
+
+    def add_outputs(self, functional: FunctionalProgram) -> None:
+        """Take over what the program returns and writes."""
+        self.updates += [(self._alias.get(name, name), buffer) for name, buffer in functional.updates.items()]
+        for place, returned in enumerate(functional.outputs):
+            if isinstance(returned, torch.fx.Node) and returned.name not in self._scalars:
+                self.outputs.append(self._alias.get(returned.name, returned.name))
+            else:
+                self.beside.append((place, self._convert(returned)))
+        if not self.outputs:
+            self.problems.append("(the model itself): returns no tensor, so there is nothing to compute; return what you train on")
+
+    def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
+        """One of several results; of the operators below only the first is of use, and stands for the operator."""
+        source, index = fx_node.args
+        assert isinstance(source, torch.fx.Node) and isinstance(index, int)
+        target = str(source.target)
+        if target in _FIRST_RESULT_OPS:
+            if index == 0:
+                self._alias[fx_node.name] = source.name
+            else:
+                self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
+            return
+        made = self.nodes[source.name]
+        if target == REPEAT:
+            if index == 0:
+                self._alias[fx_node.name] = source.name
+            else:
+                own = (("source", Ref(source.name)), ("index", index - 1))
+                self._add(fx_node.name, "operator", REPEAT_NEXT, value, own, made.module_path)
+            return
+        if target in _SPLIT_OPS:
+            arguments = _split_arguments(made, source.meta["val"], index)
+            target = "aten.select.int" if target == "aten.unbind.int" else "aten.slice.Tensor"
+        else:
+            arguments = (*made.arguments, ("result", index))
+        self._add(fx_node.name, "operator", target, value, arguments, made.module_path, made.effect)
+
+    def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
+        arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
+        target = str(fx_node.target)
+        if target.startswith("aten.embedding_renorm"):
+            path = module_path_of(fx_node) or "(the model itself)"
+            self.problems.append(f"{path}: embedding: max_norm writes into its weights; scale them outside, under torch.no_grad")
+        if target in _NEW_FACTORIES:
+            target, given = _NEW_FACTORIES[target], {"dtype": value.dtype, "device": value.device}
+            arguments = [(name, given.get(name, argument)) for name, argument in arguments if name != "self"]
+        if target == REPEAT:
+            arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
+        if target == "aten.copy.default" and all(_has_same_shape_and_dtype(value, source) for source in fx_node.args[:2]):
+            self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
+            return
+        if target == _DETACH and self._attached.isdisjoint(refs_in(arguments[0][1])):
+            target = _ALIAS  # cut off already
+        if target in _IDENTITY_OPS or (target in _CAST_OPS and value.dtype == _dtype_of(fx_node.args[0])):
+            self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
+            return
+        if target in _CAST_OPS:
+            operand = next(refs_in(tuple(argument for _, argument in arguments)))
+            if self.nodes[operand].kind not in ("input", "operator"):
+                # Autocast casts a weight once, however many layers share it.
+                known = self._casts.setdefault((operand, value.dtype), fx_node.name)
+                if known != fx_node.name:
+                    self._alias[fx_node.name] = known
+                    return
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _side_effect(fx_node.target))
+
+    def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
+        """A number that is computed of sizes."""
+        if isinstance(value, torch.SymInt):
+            return extent_from_torch(value)
+        if not isinstance(value, (torch.SymFloat, torch.SymBool)):
+            return value
+        if fx_node.kwargs or not callable(fx_node.target):
+            self.problems.append(f"{fx_node.name}: {fx_node.target} of sizes is not supported; compute the number of them in another way")
+            return 0
+        return SymbolicNumber(fx_node.target, tuple(self._convert(argument) for argument in fx_node.args))
+
+    def _convert(self, value: Any) -> Any:
+        """An argument in the graph's own terms."""
+        if isinstance(value, torch.fx.Node):
+            if value.name in self._scalars:
+                return self._scalars[value.name]
+            return Ref(self._alias.get(value.name, value.name))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._convert(item) for item in value)
+        return extent_from_torch(value) if isinstance(value, torch.SymInt) else value
+
+
+def _has_same_shape_and_dtype(value: torch.Tensor, fx_node: Any) -> bool:
+    """Whether a value has another's shape and element type."""
+    other = fx_node.meta["val"]
+    return bool(other.dtype == value.dtype and tuple(map(extent_from_torch, other.shape)) == tuple(map(extent_from_torch, value.shape)))
+
+
+def _dtype_of(fx_node: Any) -> torch.dtype:
+    dtype = fx_node.meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+_DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
+
+#: Copies and markers that change neither values nor gradients.
+_IDENTITY_OPS = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, "aten.lift_fresh_copy.default"})
+
+#: Casts, which change nothing where the type is the same already.
+_CAST_OPS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
+
+#: Constants that have their type and device from a value, which they need no further, and the same without it.
+_NEW_FACTORIES = {
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_full.default": "aten.full.default",
+    "aten.new_empty.default": "aten.empty.memory_format",
+}
+
+#: Operators whose first result stands for the operator itself.
+_FIRST_RESULT_OPS = frozenset(
+    {
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten._native_batch_norm_legit_functional.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten.native_dropout.default",
+    }
+)
+
+
+#: Operators whose results are parts of their operand along a dimension.
+_SPLIT_OPS = frozenset(
+    {
+        "aten.split.Tensor",
+        "aten.split_with_sizes.default",
+        "aten.chunk.default",
+        "aten.unbind.int",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_chunk.default",
+        "aten.tensor_split.sections",
+    }
+)
+
+
+def _split_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
+    """The arguments of the slice (or selection) that gives part ``index``."""
+    dim, operand = made.argument("dim", 0), made.argument("self")
+    if made.target == "aten.unbind.int":
+        return (("self", operand), ("dim", dim), ("index", index))
+    start = sum((extent_from_torch(part.shape[dim]) for part in parts[:index]), start=0)
+    return (("self", operand), ("dim", dim), ("start", start), ("end", start + extent_from_torch(parts[index].shape[dim])), ("step", 1))
+
+
+def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
+    """Positional and keyword arguments by schema name, defaults filled in."""
+    named = []
+    overload = fx_node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        wrapped = next((argument for argument in fx_node.args if isinstance(argument, torch._ops.OpOverload)), overload)
+        path = module_path_of(fx_node) or "(the model itself)"
+        raise UnsupportedError([f"{path}: {wrapped} is not an ATen operator; write the model with plain operators"])
+    for position, argument in enumerate(overload._schema.arguments):
+        if position < len(fx_node.args):
+            named.append((argument.name, fx_node.args[position]))
+        elif argument.name in fx_node.kwargs:
+            named.append((argument.name, fx_node.kwargs[argument.name]))
+        elif argument.has_default_value():
+            named.append((argument.name, argument.default_value))
+    return named
+
+
+def _side_effect(overload: Any) -> SideEffect:
+    if not isinstance(overload, torch._ops.OpOverload):
+        return ""
+    if overload._schema.is_mutable:
+        return "writes"
+    return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
+
+
+def _non_tensor_read_problem(fx_node: torch.fx.Node) -> str:
+    """What is said of an operator that reads what is no tensor."""
+    return (
+        f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is no tensor, such as a torch.Generator; "
+        "compute that outside of the compiled model, as a buffer or an input"
+    )
+
+
+def module_path_of(fx_node: torch.fx.Node) -> str:
+    """The path of the module whose `forward` a node comes from; empty for the model itself."""
+    stack = fx_node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return "" if path.startswith("_empty_nn_module_stack") else path

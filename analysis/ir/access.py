@@ -1,0 +1,182 @@
+r"""Access maps: which input rows an output row reads, and their inverse, the frontier.
+
+Every operator that can be streamed reads, for the output row ``o``, the input rows ``[lo(o), hi(o))`` with
+
+    lo(o) = floor((scale * o + first) / divisor)          hi(o) = floor((scale * o + last) / divisor) + 1
+
+(a convolution has ``scale = stride``, ``first = -padding``, ``last = dilation * (kernel - 1) - padding``, ``divisor = 1``;
+nearest upsampling by ``r`` has ``scale = 1`` and ``divisor = r``). These maps are monotone, so the *frontier*, the largest
+``n`` such that every output row below ``n`` can be computed from the input rows below ``R``, is a single floor:
+
+    hi(n - 1) <= R   <=>   n <= floor((divisor * R - last - 1) / scale) + 1.
+
+The image's borders are left out on purpose: rows above 0 and below the extent count as present (they are padding, known in
+advance), and the schedule clips. This is what lets a walk flush its last rows at the same pace as all others.
+
+Frontiers compose along a path. Composing floors naively nests them without bound; :class:`FloorTerm` is the normal form
+``rate * floor((R + advance) / period) + bonus`` that stays closed as long as, at each operator, the rate so far and the
+next period divide one another, which holds for every common network. Joins take the minimum of several terms; dominated
+terms are pruned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import sympy as sp
+
+from sft.common.interval import Interval
+
+__all__ = ["AxisMap", "FloorTerm", "Frontier"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisMap:
+    """The rows of an input that each row of the output reads (module docstring).
+
+    Attributes:
+        scale: input rows that one output row advances by, times ``divisor``.
+        first: offset of the first row read.
+        last: offset of the last row read.
+        divisor: output rows to one input row (upsampling); 1 otherwise.
+    """
+
+    scale: int = 1
+    first: int = 0
+    last: int = 0
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scale < 1 or self.divisor < 1 or self.last < self.first:
+            raise ValueError(f"not an access map: {self}")
+
+    @classmethod
+    def window(cls, *, kernel: int, stride: int, padding: int, dilation: int) -> AxisMap:
+        """The map of a convolution or pooling.
+
+        >>> AxisMap.window(kernel=3, stride=2, padding=1, dilation=1).read(Interval(0, 4))
+        Interval(start=-1, stop=8)
+        """
+        return cls(scale=stride, first=-padding, last=dilation * (kernel - 1) - padding)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether row ``o`` reads row ``o`` and nothing else."""
+        return self.scale == 1 and self.divisor == 1 and self.first == 0 and self.last == 0
+
+    def read(self, out: Interval) -> Interval:
+        """The input rows that the output rows ``out`` read, borders ignored."""
+        if not out:
+            return Interval(self.low(out.start), self.low(out.start))
+        return Interval(self.low(out.start), (self.scale * (out.stop - 1) + self.last) // self.divisor + 1)
+
+    def low(self, row: int) -> int:
+        """The first input row that output row ``row`` reads; as the map is monotone no later row reads an earlier one."""
+        return (self.scale * row + self.first) // self.divisor
+
+    def phase(self, row: int) -> int:
+        """Where output row ``row`` stands among those that have the same first row."""
+        return (self.scale * row + self.first) % self.divisor
+
+    def frontier(self, rows: int) -> int:
+        """How many output rows the first ``rows`` input rows complete, borders ignored."""
+        return (self.divisor * rows - self.last - 1) // self.scale + 1
+
+    def low_expr(self, row: sp.Expr) -> sp.Expr:
+        """``lo(row)`` in SymPy."""
+        return sp.floor((self.scale * row + self.first) / sp.Integer(self.divisor))
+
+    def high_expr(self, row: sp.Expr) -> sp.Expr:
+        """``hi(row)`` in SymPy."""
+        return sp.floor((self.scale * row + self.last) / sp.Integer(self.divisor)) + 1
+
+    def frontier_expr(self, rows: sp.Expr) -> sp.Expr:
+        """``frontier(rows)`` in SymPy."""
+        return sp.floor((self.divisor * rows - self.last - 1) / sp.Integer(self.scale)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class FloorTerm:
+    """``rate * floor((R + advance) / period) + bonus``, with ``0 <= advance < period``."""
+
+    rate: int = 1
+    advance: int = 0
+    period: int = 1
+    bonus: int = 0
+
+    def __call__(self, rows: int) -> int:
+        return self.rate * ((rows + self.advance) // self.period) + self.bonus
+
+    def through(self, access: AxisMap) -> FloorTerm | None:
+        """The frontier behind one more operator; ``None`` where the normal form does not close.
+
+        >>> stem = FloorTerm().through(AxisMap.window(kernel=7, stride=2, padding=3, dilation=1))
+        >>> stem, stem.through(AxisMap.window(kernel=3, stride=2, padding=1, dilation=1))
+        (FloorTerm(rate=1, advance=0, period=2, bonus=-1), FloorTerm(rate=1, advance=2, period=4, bonus=-1))
+        """
+        # The operator maps n to floor((divisor * n - last - 1) / scale) + 1.
+        rate, bonus, scale = self.rate * access.divisor, self.bonus * access.divisor - access.last - 1, access.scale
+        if rate % scale == 0:
+            return _normalized_term(rate // scale, self.advance, self.period, bonus // scale + 1)
+        if scale % rate == 0:
+            # floor((rate * X + bonus) / scale) = floor((X + floor(bonus / rate)) / (scale / rate)) with X a floor itself.
+            return _normalized_term(1, self.advance + self.period * (bonus // rate), self.period * (scale // rate), 1)
+        return None
+
+    def dominates(self, other: FloorTerm) -> bool:
+        """Whether ``self(R) <= other(R)`` for every R, decided for terms of one slope only."""
+        if (self.rate, self.period) != (other.rate, other.period):
+            return False
+        return self.bonus + self.rate <= other.bonus or (self.bonus <= other.bonus and self.advance <= other.advance)
+
+    def expr(self, rows: sp.Expr) -> sp.Expr:
+        """The term in SymPy."""
+        return self.rate * sp.floor((rows + self.advance) / sp.Integer(self.period)) + self.bonus
+
+
+def _normalized_term(rate: int, advance: int, period: int, bonus: int) -> FloorTerm:
+    whole, advance = divmod(advance, period)
+    return FloorTerm(rate, advance, period, bonus + rate * whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The minimum of some floor terms; an empty tuple means that the normal form does not close."""
+
+    terms: tuple[FloorTerm, ...] = (FloorTerm(),)
+
+    def __call__(self, rows: int) -> int:
+        return min(term(rows) for term in self.terms)
+
+    def through(self, access: AxisMap) -> Frontier:
+        """The frontier behind one more operator."""
+        terms = [term.through(access) for term in self.terms]
+        closed = [term for term in terms if term is not None]
+        return Frontier(_without_dominated(closed)) if len(closed) == len(terms) else Frontier(())
+
+    def meet(self, other: Frontier) -> Frontier:
+        """The frontier of an operator that waits for two inputs."""
+        if not self.terms or not other.terms:
+            return Frontier(())
+        return Frontier(_without_dominated([*self.terms, *other.terms]))
+
+    @property
+    def period(self) -> int:
+        """Input rows after which the frontier's pattern repeats."""
+        period = 1
+        for term in self.terms:
+            period = period * term.period // gcd(period, term.period)
+        return period
+
+    def expr(self, rows: sp.Expr) -> sp.Expr:
+        """The frontier in SymPy."""
+        return sp.Min(*(term.expr(rows) for term in self.terms)) if self.terms else sp.nan
+
+
+def _without_dominated(terms: list[FloorTerm]) -> tuple[FloorTerm, ...]:
+    kept: list[FloorTerm] = []
+    for term in dict.fromkeys(terms):
+        if not any(other.dominates(term) for other in kept):
+            kept = [other for other in kept if not term.dominates(other)] + [term]
+    return tuple(kept)

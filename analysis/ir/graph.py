@@ -1,0 +1,235 @@
+"""The captured model as frozen data: nodes in topological order, each the one value that it makes.
+
+Shapes are SymPy expressions in the input's height and width (plain integers where capture found them constant), so one
+graph serves every image size. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import sympy as sp
+
+from sft.analysis.ir.axes import Axes
+
+__all__ = ["Graph", "Node", "NodeKind", "Ref", "SideEffect", "SymbolicNumber", "map_refs", "refs_in"]
+
+NodeKind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
+SideEffect = Literal["", "draws", "writes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The place of a node's value in another node's arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicNumber:
+    """A fractional number that `forward` computes of sizes, such as ``1 / x.shape[-1]``, in a node's arguments.
+
+    It is computed as Python does, call by call: algebra on sizes would round differently, or not at all.
+
+    Attributes:
+        function: what was called.
+        arguments: sizes as expressions, numbers, and such numbers again.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def at(self, size: Callable[[sp.Basic], int]) -> Any:
+        """The number, given what tells the value of an expression."""
+        return self.function(*(_evaluate_number(argument, size) for argument in self.arguments))
+
+
+def _evaluate_number(value: Any, size: Callable[[sp.Basic], int]) -> Any:
+    if isinstance(value, SymbolicNumber):
+        return value.at(size)
+    return size(value) if isinstance(value, sp.Basic) else value
+
+
+_FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One value of the model.
+
+    Attributes:
+        name: unique in the graph.
+        kind: where the value comes from.
+        target: the operator (``"aten.conv2d.default"``); for parameters and buffers their qualified name.
+        arguments: the operator's arguments in schema order, by name; tensors stand as :class:`Ref`.
+        shape: extents, symbolic in the input's height and width.
+        dtype: element type without the ``torch.`` (``"float32"``).
+        itemsize_bytes: bytes of one element.
+        module_path: the qualified name of the module that called the operator (``""`` is the model itself).
+        effect: what the operator does besides computing its value: it draws random numbers, or writes into its operands.
+    """
+
+    name: str
+    kind: NodeKind
+    target: str
+    shape: tuple[sp.Expr | int, ...]
+    dtype: str
+    itemsize_bytes: int
+    arguments: tuple[tuple[str, Any], ...] = ()
+    module_path: str = ""
+    effect: SideEffect = ""
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the values that the operator reads, in order, repeated where they are read twice."""
+        return tuple(refs_in(tuple(value for _, value in self.arguments)))
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument called ``name``."""
+        return self._by_name.get(name, default)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Any]:
+        return dict(self.arguments)
+
+    def of_shape(self, shape: tuple[int, ...]) -> Node:
+        """The same with these extents, which are numbers; what is known of its arguments stays known."""
+        if shape == self.shape and all(type(extent) is int for extent in self.shape):
+            return self
+        other = copy(self)
+        object.__setattr__(other, "shape", shape)
+        return other
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its elements are complex numbers."""
+        return self.dtype.startswith("complex")
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its elements are fractions, and no whole numbers or truth values."""
+        return self.dtype in _FLOATING_DTYPES
+
+    @property
+    def label(self) -> str:
+        """Module path and operator, for messages."""
+        operator = self.target.removeprefix("aten.").removeprefix("sft.").split(".")[0]
+        return f"{self.module_path or '(the model itself)'}: {operator}"
+
+
+def refs_in(value: Any) -> Iterator[str]:
+    """The names referred to in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, replace: Callable[[str], Any]) -> Any:
+    """An argument with every reference replaced."""
+    if isinstance(value, Ref):
+        return replace(value.name)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_refs(item, replace) for item in value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Nodes in topological order.
+
+    Attributes:
+        nodes: inputs, parameters, buffers and operators.
+        outputs: names of the values that the model returns, in order.
+        updates: values that become a buffer's content once the model has run, with the buffer's qualified name.
+        axes: the spatial axes of its images.
+        beside: what the model returns besides values, with its place among all that it returns: ``None``, texts, numbers.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...] = ()
+    axes: Axes = field(default_factory=Axes)
+    beside: tuple[tuple[int, Any], ...] = ()
+    _index: dict[str, int] = field(init=False, repr=False, compare=False)
+    _node_of: dict[str, Node] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {node.name: position for position, node in enumerate(self.nodes)}
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_node_of", {node.name: node for node in self.nodes})
+        for position, node in enumerate(self.nodes):
+            for name in node.operands:
+                if index.get(name, position) >= position:
+                    raise ValueError(f"{node.name} reads {name}, which does not come before it")
+
+    def __getitem__(self, name: str) -> Node:
+        return self._node_of[name]
+
+    def position(self, name: str) -> int:
+        """The node's place in the topological order."""
+        return self._index[name]
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the model's tensor inputs, in order."""
+        return tuple(node.name for node in self.nodes if node.kind == "input")
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """The values that must come out, each once: outputs, then updates."""
+        return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))
+
+    @cached_property
+    def _results(self) -> frozenset[str]:
+        return frozenset(self.results)
+
+    def ancestors(self, names: Collection[str]) -> frozenset[str]:
+        """The values that ``names`` depend on, themselves included."""
+        found = set(names)
+        for node in reversed(self.nodes):
+            if node.name in found:
+                found.update(node.operands)
+        return frozenset(found)
+
+    def descendants(self, names: Collection[str]) -> frozenset[str]:
+        """The values that depend on ``names``, themselves included."""
+        found = set(names)
+        for node in self.nodes:
+            if not found.isdisjoint(node.operands):
+                found.add(node.name)
+        return frozenset(found)
+
+    def without_dead_operators(self) -> Graph:
+        """The graph without operators and parameters that nothing comes out of; its inputs stay."""
+        needed = self.ancestors(self.results)
+        return replace(self, nodes=tuple(node for node in self.nodes if node.name in needed or node.kind == "input"))
+
+    def sources(self, names: Sequence[str], among: Collection[str]) -> tuple[str, ...]:
+        """What the operators ``names`` read from outside, of the values ``among``, in order."""
+        inside = set(names)
+        return tuple(dict.fromkeys(o for name in names for o in self[name].operands if o in among and o not in inside))
+
+    def live_out(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The values of the operators ``names`` that others read, or that must come out."""
+        inside, results, users = set(names), self._results, self.users
+        return tuple(name for name in names if name in results or not inside.issuperset(users[name]))
+
+    @cached_property
+    def operators(self) -> tuple[Node, ...]:
+        """The operator nodes, in order."""
+        return tuple(node for node in self.nodes if node.kind == "operator")
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each value the operators that read it, in order."""
+        users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.operands):
+                users[name].append(node.name)
+        return {name: tuple(names) for name, names in users.items()}

@@ -1,0 +1,168 @@
+"""Operators that move the border of the image: padding in all its modes, and crops."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.axes import ROWS, Axes
+from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.ops.base import Border, Operator, Role
+
+__all__ = ["BorderRowsSpec", "ChannelPadSpec", "CircularPadSpec", "PadSpec", "SliceSpec"]
+
+_BORDER_KINDS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated", "circular": "wrapped"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadSpec(Operator):
+    """``pad`` with a constant, by reflection, by repeating the border, by wrapping round; negative paddings crop.
+
+    Row ``o`` reads row ``o - low``, or, beyond the border, one that it mirrors: at most ``2 * low`` rows further up, ``2 * high`` further
+    down. The access map has that much slack everywhere, since a map has one form for all rows. Along an axis that wraps round it has the
+    whole axis, so that panels of it compute everything before it in full; rows that wrap round are :class:`CircularPadSpec`.
+    """
+
+    name: str = "pad"
+    is_sized: bool = True
+
+    def amounts(self, node: Node, axis: int) -> tuple[int, int]:
+        """Rows before and behind the image."""
+        flat = node.argument("pad")
+        first = 2 * (self._num_axes(node) - 1 - axis)
+        return (int(flat[first]), int(flat[first + 1])) if 0 <= first < len(flat) else (0, 0)
+
+    def _num_axes(self, node: Node) -> int:
+        count: int = node.argument("axes")
+        return count
+
+    def mode(self, node: Node) -> str:
+        """How it is padded."""
+        mode: str = node.argument("mode")
+        return mode
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return replace(node, arguments=(*node.arguments, ("axes", len(extents)), ("extents", extents)))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        low, high = self.amounts(node, axis)
+        if self._wraps(node, axis):
+            extent = node.argument("extents")[axis]
+            return AxisMap(first=-low - extent - high, last=extent)
+        reach = {"constant": 0, "reflect": 2, "replicate": 1, "circular": 0}[self.mode(node)]
+        return AxisMap(first=-low - reach * max(0, high), last=-low + reach * max(0, low))
+
+    def _wraps(self, node: Node, axis: int) -> bool:
+        return self.mode(node) == "circular" and any(self.amounts(node, axis))
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        node = self.resolved(node, (0,) * axes.count)
+        return (0, 1, *(None if self._wraps(node, axis) else 2 + axis for axis in range(axes.count)))
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent + sum(self.amounts(node, axis))
+
+    def border(self, node: Node) -> Border:
+        return _BORDER_KINDS[self.mode(node)]
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        flat, mode = node.argument("pad"), self.mode(node)
+        if mode not in _BORDER_KINDS:
+            return [f"{node.label}: mode {mode!r} is not known"]
+        if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
+            return [f"{node.label}: its rows wrap round in a form that is not taken apart; pad an image [N, C, ...] by no less than 0"]
+        if any(flat[2 * graph.axes.count :]):
+            return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
+        if mode != "constant" and any(amount < 0 for amount in flat if isinstance(amount, int)):  # others are known at a size
+            return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircularPadSpec(PadSpec):
+    """The image with rows of the opposite border above and below it (circular padding of rows)."""
+
+    name: str = "wrapped"
+    is_sized: bool = False
+
+    def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
+        return node.operands[:1]
+
+    def amounts(self, node: Node, axis: int) -> tuple[int, int]:
+        return (node.argument("low"), node.argument("high")) if axis == ROWS else (0, 0)
+
+    def mode(self, node: Node) -> str:
+        return "constant"
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return node
+
+    def border(self, node: Node) -> Border:
+        return "wrapped"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorderRowsSpec(Operator):
+    """Rows at the image's lower and upper border, for circular padding."""
+
+    name: str = "border_rows"
+    role: Role = "reduce"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, None, *range(3, 2 + axes.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelPadSpec(Operator):
+    """``pad`` of channels alone."""
+
+    name: str = "rowwise"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        flat, axes = node.argument("pad"), graph.axes
+        if any(flat[: 2 * axes.count]) or len(flat) > 2 * (len(node.shape) - 1):
+            return [f"{node.label}: pads more than channels ({flat}); pad channels and the image's axes one after the other"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceSpec(Operator):
+    """``x[:, :, start:end:step]``: every ``step``-th row of part of the image."""
+
+    name: str = "slice"
+
+    def span(self, node: Node, axis: int) -> tuple[int, int, int]:
+        """First row, the one behind the last, and the step."""
+        sliced, *span = node.argument("span")
+        return (span[0], span[1], span[2]) if axis == sliced else (0, node.argument("extents")[axis], 1)
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        rank = len(node.shape)
+        axis = node.argument("dim") % rank - (rank - len(extents))
+        bounds = slice(node.argument("start"), node.argument("end"), node.argument("step", 1)).indices(extents[axis])
+        return replace(node, arguments=(*node.arguments, ("span", (axis, *bounds)), ("extents", extents)))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        start, _, step = self.span(node, axis)
+        return AxisMap(scale=step, first=start, last=start)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return len(range(*self.span(node, axis)))
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.argument("dim", 0) % len(node.shape) < len(node.shape) - graph.axes.count:
+            return [f"{node.label}: takes part of the batch; only channels and the image's axes can be sliced in strips"]
+        return []

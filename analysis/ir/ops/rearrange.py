@@ -1,0 +1,118 @@
+"""Pixels that become channels, and channels that become pixels: rows in groups, each computed from rows of its own.
+
+A strip of whole groups is shuffled as an image is, so torch's own operator runs on it.
+
+Windows beside each other as channels, and channels put back where windows lie (:mod:`sft.analysis.passes.decompose_windows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.axes import Axes
+from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.ops.base import Operator, axis_entry
+from sft.analysis.ir.ops.transposed import transposed_window_of
+from sft.common.interval import Interval
+
+__all__ = ["Col2imSpec", "Im2colSpec", "PixelShuffleSpec", "PixelUnshuffleSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShuffleSpec(Operator):
+    """
+    Attributes:
+        argument: the argument that says how many rows and columns belong together.
+    """
+
+    name: str = "rowwise"
+    argument: str = "factors"
+
+    def factor(self, node: Node, axis: int) -> int:
+        """Rows in a group."""
+        return axis_entry(node.argument(self.argument), axis) if axis < self._num_axes(node) else 1
+
+    def _num_axes(self, node: Node) -> int:
+        given = node.argument(self.argument)
+        return len(given) if isinstance(given, tuple) else 2
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        # ATen's own take the last three dimensions for channels, rows and columns.
+        if node.target.startswith("aten.") and (graph.axes.count != 2 or len(node.shape) != graph.axes.rank):
+            return [f"{node.label}: of {len(node.shape)} dimensions; only images, of four, are shuffled in strips"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelShuffleSpec(_ShuffleSpec):
+    """Channels become pixels (``pixel_shuffle``, Shi et al. 2016), with a factor for each axis."""
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return AxisMap(divisor=self.factor(node, axis))
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent * self.factor(node, axis)
+
+    def computed(self, node: Node, axis: int, part: Interval) -> Interval:
+        factor = self.factor(node, axis)
+        return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelUnshuffleSpec(_ShuffleSpec):
+    """Pixels become channels (``pixel_unshuffle``)."""
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return AxisMap(scale=self.factor(node, axis), last=self.factor(node, axis) - 1)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent // self.factor(node, axis)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Im2colSpec(Operator):
+    """The pixels of every window as channels (``unfold``); there is no border."""
+
+    name: str = "im2col"
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        windows = transposed_window_of(node, axis)
+        return AxisMap(scale=windows.stride, last=windows.span - 1)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        windows = transposed_window_of(node, axis)
+        return (extent - windows.span) // windows.stride + 1
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Col2imSpec(Operator):
+    """Windows put back where they lie, summed where they overlap (``fold``)."""
+
+    name: str = "col2im"
+    is_phased: bool = True
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return transposed_window_of(node, axis).access
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return transposed_window_of(node, axis).extent(extent)
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))

@@ -1,0 +1,111 @@
+"""Reductions over the image, whose results are global values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from sft.analysis.ir.axes import Axes
+from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.ops.base import Operator, Role
+
+__all__ = ["STATISTICS", "ArgMaxSpec", "LogSumExpSpec", "MeanSpec", "MinMaxSpec", "MomentsSpec", "SpatialContractionSpec", "SumSpec"]
+
+#: What has numbers of different kinds in its last dimension, a mean beside a variance: it is no image, whatever its extents are.
+STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.minmax", "sft.argmax"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReductionSpec(Operator):
+    role: Role = "reduce"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, *([None] * axes.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumSpec(_ReductionSpec):
+    """The sum over all axes of the image."""
+
+    name: str = "sum"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        axes = graph.axes
+        rank = len(graph[node.operands[0]].shape)
+        dims = sorted(dim % rank for dim in node.argument("dim") or ())
+        if dims != list(range(rank - axes.count, rank)):
+            listed = tuple(range(2, axes.rank))
+            return [f"{node.label}: {self.name} over {node.argument('dim')}; only all axes of the image together, dim={listed}, stream"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanSpec(SumSpec):
+    """The mean over all axes of the image."""
+
+    name: str = "mean"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        axes = graph.axes
+        if node.target.startswith("aten.adaptive_avg_pool"):
+            size = node.argument("output_size")
+            if any(extent != 1 for extent in size):
+                return [f"{node.label}: pools to {size}; only a single pixel streams, use AdaptiveAvgPool{axes.count}d(1)"]
+            return []
+        return SumSpec.problems(self, node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinMaxSpec(_ReductionSpec):
+    """The largest or smallest element, and how often it occurs."""
+
+    name: str = "extremes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgMaxSpec(_ReductionSpec):
+    """The largest element, and its place."""
+
+    name: str = "peak"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpatialContractionSpec(_ReductionSpec):
+    """A matrix product of two images over all pixels."""
+
+    name: str = "contracted"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        whole = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {whole[0]} is no image that comes in strips"] if whole else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSumExpSpec(_ReductionSpec):
+    """The logarithm of a sum of exponentials."""
+
+    name: str = "logsumexp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentsSpec(_ReductionSpec):
+    """Mean, variance and count of groups of elements."""
+
+    name: str = "moments"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0 if node.argument("per_sample") else None, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        shape = graph[node.operands[0]].shape
+        channels = shape[1 : len(shape) - graph.axes.count]
+        if len(channels) > 1 and node.argument("groups") not in (1, prod(int(extent) for extent in channels)):
+            return [f"{node.label}: groups of several dimensions of channels; merge them with flatten"]
+        return []

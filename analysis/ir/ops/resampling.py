@@ -1,0 +1,211 @@
+"""Operators that change the grid without a sliding window over it: interpolation, and adaptive pooling to sizes that follow the image's."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.axes import Axes
+from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.ops.base import Operator, Role, axis_entry
+from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind
+from sft.common.interval import Interval
+
+__all__ = [
+    "AdaptiveAvgPoolSpec",
+    "AdaptiveMaxPoolSpec",
+    "AntialiasedInterpolationSpec",
+    "FixedSizeAvgPoolSpec",
+    "InterpolationSpec",
+    "NearestSpec",
+    "ResamplingSpec",
+]
+
+#: Below so many windows along the rows each would hold much of the image.
+_MIN_WINDOWS = 4
+#: Rows and columns of an image that is small for ATen (``_use_vectorized_kernel_cond_2d`` of its UpSampleKernel.cpp).
+_SMALL_EXTENTS = 128
+
+#: Of an interpolation, by the operator's name without its number of axes.
+_RESIZE_KINDS: dict[str, ResamplingKind] = {
+    "upsample_nearest": "nearest",
+    "_upsample_nearest_exact": "nearest exact",
+    "upsample_linear": "linear",
+    "upsample_bilinear": "linear",
+    "upsample_trilinear": "linear",
+    "upsample_bicubic": "cubic",
+    "_upsample_bilinear_aa": "antialiased linear",
+    "_upsample_bicubic_aa": "antialiased cubic",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestSpec(Operator):
+    """Nearest upsampling by whole factors."""
+
+    name: str = "nearest"
+
+    def _factor(self, node: Node, axis: int) -> int:
+        factors: tuple[int, ...] = node.argument("factors")
+        return factors[axis] if axis < len(factors) else 1
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return AxisMap(divisor=self._factor(node, axis))
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent * self._factor(node, axis)
+
+    def computed(self, node: Node, axis: int, part: Interval) -> Interval:
+        # By whole input rows, whose further copies cost no read.
+        factor = self._factor(node, axis)
+        return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        factors = node.argument("factors")
+        if factors is None:
+            return [f"{node.label}: the factor is not a whole number"]
+        for factor, extent in zip(factors, graph.axes.of(node.shape), strict=True):
+            # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
+            size = int(extent) if isinstance(extent, int) or extent.is_number else 2**17
+            rows = np.arange(size, dtype=np.float32)
+            if _resize_kind(node) == "nearest exact":
+                rows += np.float32(0.5)
+            if not np.array_equal(np.floor(rows * np.float32(1.0 / factor)), np.arange(size) // factor):
+                return [f"{node.label}: ATen's float32 source index differs from i // {factor}"]
+        return []
+
+
+def _resize_kind(node: Node) -> ResamplingKind:
+    """How an interpolation finds a row."""
+    return _RESIZE_KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResamplingSpec(Operator, ABC):
+    """What is resampled along each axis by itself (:mod:`sft.analysis.ir.ops.resize_matrix`), once the extents are numbers."""
+
+    name: str = "resampling"
+
+    def sampling(self, node: Node, axis: int) -> AxisResampling | None:
+        """How an axis is resampled; ``None`` where the image has no such axis."""
+        samplings: tuple[AxisResampling, ...] = node.argument("samplings")
+        return samplings[axis] if axis < len(samplings) else None
+
+    @abstractmethod
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
+        """How all axes of an image are resampled."""
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return replace(node, arguments=(*node.arguments, ("samplings", self.samplings(node, extents))))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        sampling = self.sampling(node, axis)
+        return AxisMap() if sampling is None else sampling.access
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        sampling = self.sampling(node, axis)
+        return extent if sampling is None else sampling.length
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if len(node.shape) != graph.axes.rank:
+            return [f"{node.label}: resamples {len(node.shape) - 2} dimensions of images with {graph.axes.count} axes"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterpolationSpec(ResamplingSpec):
+    """Nearest, linear and cubic interpolation, up and down, to a size or by a factor."""
+
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
+        size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _resize_kind(node)
+        lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
+        # ATen has another loop for the nearest pixels of small images, which finds them in single precision.
+        is_small = kind.startswith("nearest") and len(lengths) == 2 and sum(lengths) <= _SMALL_EXTENTS
+        return tuple(
+            AxisResampling(
+                kind=kind,
+                extent=extent,
+                length=length,
+                scale=None if scales is None else float(scales[axis]),
+                align_corners=bool(node.argument("align_corners", False)),
+                is_double=node.dtype == "float64" and not is_small,
+                # Where no axis changes its size ATen's backward copies, though the forward may have moved the rows.
+                has_identity_gradient=kind == "cubic" and lengths == extents,
+            )
+            for axis, (extent, length) in enumerate(zip(extents, lengths, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AntialiasedInterpolationSpec(InterpolationSpec):
+    """Linear and cubic interpolation with antialiasing: windows that grow with the factor by which an image shrinks."""
+
+    is_sized: bool = True
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.shape[-1] == 1:
+            return [f"{node.label}: to a width of one pixel ATen repeats the first row on some devices; it is left to ATen"]
+        return InterpolationSpec.problems(self, node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveAvgPoolSpec(ResamplingSpec):
+    """Adaptive average pooling to a size that follows the image's."""
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rows = node.argument("output_size")[0]
+        if isinstance(rows, int) and rows < _MIN_WINDOWS:
+            return [f"{node.label}: a row of its result stands for 1/{rows} of the image's, which would all be carried"]
+        return ResamplingSpec.problems(self, node, graph, streamed)
+
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
+        size: Any = node.argument("output_size")
+        return tuple(AxisResampling(kind="window", extent=extent, length=axis_entry(size, axis)) for axis, extent in enumerate(extents))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
+    """Adaptive max pooling; its windows are those of the average."""
+
+    name: str = "adaptive_max"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.argument("result", 0) != 0:
+            return [f"{node.label}: its indices count the pixels of the whole image"]
+        return AdaptiveAvgPoolSpec.problems(self, node, graph, streamed)
+
+
+#: Along an axis: the most windows of a grid that is summed up as a whole.
+_MAX_WINDOWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSizeAvgPoolSpec(AdaptiveAvgPoolSpec):
+    """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
+
+    name: str = "grid"
+    role: Role = "reduce"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        size = node.argument("output_size")
+        if any(not isinstance(extent, int) or extent > _MAX_WINDOWS for extent in size):
+            return [f"{node.label}: pools to {size}, which is no small fixed grid"]
+        return ResamplingSpec.problems(self, node, graph, streamed)

@@ -1,0 +1,452 @@
+"""The table of operators, by target.
+
+Whatever reads a streamed value and has no row, or whose row says that this use of it cannot stream, runs on whole tensors where they
+fit, as in plain PyTorch. Refused is only what would not be the same there: random numbers, and what writes into its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import sympy as sp
+
+from sft.analysis.ir.graph import Graph, Node, refs_in
+from sft.analysis.ir.ops.base import NextValueSpec, Operator
+from sft.analysis.ir.ops.padding import BorderRowsSpec, ChannelPadSpec, CircularPadSpec, PadSpec, SliceSpec
+from sft.analysis.ir.ops.pointwise import (
+    AffineSpec,
+    AssignChannelsSpec,
+    BinarySpec,
+    CastSpec,
+    CatSpec,
+    ChannelwiseSpec,
+    DetachSpec,
+    FrozenNormSpec,
+    GatherChannelsSpec,
+    PerPixelSpec,
+    PointwiseSpec,
+    RandomOpSpec,
+    RepeatChannelsSpec,
+    SpatialSideInputSpec,
+    UndecomposedLayerNormSpec,
+)
+from sft.analysis.ir.ops.pool_indices import UNPOOLINGS, MaxPoolIndicesSpec, MaxUnpoolSpec
+from sft.analysis.ir.ops.rearrange import Col2imSpec, Im2colSpec, PixelShuffleSpec, PixelUnshuffleSpec
+from sft.analysis.ir.ops.reductions import ArgMaxSpec, LogSumExpSpec, MeanSpec, MinMaxSpec, MomentsSpec, SpatialContractionSpec, SumSpec
+from sft.analysis.ir.ops.resampling import (
+    AdaptiveAvgPoolSpec,
+    AdaptiveMaxPoolSpec,
+    AntialiasedInterpolationSpec,
+    FixedSizeAvgPoolSpec,
+    InterpolationSpec,
+    NearestSpec,
+)
+from sft.analysis.ir.ops.transposed import OverlapAddSpec, TransposedConvolutionSpec
+from sft.analysis.ir.ops.unsupported import NO_STRIP_RULE, unsupported_reason
+from sft.analysis.ir.ops.windows import AvgPoolSpec, ChannelWindowSpec, ConvolutionSpec, MaxPoolSpec, Window, WindowedSpec
+from sft.analysis.ir.repeat_op import REPEAT_NEXT
+from sft.analysis.passes.decompose_losses import ELEMENTWISE_LOSSES
+from sft.analysis.passes.positional_rng import RANDOM_TARGETS
+
+__all__ = [
+    "CASTS",
+    "DIMENSION_ARGUMENTS",
+    "ELEMENTWISE",
+    "WHOLE",
+    "DimensionArgument",
+    "differentiable_operands",
+    "operator_of",
+    "operator_table",
+    "refusal_reason",
+    "window_of",
+]
+
+#: What sees whole tensors.
+WHOLE = Operator(name="whole", role="whole")
+
+#: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.
+_UNARY_OPS = (
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "silu",
+    "gelu",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "elu",
+    "celu",
+    "selu",
+    "softplus",
+    "mish",
+    "log_sigmoid",
+    "neg",
+    "abs",
+    "exp",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "sin",
+    "cos",
+    "erf",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "reciprocal",
+    "softshrink",
+    "hardshrink",
+    "threshold",
+    "log",
+    "log1p",
+    "expm1",
+    "softsign",
+    "tanhshrink",
+    "sign",
+    "floor",
+    "ceil",
+    "round",
+    "exp2",
+    "log2",
+    "log10",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "atan",
+    "asin",
+    "acos",
+    "tan",
+    "erfc",
+    "logit",
+    "sinc",
+    "nan_to_num",
+    "frac",
+    "trunc",
+    "deg2rad",
+    "rad2deg",
+    "angle",
+    "digamma",
+    "lgamma",
+    "erfinv",
+    "i0",
+    "special_i0e",
+    "special_i1",
+    "special_i1e",
+    "special_entr",
+    "special_erfcx",
+    "special_log_ndtr",
+    "special_ndtri",
+    "zero",
+)
+_UNARY_OVERLOAD_OPS = (
+    "fill.Scalar",
+    "pow.Tensor_Scalar",
+    "rsub.Scalar",
+    "div.Scalar",
+    "mul.Scalar",
+    "add.Scalar",
+    "sub.Scalar",
+    "round.decimals",
+)
+#: Functions of several values, pixel by pixel, or of all channels of a pixel.
+_PER_PIXEL_OPS = (
+    "aten.where.self",
+    "aten.where.ScalarSelf",
+    "aten.where.ScalarOther",
+    "aten.maximum.default",
+    "aten.minimum.default",
+    "aten.pow.Tensor_Tensor",
+    "aten.pow.Scalar",
+    "aten.addcmul.default",
+    "aten.addcdiv.default",
+    "aten.lerp.Scalar",
+    "aten.lerp.Tensor",
+    "aten.atan2.default",
+    "aten.masked_fill.Scalar",
+    "aten.div.Tensor_mode",
+    "aten.rsub.Tensor",
+    *(f"aten.{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")),
+    "aten.logical_and.default",
+    "aten.logical_or.default",
+    "aten.logical_not.default",
+    "aten.logical_xor.default",
+    *(f"aten.bitwise_{name}.{kind}" for name in ("and", "or", "xor") for kind in ("Scalar", "Tensor")),
+    *(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Scalar", "Tensor")),
+    "aten.bitwise_not.default",
+    *(f"aten.{name}.default" for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit")),
+    *(f"aten.{name}.Tensor" for name in ("clamp", "clamp_min", "clamp_max")),
+    *(f"aten.{name}.{kind}" for name in ("remainder", "fmod", "copysign") for kind in ("Scalar", "Tensor")),
+    "aten.remainder.Scalar_Tensor",
+    "aten.div.Scalar_mode",
+    *(f"aten.floor_divide.{kind}" for kind in ("default", "Scalar")),
+    *(f"aten.{name}.default" for name in ("fmax", "fmin", "hypot", "heaviside", "logaddexp", "logaddexp2")),
+    "aten.max.other",
+    "aten.min.other",
+    *(f"aten.xlogy.{kind}" for kind in ("Tensor", "Scalar_Other", "Scalar_Self")),
+    *(f"aten.special_xlog1py.{kind}" for kind in ("default", "other_scalar", "self_scalar")),
+    "aten.fill.Tensor",
+)
+
+#: Reductions of channels, pixel by pixel.
+_CHANNEL_REDUCTIONS = (
+    "sum.dim_IntList",
+    "amax.default",
+    "amin.default",
+    "max.dim",
+    "min.dim",
+    "argmax.default",
+    "argmin.default",
+    "prod.dim_int",
+    "var.correction",
+    "std.correction",
+    "var.dim",
+    "std.dim",
+    "logsumexp.default",
+    "mean.dim",
+    "all.dim",
+    "any.dim",
+    "kthvalue.default",
+    "median.dim",
+    "nanmedian.dim",
+    "mode.default",
+)
+#: Functions of channels that leave their number as it is, or say what it becomes, pixel by pixel.
+_CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "index_select", "sort", "argsort", "topk")
+
+_CONVOLUTION, _MAX_POOL, _AVG_POOL = ConvolutionSpec(), MaxPoolSpec(), AvgPoolSpec()
+_INTERPOLATION = InterpolationSpec()
+_POINTWISE, _ROW, _CHANNELS, _BINARY, _MEAN = PointwiseSpec(), PerPixelSpec(), PerPixelSpec(broadcasts=False), BinarySpec(), MeanSpec()
+#: Conversions to another element type; where they are between floating-point types they have a gradient.
+CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout"})
+
+#: Several rows are for different uses: the first that knows a use is for it.
+_TABLE: dict[str, Operator | tuple[Operator, ...]] = {
+    **{f"aten.conv{n}d.{kind}": _CONVOLUTION for n in (1, 2, 3) for kind in ("default", "padding")},
+    **dict.fromkeys(
+        ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), TransposedConvolutionSpec()
+    ),
+    "sft.overlap_add": OverlapAddSpec(),
+    "sft.im2col": Im2colSpec(),
+    "sft.col2im": Col2imSpec(),
+    "aten.pixel_shuffle.default": PixelShuffleSpec(argument="upscale_factor"),
+    "aten.pixel_unshuffle.default": PixelUnshuffleSpec(argument="downscale_factor"),
+    "sft.pixel_shuffle": PixelShuffleSpec(),
+    "sft.pixel_unshuffle": PixelUnshuffleSpec(),
+    **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": MaxPoolIndicesSpec() for n in (1, 2, 3)},
+    **dict.fromkeys(UNPOOLINGS, MaxUnpoolSpec()),
+    **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindowSpec()) for n in (1, 2, 3)},
+    **{
+        f"aten.{name}{n}d.vec": (NearestSpec(), _INTERPOLATION)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+        for n in (1, 2, 3)
+    },
+    **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
+    **{f"aten._upsample_{name}2d_aa.vec": AntialiasedInterpolationSpec() for name in ("bilinear", "bicubic")},
+    **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
+    **{f"aten.{name}.default": _POINTWISE for name in _UNARY_OPS},
+    **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOAD_OPS},
+    **dict.fromkeys(_PER_PIXEL_OPS, _ROW),
+    **dict.fromkeys(CASTS, CastSpec()),
+    "aten.detach.default": DetachSpec(),
+    "aten.cat.default": CatSpec(),
+    "aten._native_batch_norm_legit_no_training.default": FrozenNormSpec(),
+    "sft.moments": MomentsSpec(),
+    "sft.minmax": MinMaxSpec(),
+    "sft.argmax": ArgMaxSpec(),
+    "sft.logsumexp": LogSumExpSpec(),
+    "sft.contract_pixels": SpatialContractionSpec(),
+    "sft.mix_channels": _CHANNELS,
+    "sft.affine": AffineSpec(),
+    "sft.spatial_side_input": SpatialSideInputSpec(),
+    "sft.dropout": RandomOpSpec(name="dropout"),
+    "sft.mask": RandomOpSpec(name="mask"),
+    "sft.noise": RandomOpSpec(name="noise"),
+    **dict.fromkeys(sorted(ELEMENTWISE_LOSSES), _ROW),
+    **dict.fromkeys(("sft.one_hot", "sft.constant_image", "sft.cross_entropy", "sft.nll", "sft.label_weight"), _CHANNELS),
+    **{f"aten.{name}_like.default": _CHANNELS for name in ("zeros", "ones", "full")},
+    **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), GatherChannelsSpec()),
+    "aten.prelu.default": _CHANNELS,
+    "sft.rearrange": _CHANNELS,
+    "sft.channel_norm": _CHANNELS,
+    "sft.channel_rms_norm": _CHANNELS,
+    **dict.fromkeys(("aten.layer_norm.default", "aten.rms_norm.default"), UndecomposedLayerNormSpec()),
+    **{f"aten.{name}": ChannelwiseSpec() for name in _CHANNEL_REDUCTIONS},
+    **{f"aten.{name}.int": ChannelwiseSpec() for name in ("softmax", "log_softmax", "select")},
+    **{f"aten.{name}.default": ChannelwiseSpec() for name in (*_CHANNEL_FUNCTIONS, "linalg_vector_norm")},
+    "sft.assign_channels": AssignChannelsSpec(),
+    "aten.stack.default": ChannelwiseSpec(adds=True),
+    "aten.slice.Tensor": (ChannelwiseSpec(), SliceSpec()),
+    "aten.pad.default": (PadSpec(), ChannelPadSpec()),
+    "sft.border_rows": BorderRowsSpec(),
+    "sft.circular_pad": CircularPadSpec(),
+    "sft.expand_channels": _CHANNELS,
+    "aten.repeat.default": RepeatChannelsSpec(),
+    **{f"aten.{name}.default": ChannelwiseSpec(argument="dims") for name in ("flip", "roll")},
+    **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, FixedSizeAvgPoolSpec(), AdaptiveAvgPoolSpec()) for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMaxPoolSpec() for n in (1, 2, 3)},
+    "aten.mean.dim": (_MEAN, ChannelwiseSpec()),
+    "aten.sum.dim_IntList": (SumSpec(), ChannelwiseSpec()),
+    REPEAT_NEXT: NextValueSpec(),
+}
+
+#: Recurrent layers drop values between layers.
+_RECURRENT_OPS = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
+_RANDOM_REMEDY = (
+    "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), noise with rand_like or randn_like, and other numbers outside the "
+    "compiled model"
+)
+_RANDOM_OP_REMEDIES = {
+    **dict.fromkeys(
+        (target.split(".")[1] for target in _RECURRENT_OPS), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"
+    ),
+    "native_dropout": "use the dropped values, not the mask that it returns",
+    "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
+}
+
+
+def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Operator, list[str]]:
+    """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
+    rows = _candidate_rows(node.target)
+    if any(row.follows for row in rows):
+        return rows[0], []
+    if not any(name in streamed for name in node.operands):
+        return WHOLE, []
+    problems: list[str] = [] if rows else [unsupported_reason(node, graph)]
+    if any(row.name != "pointwise" for row in rows) and any(graph[name].is_complex for name in (node.name, *node.operands)):
+        # Their derivatives are conjugated, and only real where an operand is.
+        return WHOLE, [f"{node.label}: computes with complex numbers of several pixels or operands, which has {NO_STRIP_RULE[4:]}"]
+    for row in rows:
+        why = row.problems(node, graph, streamed)
+        if not why:
+            return row, []
+        problems += why
+    return WHOLE, problems
+
+
+def operator_table() -> dict[str, tuple[Operator, ...]]:
+    """The whole table, by target."""
+    return {target: _candidate_rows(target) for target in _TABLE}
+
+
+def _candidate_rows(target: str) -> tuple[Operator, ...]:
+    found = _TABLE.get(target, ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def refusal_reason(node: Node, graph: Graph) -> str | None:
+    """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
+    if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
+        return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
+    if node.target == "aten.bincount.default" and node.shape != (node.argument("minlength", 0),):
+        return f"{node.label}: its size depends on the numbers; give minlength, above the largest of them"
+    if node.target == "aten.as_strided_scatter.default":
+        return f"{node.label}: `forward` writes in place through as_strided; write into a slice of the tensor"
+    if node.target == "aten.unfold_backward.default" and not _windows_cover_extent(node):
+        return f"{node.label}: `forward` writes in place into windows (unfold) that may leave out pixels; write into a slice of the tensor"
+    if any(isinstance(row, ConvolutionSpec) for row in _candidate_rows(node.target)):
+        kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
+        if any(graph[name].target in RANDOM_TARGETS for name in graph.ancestors(kernel)):
+            return f"{node.label}: dropout on the kernel itself has no positions in the image; drop its input or its output"
+    if node.effect == "draws" and _is_random(node):
+        name = node.target.removeprefix("aten.").split(".")[0]
+        return f"{node.label} has no exact rule; {_RANDOM_OP_REMEDIES.get(name, _RANDOM_REMEDY)}"
+    if node.effect == "writes":
+        return f"{node.label} writes into its operands; use the form that returns a new tensor"
+    return None
+
+
+def _windows_cover_extent(node: Node) -> bool:
+    """Whether the windows of an ``unfold`` that is written through lie side by side and have all pixels: else torch forgets the others."""
+    extent, size = node.argument("input_sizes")[node.argument("dim")], node.argument("size")
+    return bool(node.argument("step") == size and sp.simplify(sp.floor(sp.sympify(extent) / size) * size - extent) == 0)
+
+
+def _is_random(node: Node) -> bool:
+    """Whether an operator that may draw random numbers does; some only do if they are given a probability."""
+    if node.target == "aten.scaled_dot_product_attention.default":
+        return bool(node.argument("dropout_p", 0.0))
+    if node.target in _RECURRENT_OPS:
+        return bool(node.argument("train") and node.argument("dropout") and node.argument("num_layers") > 1)
+    return True
+
+
+_POLYNOMIAL_OPS = ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w")
+#: Operators that PyTorch gives no gradient, and that do not complain.
+_NONDIFFERENTIABLE_OPS = (
+    "histc",
+    "special_airy_ai",
+    "special_spherical_bessel_j0",
+    *(f"special_bessel_{name}" for name in ("j0", "j1", "y0", "y1")),
+    *(f"special_{scaled}modified_bessel_{name}" for scaled in ("", "scaled_") for name in ("i0", "i1", "k0", "k1")),
+    *(f"special_{shifted}{name}" for shifted in ("", "shifted_") for name in _POLYNOMIAL_OPS),
+    *(f"special_{name}" for name in ("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p")),
+)
+#: What comes out of these depends on no value that they read, or is not to.
+_NONDIFFERENTIABLE_TARGETS = frozenset(
+    {
+        "sft.mask",
+        "sft.noise",
+        "sft.label_weight",
+        "sft.constant_image",
+        REPEAT_NEXT,
+        "sft.running_mean",  # buffers, which eager PyTorch updates without recording it
+        "sft.running_var",
+        "aten.detach.default",
+        *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty")),
+        *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty")),
+        *(f"aten.{name}.{overload}" for name in _NONDIFFERENTIABLE_OPS for overload in ("default", "n_scalar")),
+    }
+)
+
+
+def differentiable_operands(node: Node) -> tuple[str, ...]:
+    """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
+    if node.target in _NONDIFFERENTIABLE_TARGETS or not (node.is_floating or node.is_complex):
+        return ()
+    return node.operands[:1] if node.target == "sft.spatial_side_input" else node.operands
+
+
+def window_of(node: Node, axis: int) -> Window | None:
+    """The sliding window of a convolution or pooling along one of its axes."""
+    row = next(iter(_candidate_rows(node.target)), None)
+    return row.window(node, axis) if isinstance(row, WindowedSpec) and axis < row.num_axes(node) else None
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionArgument:
+    """An operator along dimensions of its operand.
+
+    Attributes:
+        argument: the argument that names them.
+        default: what it is where it is not given.
+        drops: whether they are gone afterwards, unless ``keepdim`` is given.
+        adds: whether the dimension named is new.
+    """
+
+    argument: str = "dim"
+    default: Any = None
+    drops: bool = False
+    adds: bool = False
+
+
+#: Operators along dimensions, by target.
+DIMENSION_ARGUMENTS: dict[str, DimensionArgument] = {
+    "aten.cat.default": DimensionArgument(default=0),
+    "aten.stack.default": DimensionArgument(default=0, adds=True),
+    **{f"aten.{name}.int": DimensionArgument() for name in ("softmax", "log_softmax")},
+    **{f"aten.{name}.default": DimensionArgument(default=-1) for name in _CHANNEL_FUNCTIONS},
+    **{f"aten.{name}": DimensionArgument(drops=True) for name in _CHANNEL_REDUCTIONS},
+    "aten.linalg_vector_norm.default": DimensionArgument(drops=True),
+    **{f"aten.{name}.default": DimensionArgument(argument="dims") for name in ("flip", "roll")},
+    "aten.slice.Tensor": DimensionArgument(default=0),
+    "aten.select.int": DimensionArgument(drops=True),
+    **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), DimensionArgument()),
+}
+#: Operators of single elements of their operands, which broadcast.
+ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW, DetachSpec()) or target in CASTS)

@@ -1,0 +1,135 @@
+"""Transposed convolutions, and the sum of overlapping rows that is left of one (:mod:`sft.analysis.passes.decompose_windows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.axes import ROWS, Axes
+from sft.analysis.ir.graph import Graph, Node, refs_in
+from sft.analysis.ir.ops.base import Operator, axis_entry, symbolic_axis_entry
+from sft.analysis.passes.positional_rng import RANDOM_TARGETS
+from sft.common.interval import Interval
+
+__all__ = ["OverlapAddSpec", "TransposedConvolutionSpec", "TransposedWindow", "transposed_window_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedWindow:
+    """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``.
+
+    Attributes:
+        output_padding: rows behind the last; of a size that the model asks for it is an expression, until that has a number.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    dilation: int = 1
+
+    @property
+    def span(self) -> int:
+        """Output rows from the first to the last one that an input row reaches, both included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether output rows sum over several input rows."""
+        return self.span > self.stride
+
+    @property
+    def access(self) -> AxisMap:
+        """Row ``o`` is reached from ``ceil((o + padding - span + 1) / stride)`` to ``floor((o + padding) / stride)``.
+
+        Where rows do not overlap a row in a gap is reached by none, and counts as reading the one above the gap.
+        """
+        beyond = max(0, self.span - self.stride)
+        return AxisMap(first=self.padding - beyond, last=self.padding, divisor=self.stride)
+
+    def extent(self, extent: int) -> int:
+        """Output rows for ``extent`` input rows."""
+        return (extent - 1) * self.stride - 2 * self.padding + self.span + self.output_padding
+
+    def tap_ranges(self, read: Interval, part: Interval) -> list[tuple[int, int, int]]:
+        """For each row of the kernel which of the rows ``read`` it takes into ``part``: the first, how many, and where it lands.
+
+        Both are counted from the first of their interval.
+        """
+        found = []
+        for tap in range(self.kernel):
+            at = self.dilation * tap - self.padding  # where row 0 lands
+            first = max(read.start, -((at - part.start) // self.stride))
+            stop = min(read.stop, (part.stop - 1 - at) // self.stride + 1)
+            count = max(0, stop - first)
+            found.append((first - read.start, count, first * self.stride + at - part.start) if count else (0, 0, 0))
+        return found
+
+
+def transposed_window_of(node: Node, axis: int) -> TransposedWindow:
+    """The spread of a transposed convolution, or of windows put back, along an axis."""
+    return TransposedWindow(
+        kernel=axis_entry(node.argument("kernel_size"), axis),
+        stride=axis_entry(node.argument("stride"), axis),
+        padding=axis_entry(node.argument("padding", 0), axis),
+        output_padding=symbolic_axis_entry(node.argument("output_padding", 0), axis),
+        dilation=axis_entry(node.argument("dilation"), axis),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedConvolutionSpec(Operator):
+    """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d`` whose rows do not overlap."""
+
+    name: str = "transposed_convolution"
+    is_phased: bool = True
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return transposed_window_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return transposed_window_of(node, axis).extent(extent)
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        count = len(node.shape) - 2
+        if count != graph.axes.count:
+            return [f"{node.label}: slides along {count} dimensions of images with {graph.axes.count} axes"]
+        names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
+        if any(name in streamed for name in names):
+            return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
+        if any(graph[name].target in RANDOM_TARGETS for name in graph.ancestors(names)):
+            return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
+        if transposed_window_of(node, ROWS).overlaps:
+            return [f"{node.label}: its rows overlap"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapAddSpec(Operator):
+    """The rows that each input row is spread to, summed where they overlap."""
+
+    name: str = "overlap_add"
+    is_phased: bool = True
+
+    def spread(self, node: Node) -> TransposedWindow:
+        """How rows are spread."""
+        return TransposedWindow(**dict(node.argument("spread")))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return self.spread(node).access if axis == ROWS else AxisMap()
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return self.spread(node).extent(extent) if axis == ROWS else extent
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))

@@ -1,0 +1,101 @@
+"""Bands: which rows of each value a rank owns, and which it computes and reads.
+
+Ranks share an image by rows of its tallest input: rank ``r`` owns ``[bounds[r], bounds[r + 1])`` of them, and of every other value the
+rows in proportion, so that each row of each value has one owner. (A rank may own nothing of a value with fewer rows than ranks.)
+
+For one segment a rank computes its own rows of what the segment hands on, and whatever these need: the receptive field, from the access
+maps (:func:`sft.analysis.tiling.independent_tiles.independent_tile`). So inside a segment nothing is exchanged: what two bands both need
+is computed by both, at the bands' borders alone, since the strips inside a band carry their halo. What the segment reads from outside is a
+range of rows, too: its own and a few of the neighbours', which come before it runs. True image borders are where they are: only the first
+and the last band see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.ops import Operator
+from sft.analysis.tiling.independent_tiles import independent_tile
+from sft.analysis.tiling.strips import RowBand, StripSchedule, build_schedule
+from sft.common.interval import Interval
+
+__all__ = ["BandPartition", "band_schedule", "even_band_bounds", "row_band_of"]
+
+
+def even_band_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ...]:
+    """Bounds of bands that are as even as their being multiples of some number of rows allows.
+
+    >>> even_band_bounds(100, 4), even_band_bounds(100, 3, 8), even_band_bounds(5, 4, 2)
+    ((0, 25, 50, 75, 100), (0, 32, 64, 100), (0, 2, 2, 4, 5))
+    """
+    inner = (round(band * height / num_bands / multiple) * multiple for band in range(1, num_bands))
+    return (0, *(min(bound, height) for bound in inner), height)
+
+
+@dataclass(frozen=True, slots=True)
+class BandPartition:
+    """Who owns which rows.
+
+    Attributes:
+        bounds: where the bands begin and end, in rows of the tallest input: one entry more than there are bands.
+    """
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(stop < start for start, stop in pairwise(self.bounds)):
+            raise ValueError(f"not the bounds of bands: {self.bounds}")
+
+    @property
+    def num_bands(self) -> int:
+        """Bands, those without rows included."""
+        return len(self.bounds) - 1
+
+    @property
+    def height(self) -> int:
+        """Rows of the tallest input."""
+        return self.bounds[-1]
+
+    def rows(self, band: int, extent: int) -> Interval:
+        """The rows that a band owns of a value of ``extent`` rows.
+
+        >>> [BandPartition((0, 6, 7, 12)).rows(band, 3) for band in range(3)]
+        [Interval(start=0, stop=2), Interval(start=2, stop=2), Interval(start=2, stop=3)]
+        """
+        start, stop = (-(-bound * extent // self.height) for bound in self.bounds[band : band + 2])
+        return Interval(start, stop)
+
+
+def row_band_of(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    shares: BandPartition,
+    band: int,
+) -> RowBand:
+    """What a band computes and reads of a run, ``names`` in the graph's order."""
+    reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
+    ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
+    own = {name: shares.rows(band, extents[name]) for name in ends}
+    step = independent_tile(graph, names, rows, streamed, extents, {name: part for name, part in own.items() if part})
+    return RowBand(computed={node.name: node.new for node in step.nodes}, own=own)
+
+
+def band_schedule(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: frozenset[str],
+    extents: Mapping[str, int],
+    strip_rows: int,
+    shares: BandPartition,
+    band: int,
+) -> StripSchedule:
+    """The strips of a band; arguments as for :func:`sft.analysis.tiling.strips.build_schedule`."""
+    part = row_band_of(graph, names, rows, streamed, extents, shares, band)
+    return build_schedule(graph, names, rows, streamed, extents, strip_rows, part)

@@ -1,0 +1,134 @@
+"""Device functions that kernels share, and what is wrong with the tools that run them.
+
+Triton's interpreter multiplies, adds and compares bfloat16 as bit patterns (triton-lang/triton issue 11584), so everything
+is widened to fp32 before anything is computed with it, and products are widened only there (``matmul``).
+
+Assemblers for Hopper before that of CUDA 13.3, as Triton before 3.9 has one, let a product overwrite registers that it still reads
+(triton-lang/triton issue 11781): an operand that was *computed*, not copied, is then wrong. ``can_compute_operands`` says where a launch
+must avoid that. ``TRITON_PTXAS_PATH`` names another assembler.
+
+What the kernels with windows have in common in Triton: strides, windows as constants, taps, and pooled outputs.
+
+Affixes as in ``conv2d_triton``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.geometry import TileAxis
+
+__all__ = [
+    "assembler_version",
+    "can_compute_operands",
+    "first_tap",
+    "is_inside",
+    "matmul",
+    "pixel_strides",
+    "relu",
+    "relu_gradient",
+    "safe_precision",
+    "unpool_gradient",
+    "voxel_strides",
+    "window_constants",
+]
+
+_FIRST_FIXED_ASSEMBLER = (13, 3)
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def matmul(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` with fp32 accumulation; PRECISION matters for fp32 operands only."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def relu(x):
+    """torch's ReLU of an fp32 block: NaN stays."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def relu_gradient(gradient, y):
+    """The gradient where the output ``y`` of a ReLU is not zero; torch's rule, in which NaN counts as on."""
+    return tl.where(y.to(tl.float32) <= 0, 0.0, gradient).to(gradient.dtype)
+
+
+def can_compute_operands(device: torch.device) -> bool:
+    """Whether products of computed operands come out right: on anything but Hopper, or with the assembler of CUDA 13.3 or newer."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return True
+    major, minor = assembler_version(90).split(".")[:2]
+    return (int(major), int(minor)) >= _FIRST_FIXED_ASSEMBLER
+
+
+@functools.cache
+def assembler_version(capability: int) -> str:
+    """Version of the assembler that kernels for a compute capability (90 for sm_90) are made with, such as ``"13.4"``."""
+    from triton.backends.nvidia.compiler import get_ptxas  # not above: it is not there without NVIDIA's backend
+
+    version: str = get_ptxas(capability).version
+    return version
+
+
+def safe_precision(precision: str, device: torch.device) -> str:
+    """The precision to ask ``matmul`` for: products in three parts compute their operands; where that fails they are exact."""
+    return "ieee" if precision in ("tf32x3", "bf16x3") and not can_compute_operands(device) else precision
+
+
+@triton.jit
+def is_inside(at, low, high):
+    """Where coordinates are data."""
+    return (at >= low) & (at < high)
+
+
+@triton.jit
+def first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr):
+    """The least tap t for which ``base - DILATION * t`` is a multiple of STRIDE; KERNEL if there is none."""
+    first = base * 0 + KERNEL
+    for back in tl.static_range(KERNEL):
+        rest = ((base - DILATION * (KERNEL - 1 - back)) % STRIDE + STRIDE) % STRIDE  # the sign of % differs between GPU and interpreter
+        first = tl.where(rest == 0, KERNEL - 1 - back, first)
+    return first
+
+
+@triton.jit
+def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask, RELU: tl.constexpr):
+    """The gradient of the output of a convolution whose maxima of 2 x 2 have the gradient dy: offsets are of the maxima's pixels."""
+    dy = tl.load(p_dy + o_dy + channel, mask=mask, other=0.0)
+    if RELU:
+        dy = relu_gradient(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
+    chosen = tl.load(p_taps + o_taps + channel // 4, mask=mask, other=0).to(tl.int32) >> (channel % 4 * 2) & 3
+    return tl.where(chosen == number, dy, 0.0).to(dy.dtype)
+
+
+def pixel_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides along samples, rows and columns; the one along channels is 1."""
+    return tensor.stride(0), tensor.stride(2), tensor.stride(3)
+
+
+def voxel_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides along samples, slices, rows and columns; the one along channels is 1."""
+    return tensor.stride(0), *tensor.stride()[2:]
+
+
+def window_constants(axes: Sequence[TileAxis]) -> dict[str, int]:
+    """The windows along some of the axes, the last ones of d, h and w, as a kernel's constants."""
+    constants: dict[str, int] = {}
+    for letter, axis in zip("DHW"[-len(axes) :], axes, strict=True):
+        constants |= {f"KERNEL_{letter}": axis.window.kernel, f"STRIDE_{letter}": axis.window.stride}
+        constants |= {f"DILATION_{letter}": axis.window.dilation}
+    return constants

@@ -1,0 +1,230 @@
+"""The gradient of a convolution's input in Triton: an implicit matrix product whose pixels are sorted by residue modulo the strides.
+
+A program visits only the taps that lead from outputs to its pixels. Affixes as in ``conv2d_triton``; four warps, as there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, variant_blocks
+from sft.kernels.common_triton import (
+    can_compute_operands,
+    first_tap,
+    matmul,
+    pixel_strides,
+    relu_gradient,
+    safe_precision,
+    unpool_gradient,
+    window_constants,
+)
+from sft.kernels.conv.conv_reference import dense_gradient
+from sft.kernels.conv.rows2d_triton import launch_data_gradient_by_rows
+from sft.kernels.geometry import Geometry
+from sft.kernels.rng.mask_tile import ceil_div
+
+__all__ = ["data_gradient_kernel", "launch_data_gradient"]
+
+_RUNTIME = ["rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
+_RUNTIME += ["from_h", "to_h", "from_w", "to_w", "num_samples"]
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def data_gradient_kernel(
+    p_dy,  # [N, groups * group_out, h, w]
+    p_y,  # as dy: the output of the activation
+    p_taps,  # as in conv2d_kernel; dy and y are then of the maxima
+    p_w,  # [groups * group_out, group_in, kh, kw]
+    p_dx,  # [N, groups * group_in, rows, columns]
+    num_samples,
+    rows,
+    columns,
+    num_groups,
+    group_in,
+    group_out,
+    dy_n,
+    dy_h,
+    dy_w,
+    y_n,
+    y_h,
+    y_w,
+    taps_n,
+    taps_h,
+    taps_w,
+    w_o,
+    w_i,
+    w_h,
+    w_w,
+    dx_n,
+    dx_h,
+    dx_w,
+    shift_h,  # as in conv2d_kernel
+    low_h,  # rows [low_h, high_h) of dy are outputs of the image
+    high_h,
+    from_h,  # rows [from_h, to_h) of dx are the image's, the others get zero
+    to_h,
+    shift_w,
+    low_w,
+    high_w,
+    from_w,
+    to_w,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    TAPS_H: tl.constexpr,  # of the taps, every TAPS_H-th reaches a given row
+    TAPS_W: tl.constexpr,
+    RELU: tl.constexpr,
+    UNPOOL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """dx = adjoint of the convolution, of dy where y is on. A program's pixels are of one residue modulo the stride, so that it
+    visits only the taps that reach them."""
+    i_group = (tl.program_id(2) % num_groups).to(tl.int64)
+    phase = tl.program_id(2) // num_groups
+    phase_h, phase_w = phase // STRIDE_W, phase % STRIDE_W
+    phase_rows, phase_columns = tl.cdiv(rows - phase_h, STRIDE_H), tl.cdiv(columns - phase_w, STRIDE_W)
+    i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
+    m_p, m_c = i_p < num_samples.to(tl.int64) * phase_rows * phase_columns, i_c < group_in
+    line = i_p // tl.maximum(phase_columns, 1)
+    i_n = line // tl.maximum(phase_rows, 1)
+    # Offsets take 64 bits, rows and columns of a buffer do not, and registers are short.
+    i_h = (line % tl.maximum(phase_rows, 1)).to(tl.int32) * STRIDE_H + phase_h
+    i_w = (i_p % tl.maximum(phase_columns, 1)).to(tl.int32) * STRIDE_W + phase_w
+    p_dy += i_group * group_out
+    p_y += i_group * group_out
+    p_w += i_group * group_out * w_o
+
+    first_h = first_tap(phase_h - shift_h, KERNEL_H, STRIDE_H, DILATION_H)
+    first_w = first_tap(phase_w - shift_w, KERNEL_W, STRIDE_W, DILATION_W)
+    num_h, num_w = tl.cdiv(KERNEL_H - first_h, TAPS_H), tl.cdiv(KERNEL_W - first_w, TAPS_W)
+    num_blocks = tl.cdiv(group_out, INNER)
+    acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    for step in range(num_h * num_w * num_blocks):
+        tap, block = step // num_blocks, step % num_blocks
+        tap_h, tap_w = first_h + tap // num_w * TAPS_H, first_w + tap % num_w * TAPS_W
+        channel = block * INNER + tl.arange(0, INNER)
+        m_k = channel < group_out
+        # Multiples of the strides wherever they are not negative, and masked where they are.
+        num_rows, num_columns = i_h - shift_h - tap_h * DILATION_H, i_w - shift_w - tap_w * DILATION_W
+        at_h, at_w = (num_rows // STRIDE_H).to(tl.int64), (num_columns // STRIDE_W).to(tl.int64)
+        m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H)
+        m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & m_k[None, :]
+        if UNPOOL:
+            number = ((at_h % 2) * 2 + at_w % 2).to(tl.int32)
+            at_h, at_w = at_h // 2, at_w // 2
+            o_dy, o_y = i_n * dy_n + at_h * dy_h + at_w * dy_w, i_n * y_n + at_h * y_h + at_w * y_w
+            o_taps = i_n * taps_n + at_h * taps_h + at_w * taps_w
+            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel[None, :], number, m_dy, RELU)  # [P, K]
+        else:
+            dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
+            if RELU:
+                y = tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + channel[None, :], mask=m_dy, other=0.0)
+                dy = relu_gradient(dy, y)
+        o_w = channel[:, None] * w_o + tap_h * w_h + tap_w * w_w + i_c * w_i
+        w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
+        acc = matmul(dy, w, acc, PRECISION)
+
+    i_h, i_w = i_h.to(tl.int64), i_w.to(tl.int64)
+    m_image = (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
+    dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
+    tl.store(p_dx + (i_n * dx_n + i_h * dx_h + i_w * dx_w + i_group * group_in) + i_c, dx, mask=m_p & m_c)
+
+
+def launch_data_gradient(
+    gradient: Tensor,
+    output: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    geometry: Geometry,
+    *,
+    groups: int,
+    precision: str,
+    taps: Tensor | None = None,
+    variant: LaunchVariant = "default",
+    blocks: BlockSizes | None = None,
+) -> None:
+    """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty.
+
+    Args:
+        taps: ``gradient`` and ``output`` are of the maxima of 2 x 2 pixels that came from here; for one group.
+        variant, blocks: as for ``conv2d_triton.launch_conv2d``.
+    """
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
+    if (output is not None or taps is not None) and not can_compute_operands(gradient.device):
+        gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
+    num_samples, _, rows, columns = out.shape
+    group_in, group_out = weight.shape[1], weight.shape[0] // groups
+    if blocks is None:
+        blocks = default_blocks(group_in, group_out, out.dtype)
+        loads_more = output is not None or taps is not None
+        if taps is not None and out.dtype != torch.float32:  # two loads and a number for each element: too few registers for more
+            blocks = dataclasses.replace(blocks, pixels=64, inner=min(blocks.inner, 32))
+        elif loads_more and (out.dtype != torch.float32 or precision == "ieee"):
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+        # Larger blocks have no registers left to mask what they load, nor has a walk down the rows to spread maxima.
+        is_larger = variant in ("tall", "wide") and loads_more
+        if is_larger or (variant == "rows" and (taps is not None or not can_walk_rows(geometry, group_out, groups, weight))):
+            variant = "default"
+        blocks = variant_blocks(blocks, variant, group_in, is_loaded=loads_more)
+    if blocks.rows:
+        launch_data_gradient_by_rows(gradient, output, weight, out, geometry, precision=precision, blocks=blocks)
+        return
+    height, width = geometry.axes
+    strides = (height.window.stride, width.window.stride)
+    num_pixels = num_samples * ceil_div(rows, strides[0]) * ceil_div(columns, strides[1])
+    grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_in, blocks.channels), groups * math.prod(strides))
+    with torch.cuda.device_of(gradient):
+        data_gradient_kernel[grid](
+            gradient,
+            gradient if output is None else output,
+            gradient if taps is None else taps,
+            weight,
+            out,
+            num_samples,
+            rows,
+            columns,
+            groups,
+            group_in,
+            group_out,
+            *pixel_strides(gradient),
+            *pixel_strides(gradient if output is None else output),
+            *pixel_strides(gradient if taps is None else taps),
+            *weight.stride(),
+            *pixel_strides(out),
+            height.shift,
+            *_rows_with_gradient(height.output.data, gradient.shape[2], taps),
+            *height.input.data,
+            width.shift,
+            *_rows_with_gradient(width.output.data, gradient.shape[3], taps),
+            *width.input.data,
+            **window_constants(geometry.axes),
+            TAPS_H=strides[0] // math.gcd(strides[0], height.window.dilation),
+            TAPS_W=strides[1] // math.gcd(strides[1], width.window.dilation),
+            RELU=output is not None,
+            UNPOOL=taps is not None,
+            PRECISION=precision,
+            PIXELS=blocks.pixels,
+            CHANNELS=blocks.channels,
+            INNER=blocks.inner,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            enable_fp_fusion=True,
+        )
+
+
+def _rows_with_gradient(data: tuple[int, int], size: int, taps: Tensor | None) -> tuple[int, int]:
+    """The rows of an output that have a gradient: a last odd one has no maximum."""
+    return data if taps is None else (data[0], min(data[1], 2 * size))

@@ -1,0 +1,254 @@
+"""Convolution of a tile as an implicit matrix product in Triton.
+
+The rows of the product are pixels, its columns channels; the inner axis runs over taps of the kernel and, within each, over
+channels in blocks. A pixel's sum is formed in that order whatever tile it lies in and whatever block, so tiles have the bits
+of the whole as long as the inner block (``BlockSizes.inner``) is the same; it depends on the layer alone.
+
+Affixes: ``p_`` pointer, ``i_`` index, ``o_`` offsets, ``m_`` mask. P pixels, K inner block, C channels of the result.
+Four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/pytorch issue 173068).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, is_flat, variant_blocks
+from sft.kernels.common_triton import can_compute_operands, matmul, pixel_strides, relu, safe_precision, window_constants
+from sft.kernels.conv.rows2d_triton import launch_conv2d_by_rows
+from sft.kernels.geometry import Geometry
+from sft.kernels.rng.mask_tile import ceil_div
+
+__all__ = ["conv2d_kernel", "launch_conv2d"]
+
+# Values that change from tile to tile must not compile a kernel each.
+_RUNTIME = ["num_pixels", "rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def conv2d_kernel(
+    p_x,  # [N, groups * group_in, h, w]
+    p_gain,  # fp32 [groups * group_in]
+    p_offset,  # fp32 [groups * group_in]
+    p_w,  # [groups * group_out, group_in, kh, kw]
+    p_scale,  # [groups * group_out]
+    p_bias,  # [groups * group_out]
+    p_residual,  # as the convolution's output
+    p_y,  # [N, groups * group_out, rows, columns]
+    p_taps,  # uint8 [N, groups * group_out / 4, rows, columns], rounded up
+    num_pixels,  # of the convolution's output
+    rows,
+    columns,
+    group_in,
+    group_out,
+    x_n,
+    x_h,
+    x_w,
+    w_o,
+    w_i,
+    w_h,
+    w_w,
+    residual_n,
+    residual_h,
+    residual_w,
+    y_n,
+    y_h,
+    y_w,
+    taps_n,
+    taps_h,
+    taps_w,
+    shift_h,  # output row o reads input rows o * STRIDE_H + shift_h + DILATION_H * tap, if in [low_h, high_h)
+    low_h,
+    high_h,
+    shift_w,
+    low_w,
+    high_w,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    LEVELS: tl.constexpr,  # x is made of bytes: gain * x + offset is convolved
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    POOL: tl.constexpr,  # y is the maxima of 2 x 2 pixels of the output
+    FLAT: tl.constexpr,  # an inner block takes channels of several taps: for few channels
+    PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """y = activation(scale * conv(x) + bias + residual), or the maxima of that. Pixels of one maximum follow each other."""
+    i_group = tl.program_id(2).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
+    m_p, m_c = i_p < num_pixels, i_c < group_out
+    if POOL:
+        i_q = i_p // 4
+        i_n, i_h = i_q // columns // rows, i_q // columns % rows * 2 + i_p % 4 // 2
+        i_w = i_q % columns * 2 + i_p % 2
+    else:
+        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
+    p_x += i_group * group_in
+    p_w += i_group * group_out * w_o
+    first_h, first_w = i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
+    o_x = i_n * x_n + first_h * x_h + first_w * x_w
+    # Offsets take 64 bits, rows and columns of a buffer do not, and registers are short.
+    first_h, first_w = first_h.to(tl.int32), first_w.to(tl.int32)
+
+    acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    num_blocks = tl.cdiv(group_in, INNER)
+    num_steps = tl.cdiv(KERNEL_H * KERNEL_W * group_in, INNER) if FLAT else KERNEL_H * KERNEL_W * num_blocks
+    for step in range(num_steps):
+        if FLAT:
+            k = step * INNER + tl.arange(0, INNER)
+            tap, channel = k // group_in, k % group_in
+            m_k = k < KERNEL_H * KERNEL_W * group_in
+            tap_x, tap_w = tap[None, :], tap[:, None]
+        else:
+            tap_x = step // num_blocks
+            tap_w = tap_x
+            channel = step % num_blocks * INNER + tl.arange(0, INNER)
+            m_k = channel < group_in
+        reach_h, reach_w = tap_x // KERNEL_W * DILATION_H, tap_x % KERNEL_W * DILATION_W
+        at_h, at_w = first_h + reach_h, first_w + reach_w
+        m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k[None, :]
+        x = tl.load(p_x + o_x + (reach_h * x_h + reach_w * x_w + channel[None, :]), mask=m_x, other=0)  # [P, K]
+        if LEVELS:
+            i_level = i_group * group_in + channel
+            gain, offset = tl.load(p_gain + i_level, mask=m_k, other=0.0), tl.load(p_offset + i_level, mask=m_k, other=0.0)
+            x = tl.where(m_x, x.to(tl.float32) * gain[None, :] + offset[None, :], 0.0).to(p_w.dtype.element_ty)
+        o_w = channel[:, None] * w_i + tap_w // KERNEL_W * w_h + tap_w % KERNEL_W * w_w + i_c * w_o
+        w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
+        acc = matmul(x, w, acc, PRECISION)
+
+    i_y = i_group * group_out + i_c
+    if HAS_SCALE:
+        acc *= tl.load(p_scale + i_y, mask=m_c, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(p_bias + i_y, mask=m_c, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        o_residual = i_n * residual_n + i_h * residual_h + i_w * residual_w + i_y
+        acc += tl.load(p_residual + o_residual, mask=m_p & m_c, other=0.0).to(tl.float32)
+    if RELU:
+        acc = relu(acc)
+    if POOL:
+        i_q = tl.program_id(0).to(tl.int64) * (PIXELS // 4) + tl.arange(0, PIXELS // 4)[:, None]  # [P / 4, 1]
+        m_q = i_q * 4 < num_pixels
+        i_n, i_h, i_w = i_q // columns // rows, i_q // columns % rows, i_q % columns
+        best, taps = _maxima(acc.to(p_y.dtype.element_ty), PIXELS, CHANNELS)
+        tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_y, best.to(p_y.dtype.element_ty), mask=m_q & m_c)
+        shifted = tl.where(m_c, taps, 0) << (i_c % 4 * 2)
+        packed = tl.sum(tl.reshape(shifted, (PIXELS // 4, CHANNELS // 4, 4)), axis=2)
+        i_t = tl.program_id(1) * (CHANNELS // 4) + tl.arange(0, CHANNELS // 4)[None, :]
+        o_taps = i_n * taps_n + i_h * taps_h + i_w * taps_w
+        tl.store(p_taps + o_taps + i_t, packed.to(tl.uint8), mask=m_q & (i_t * 4 < group_out))
+    else:
+        tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_y, acc.to(p_y.dtype.element_ty), mask=m_p & m_c)
+
+
+@triton.jit
+def _maxima(y, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of each four rows the maximum and its number: the first of equals, and the last NaN before everything, as in PyTorch."""
+    four = tl.reshape(y.to(tl.float32), (PIXELS // 4, 4, CHANNELS))
+    number = tl.arange(0, 4)[None, :, None]
+    undefined = tl.max(tl.where(four != four, number, -1), axis=1)
+    best = tl.max(tl.where(four != four, float("-inf"), four), axis=1)
+    first = tl.min(tl.where(four == best[:, None, :], number, 3), axis=1)
+    return tl.where(undefined < 0, best, float("nan")), tl.where(undefined < 0, first, undefined)
+
+
+def launch_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    geometry: Geometry,
+    *,
+    groups: int,
+    relu: bool,
+    precision: str,
+    scale: Tensor | None = None,
+    levels: tuple[Tensor, Tensor] | None = None,
+    taps: Tensor | None = None,
+    variant: LaunchVariant = "default",
+    blocks: BlockSizes | None = None,
+) -> None:
+    """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
+
+    Args:
+        levels: what bytes are multiplied by, and what is added then; for an ``x`` of bytes.
+        taps: ``out`` is the maxima of 2 x 2 pixels, and here is written where they came from; for one group.
+        variant: how it is split into programs; the default where there is no such one.
+        blocks: the same in numbers, for tests.
+    """
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
+    if levels is not None and not can_compute_operands(x.device):
+        x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(weight.dtype), None
+    num_samples, _, rows, columns = out.shape
+    group_in, group_out = weight.shape[1], weight.shape[0] // groups
+    flat = is_flat(group_in)
+    if blocks is None:
+        blocks = default_blocks(group_out, group_in, weight.dtype)
+        if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+        is_taller = variant == "tall" and flat  # an address for each element: there are no registers for twice as many
+        if is_taller or (variant == "rows" and (levels is not None or not can_walk_rows(geometry, group_in, groups, weight))):
+            variant = "default"
+        blocks = variant_blocks(blocks, variant, group_out, is_loaded=taps is not None or residual is not None)
+    if blocks.rows:
+        options: dict[str, Any] = {"relu": relu, "precision": precision, "scale": scale, "taps": taps, "blocks": blocks}
+        launch_conv2d_by_rows(x, weight, bias, residual, out, geometry, **options)
+        return
+    num_pixels = num_samples * rows * columns * (1 if taps is None else 4)
+    grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_out, blocks.channels), groups)
+    height, width = geometry.axes
+    with torch.cuda.device_of(x):
+        conv2d_kernel[grid](
+            x,
+            *((weight, weight) if levels is None else levels),
+            weight,
+            weight if scale is None else scale,
+            weight if bias is None else bias,
+            out if residual is None else residual,
+            out,
+            out if taps is None else taps,
+            num_pixels,
+            rows,
+            columns,
+            group_in,
+            group_out,
+            *pixel_strides(x),
+            *weight.stride(),
+            *pixel_strides(out if residual is None else residual),
+            *pixel_strides(out),
+            *pixel_strides(out if taps is None else taps),
+            height.shift,
+            *height.input.data,
+            width.shift,
+            *width.input.data,
+            **window_constants(geometry.axes),
+            LEVELS=levels is not None,
+            HAS_SCALE=scale is not None,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            RELU=relu,
+            POOL=taps is not None,
+            FLAT=flat,
+            PRECISION=precision,
+            PIXELS=blocks.pixels,
+            CHANNELS=blocks.channels,
+            INNER=blocks.inner,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,187 @@
+"""The gradients of weight and bias of a volume's convolution in Triton: in slots, as in ``conv2d_weight_gradient_triton``. One group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.common import block_size, is_flat
+from sft.kernels.common_triton import (
+    can_compute_operands,
+    is_inside,
+    matmul,
+    relu_gradient,
+    safe_precision,
+    voxel_strides,
+    window_constants,
+)
+from sft.kernels.conv.conv_reference import dense_gradient
+from sft.kernels.geometry import VolumeGeometry
+from sft.kernels.rng.mask_tile import ceil_div
+
+__all__ = ["launch_volume_weight_gradient", "volume_weight_gradient_kernel"]
+
+_BORDERS = [f"{name}_{axis}" for axis in "dhw" for name in ("shift", "low", "high")]
+_RUNTIME = ["num_pixels", "num_split", "slices", "rows", "columns", *_BORDERS]
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def volume_weight_gradient_kernel(
+    p_dy,  # [N, num_out, slices, rows, columns]
+    p_y,  # as dy: the output of the activation
+    p_x,  # [N, num_in, d, h, w]
+    p_weights,  # fp32 [splits, num_out, kd, kh, kw, num_in], contiguous
+    p_biases,  # fp32 [splits, num_out], contiguous
+    num_pixels,  # N * slices * rows * columns
+    num_split,  # pixels of a split, a multiple of PIXELS
+    slices,
+    rows,
+    columns,
+    num_in,
+    num_out,
+    dy_n,
+    dy_d,
+    dy_h,
+    dy_w,
+    y_n,
+    y_d,
+    y_h,
+    y_w,
+    x_n,
+    x_d,
+    x_h,
+    x_w,
+    shift_d,  # as in conv3d_kernel
+    low_d,
+    high_d,
+    shift_h,
+    low_h,
+    high_h,
+    shift_w,
+    low_w,
+    high_w,
+    KERNEL_D: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_D: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    DILATION_D: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    RELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    FLAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add this tile's share of the gradients to the slots."""
+    i_split = tl.program_id(0).to(tl.int64)
+    i_columns = tl.program_id(1)
+    i_o = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)  # [O]
+    num_taps = KERNEL_D * KERNEL_H * KERNEL_W
+    if FLAT:
+        k = i_columns * COLUMNS + tl.arange(0, COLUMNS)
+        tap, channel = (k // num_in)[None, :], (k % num_in)[None, :]
+        m_k = (k < num_taps * num_in)[None, :]
+    else:
+        num_blocks = tl.cdiv(num_in, COLUMNS)
+        tap = i_columns // num_blocks
+        channel = (i_columns % num_blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        m_k = channel < num_in
+    m_o = i_o < num_out
+    tap_d = tap // (KERNEL_H * KERNEL_W) * DILATION_D + shift_d
+    tap_h, tap_w = tap // KERNEL_W % KERNEL_H * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
+
+    acc = tl.zeros((CHANNELS, COLUMNS), tl.float32)
+    sums = tl.zeros((CHANNELS,), tl.float32)
+    start = i_split * num_split
+    stop = tl.minimum(start + num_split, num_pixels)
+    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
+        i_p = start + block * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+        line = i_p // columns
+        i_w, i_h, i_d, i_n = i_p % columns, line % rows, line // rows % slices, line // rows // slices
+        m_p = i_p < stop
+        m_dy = m_p & m_o[None, :]
+        dy = tl.load(p_dy + (i_n * dy_n + i_d * dy_d + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
+        if RELU:
+            y = tl.load(p_y + (i_n * y_n + i_d * y_d + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
+            dy = relu_gradient(dy, y)
+        at_d, at_h, at_w = i_d * STRIDE_D + tap_d, i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
+        m_x = m_p & is_inside(at_d, low_d, high_d) & is_inside(at_h, low_h, high_h) & is_inside(at_w, low_w, high_w) & m_k
+        x = tl.load(p_x + (i_n * x_n + at_d * x_d + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0.0)  # [P, C]
+        acc = matmul(tl.trans(dy), x, acc, PRECISION)
+        if BIAS:
+            sums += tl.sum(dy.to(tl.float32), axis=0)
+
+    slot = i_split * num_out + i_o  # [O]
+    o_weights = (slot[:, None] * num_taps + tap) * num_in + channel
+    m_weights = m_o[:, None] & m_k
+    acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
+    tl.store(p_weights + o_weights, acc, mask=m_weights)
+    if BIAS and i_columns == 0:
+        sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
+        tl.store(p_biases + slot, sums, mask=m_o)
+
+
+def launch_volume_weight_gradient(
+    gradient: Tensor,
+    output: Tensor | None,
+    x: Tensor,
+    weights: Tensor,
+    biases: Tensor | None,
+    geometry: VolumeGeometry,
+    *,
+    precision: str,
+    block: tuple[int, int, int] | None = None,
+) -> None:
+    """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv3d.conv3d_weight_gradient`` checks them.
+
+    Args:
+        block: pixels, output channels and columns of one program (default: by the layer).
+    """
+    precision = safe_precision(precision, x.device)  # on which the blocks depend
+    if output is not None and not can_compute_operands(gradient.device):
+        gradient, output = dense_gradient(gradient, output, None, (0, 0)), None
+    num_splits, num_out, *kernel, num_in = weights.shape
+    flat, num_taps = is_flat(num_in), math.prod(kernel)
+    flattened = num_taps * num_in if flat else num_in
+    largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
+    most = 16 if precision == "ieee" else 32 if flat or x.dtype == torch.float32 else 64
+    pixels, channels, width_of_block = block or (most, block_size(num_out, largest), block_size(flattened, largest))
+    num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
+    num_pixels = gradient.numel() // num_out
+    with torch.cuda.device_of(x):
+        volume_weight_gradient_kernel[(num_splits, num_blocks, ceil_div(num_out, channels))](
+            gradient,
+            gradient if output is None else output,
+            x,
+            weights,
+            weights if biases is None else biases,
+            num_pixels,
+            ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels,
+            *gradient.shape[2:],
+            num_in,
+            num_out,
+            *voxel_strides(gradient),
+            *voxel_strides(gradient if output is None else output),
+            *voxel_strides(x),
+            *(value for axis in geometry.axes for value in (axis.shift, *axis.input.data)),
+            **window_constants(geometry.axes),
+            RELU=output is not None,
+            BIAS=biases is not None,
+            FLAT=flat,
+            PRECISION=precision,
+            PIXELS=pixels,
+            CHANNELS=channels,
+            COLUMNS=width_of_block,
+            num_warps=4,
+            num_stages=3,
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,385 @@
+"""Norms of a strip in Triton: moments, application, and the backward pass's two sums and elementwise part.
+
+The moments and the sums are split over pixels. A program goes through the pixels of its split in blocks, in fp32, and then
+adds to a slot of its own in fp64: strips are added to the same slots one after another, so there are no atomics and the
+order is fixed. The moments of a block are formed around the block's own mean and merged by the rule of Chan, Golub and
+LeVeque (1979). That keeps the digits of the squares where the mean is far from zero only as far as the means themselves are
+known, so within a program everything is told from its first pixel, which is exact.
+
+Affixes as in ``conv2d_triton``. P pixels, C channels. A statistic is found at ``i_n * stat_n + i_c // group_size``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.common_triton import pixel_strides, relu, relu_gradient
+from sft.kernels.rng.mask_tile import ceil_div
+
+__all__ = ["launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
+__all__ += ["moments_kernel", "norm_gradient_kernel", "norm_sums_kernel", "normalize_kernel"]
+
+_SPLIT = ["num_pixels", "num_split", "rows", "columns"]
+
+
+@triton.jit(do_not_specialize=_SPLIT)
+def moments_kernel(
+    p_x,  # [N, channels, rows, columns]
+    p_counts,  # int64 [splits, samples, channels], contiguous
+    p_means,  # fp64, as counts
+    p_squares,  # fp64, as counts
+    num_pixels,  # of one program's samples: all of them, or one
+    num_split,  # pixels of a split, a multiple of PIXELS
+    rows,
+    columns,
+    num_channels,
+    x_n,
+    x_h,
+    x_w,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Merge this strip's number of elements, mean and sum of squared distances into the slots."""
+    i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
+    m_c = i_c < num_channels
+    p_x += i_s * x_n
+    start = i_split * num_split
+    stop = tl.minimum(start + num_split, num_pixels)
+    o_pivot = start // columns // rows * x_n + start // columns % rows * x_h + start % columns * x_w
+    m_pivot = i_c < tl.where(start < stop, num_channels, 0)
+    pivot = tl.load(p_x + o_pivot + i_c, mask=m_pivot, other=0.0).to(tl.float32)
+    mean = tl.zeros((CHANNELS,), tl.float32)  # less the pivot
+    squares = tl.zeros((CHANNELS,), tl.float32)
+    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
+        before = block * PIXELS
+        i_p = start + before + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
+        m_x = (i_p < stop) & m_c[None, :]
+        x = tl.load(p_x + (i_n * x_n + i_h * x_h + i_w * x_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
+        x = tl.where(m_x, x - pivot[None, :], 0.0)
+        size = tl.minimum(stop - start - before, PIXELS).to(tl.float32)
+        centre = tl.sum(x, axis=0) / size
+        away = tl.where(m_x, x - centre[None, :], 0.0)
+        share = size / (before.to(tl.float32) + size)
+        delta = centre - mean
+        mean += delta * share
+        squares += tl.sum(away * away, axis=0) + delta * delta * (before.to(tl.float32) * share)
+
+    slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
+    count = tl.maximum(stop - start, 0)
+    held = tl.load(p_counts + slot, mask=m_c, other=0)
+    held_mean = tl.load(p_means + slot, mask=m_c, other=0.0)
+    held_squares = tl.load(p_squares + slot, mask=m_c, other=0.0)
+    share = count.to(tl.float64) / tl.maximum(held + count, 1).to(tl.float64)
+    delta = pivot.to(tl.float64) + mean.to(tl.float64) - held_mean
+    tl.store(p_counts + slot, held + count, mask=m_c)
+    tl.store(p_means + slot, held_mean + delta * share, mask=m_c)
+    tl.store(p_squares + slot, held_squares + squares.to(tl.float64) + delta * delta * (held.to(tl.float64) * share), mask=m_c)
+
+
+@triton.jit(do_not_specialize=_SPLIT)
+def norm_sums_kernel(
+    p_dy,  # [N, channels, rows, columns]
+    p_y,  # as dy: the output of the activation
+    p_x,  # as dy
+    p_mean,  # fp32 [samples, groups], contiguous
+    p_rstd,
+    p_first,  # fp64 [splits, samples, channels], contiguous
+    p_second,
+    num_pixels,  # as in moments_kernel
+    num_split,
+    rows,
+    columns,
+    num_channels,
+    num_groups,
+    group_size,
+    dy_n,
+    dy_h,
+    dy_w,
+    y_n,
+    y_h,
+    y_w,
+    x_n,
+    x_h,
+    x_w,
+    RELU: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Add this strip's sums of dy, and of dy times the normalised x, to the slots."""
+    i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
+    m_c = i_c < num_channels
+    o_stat = i_s * num_groups + i_c // group_size
+    mean, rstd = tl.load(p_mean + o_stat, mask=m_c, other=0.0), tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    p_dy += i_s * dy_n
+    p_y += i_s * y_n
+    p_x += i_s * x_n
+    start = i_split * num_split
+    stop = tl.minimum(start + num_split, num_pixels)
+    first = tl.zeros((CHANNELS,), tl.float32)
+    second = tl.zeros((CHANNELS,), tl.float32)
+    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
+        i_p = start + block * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
+        m_x = (i_p < stop) & m_c[None, :]
+        x = tl.load(p_x + (i_n * x_n + i_h * x_h + i_w * x_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
+        dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if RELU:
+            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_x, other=0.0))
+        first += tl.sum(dy, axis=0)
+        second += tl.sum(dy * ((x - mean[None, :]) * rstd[None, :]), axis=0)
+
+    slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
+    tl.store(p_first + slot, tl.load(p_first + slot, mask=m_c, other=0.0) + first.to(tl.float64), mask=m_c)
+    tl.store(p_second + slot, tl.load(p_second + slot, mask=m_c, other=0.0) + second.to(tl.float64), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["num_pixels", "columns"])
+def normalize_kernel(
+    p_x,  # [N, channels, rows, columns]
+    p_mean,  # fp32 [samples or 1, groups], contiguous
+    p_rstd,
+    p_weight,  # [channels]
+    p_bias,  # [channels]
+    p_residual,  # as x
+    p_y,  # as x
+    num_pixels,  # rows * columns
+    columns,
+    num_channels,
+    group_size,
+    stat_n,
+    x_n,
+    x_h,
+    x_w,
+    residual_n,
+    residual_h,
+    residual_w,
+    y_n,
+    y_h,
+    y_w,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """y = activation((x - mean) * rstd * weight + bias + residual)."""
+    i_n = tl.program_id(2).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
+    i_h, i_w = i_p // columns, i_p % columns
+    m_c = i_c < num_channels
+    m_x = (i_p < num_pixels) & m_c
+    o_stat = i_n * stat_n + i_c // group_size
+    mean, rstd = tl.load(p_mean + o_stat, mask=m_c, other=0.0), tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    y = (tl.load(p_x + i_n * x_n + i_h * x_h + i_w * x_w + i_c, mask=m_x, other=0.0).to(tl.float32) - mean) * rstd
+    if HAS_WEIGHT:
+        y = y * tl.load(p_weight + i_c, mask=m_c, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y = y + tl.load(p_bias + i_c, mask=m_c, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        o_residual = i_n * residual_n + i_h * residual_h + i_w * residual_w
+        y = y + tl.load(p_residual + o_residual + i_c, mask=m_x, other=0.0).to(tl.float32)
+    if RELU:
+        y = relu(y)
+    tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, y.to(p_y.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["num_pixels", "columns"])
+def norm_gradient_kernel(
+    p_dy,  # [N, channels, rows, columns]
+    p_y,  # as dy: the output of the activation
+    p_x,  # as dy
+    p_mean,  # fp32 [samples or 1, groups], contiguous
+    p_rstd,
+    p_first,  # fp32, as mean
+    p_second,
+    p_weight,  # [channels]
+    p_dx,  # as dy
+    num_pixels,  # rows * columns
+    columns,
+    num_channels,
+    group_size,
+    stat_n,
+    dy_n,
+    dy_h,
+    dy_w,
+    y_n,
+    y_h,
+    y_w,
+    x_n,
+    x_h,
+    x_w,
+    dx_n,
+    dx_h,
+    dx_w,
+    HAS_WEIGHT: tl.constexpr,
+    FROZEN: tl.constexpr,  # mean and rstd do not depend on x
+    RELU: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """dx = rstd * (weight * dy - first - second * normalised x), of dy where y is on."""
+    i_n = tl.program_id(2).to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
+    i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
+    i_h, i_w = i_p // columns, i_p % columns
+    m_c = i_c < num_channels
+    m_x = (i_p < num_pixels) & m_c
+    o_stat = i_n * stat_n + i_c // group_size
+    rstd = tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    dx = tl.load(p_dy + i_n * dy_n + i_h * dy_h + i_w * dy_w + i_c, mask=m_x, other=0.0).to(tl.float32)
+    if RELU:
+        dx = relu_gradient(dx, tl.load(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, mask=m_x, other=0.0))
+    if HAS_WEIGHT:
+        dx = dx * tl.load(p_weight + i_c, mask=m_c, other=0.0).to(tl.float32)
+    if not FROZEN:
+        x = tl.load(p_x + i_n * x_n + i_h * x_h + i_w * x_w + i_c, mask=m_x, other=0.0).to(tl.float32)
+        distance = (x - tl.load(p_mean + o_stat, mask=m_c, other=0.0)) * rstd
+        first, second = tl.load(p_first + o_stat, mask=m_c, other=0.0), tl.load(p_second + o_stat, mask=m_c, other=0.0)
+        dx = dx - first - second * distance
+    dx = dx * rstd
+    tl.store(p_dx + i_n * dx_n + i_h * dx_h + i_w * dx_w + i_c, dx.to(p_dx.dtype.element_ty), mask=m_x)
+
+
+def launch_moments(x: Tensor, counts: Tensor, means: Tensor, squares: Tensor, *, block: tuple[int, int] | None = None) -> None:
+    """Merge the moments of ``x``, not empty, into contiguous slots ``[splits, samples or 1, C]``.
+
+    Args:
+        block: pixels and channels of one step of a program, powers of two (default: by the layer).
+    """
+    grid, sizes, constants = _splits(x, counts, block)
+    with torch.cuda.device_of(x):
+        moments_kernel[grid](x, counts, means, squares, *sizes, *pixel_strides(x), **constants)
+
+
+def launch_norm_sums(
+    gradient: Tensor,
+    output: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    block: tuple[int, int] | None = None,
+) -> None:
+    """Add the sums of a strip, not empty, to contiguous slots; ``block`` as for ``launch_moments``."""
+    grid, sizes, constants = _splits(x, first, block)
+    y = gradient if output is None else output
+    groups = (mean.shape[1], x.shape[1] // mean.shape[1])
+    strides = (*pixel_strides(gradient), *pixel_strides(y), *pixel_strides(x))
+    with torch.cuda.device_of(x):
+        norm_sums_kernel[grid](
+            gradient, y, x, mean, rstd, first, second, *sizes, *groups, *strides, RELU=output is not None, **constants
+        )  # fmt: skip
+
+
+def launch_normalize(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    relu: bool,
+    block: tuple[int, int] | None = None,
+) -> None:
+    """Write the normalised strip to ``out``, not empty; ``block`` as for ``launch_moments``."""
+    grid, sizes, constants = _elements(out, mean, block)
+    r = x if residual is None else residual
+    with torch.cuda.device_of(x):
+        normalize_kernel[grid](
+            x,
+            mean,
+            rstd,
+            mean if weight is None else weight,
+            mean if bias is None else bias,
+            r,
+            out,
+            *sizes,
+            *pixel_strides(x),
+            *pixel_strides(r),
+            *pixel_strides(out),
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            RELU=relu,
+            **constants,
+        )
+
+
+def launch_norm_gradient(
+    gradient: Tensor,
+    output: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    back: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    *,
+    block: tuple[int, int] | None = None,
+) -> None:
+    """Write the input's gradient to ``out``, not empty; ``block`` as for ``launch_moments``."""
+    grid, sizes, constants = _elements(out, mean, block)
+    y = gradient if output is None else output
+    with torch.cuda.device_of(x):
+        norm_gradient_kernel[grid](
+            gradient,
+            y,
+            x,
+            mean,
+            rstd,
+            *((mean, mean) if back is None else back),
+            mean if weight is None else weight,
+            out,
+            *sizes,
+            *pixel_strides(gradient),
+            *pixel_strides(y),
+            *pixel_strides(x),
+            *pixel_strides(out),
+            HAS_WEIGHT=weight is not None,
+            FROZEN=back is None,
+            RELU=output is not None,
+            **constants,
+        )
+
+
+def _splits(x: Tensor, slots: Tensor, block: tuple[int, int] | None) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
+    """Grid, the arguments from ``num_pixels`` to ``num_channels``, and constants of a kernel with slots."""
+    (num_splits, num_samples, num_channels), (rows, columns) = slots.shape, x.shape[2:]
+    pixels, channels = block or _block(num_channels, 2048)
+    num_pixels = x.shape[0] * rows * columns // num_samples
+    num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
+    grid = (num_splits, ceil_div(num_channels, channels), num_samples)
+    return grid, (num_pixels, num_split, rows, columns, num_channels), _constants(pixels, channels)
+
+
+def _elements(
+    out: Tensor, mean: Tensor, block: tuple[int, int] | None
+) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
+    """Grid, the arguments from ``num_pixels`` to ``stat_n``, and constants of an elementwise kernel."""
+    num_samples, num_channels, rows, columns = out.shape
+    num_stats, num_groups = mean.shape
+    pixels, channels = block or _block(num_channels, 1024)
+    grid = (ceil_div(rows * columns, pixels), ceil_div(num_channels, channels), num_samples)
+    sizes = (rows * columns, columns, num_channels, num_channels // num_groups, num_groups if num_stats > 1 else 0)
+    return grid, sizes, _constants(pixels, channels)
+
+
+def _block(num_channels: int, size: int) -> tuple[int, int]:
+    channels = max(4, min(64, triton.next_power_of_2(num_channels)))
+    return size // channels, channels
+
+
+def _constants(pixels: int, channels: int) -> dict[str, int | bool]:
+    return {"PIXELS": pixels, "CHANNELS": channels, "num_warps": 4, "enable_fp_fusion": False}

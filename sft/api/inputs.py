@@ -1,0 +1,332 @@
+"""What ``net(x)`` may be given, and what becomes of it: a tensor on the device, or a source that is read strip by strip.
+
+========================================  ====================================================================================
+x                                         becomes
+========================================  ====================================================================================
+tensor on the model's device              itself: whole, and counted whole
+tensor on the host, model elsewhere       a source: exact, rows go to the device as they are needed
+NumPy array or memmap                     a source: uint8 pixels divided by 255, floats as they are; axes as in `sft.sources.ArraySource`
+`sft.sources.Raster` (a slide, a crop)    a source: pixels divided by 255
+`sft.sources.LabelSource`                  itself: whole numbers as they are, for a loss inside the model
+any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` say how pixels are normalised
+========================================  ====================================================================================
+
+With ``input_grad=`` a tensor on the host becomes a source too.
+
+Tensors of whole numbers (labels, masks) stay what they are. A tensor without channels of an image's size, ``[N, H, W]`` beside
+``[N, C, H, W]``, is an image of one channel here; the capture takes that channel away again before the model sees it.
+
+What a caller says of the inputs: shapes, tensors that stand for them, or the inputs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.analysis.frontend.capture import is_channels_last
+from sft.analysis.ir.axes import Axes
+from sft.common.byte_units import is_integer
+from sft.common.errors import InputError
+from sft.sources.arrays import ArraySource
+from sft.sources.host_arrays import as_host_array
+from sft.sources.image import Image, Raster
+from sft.sources.normalize import Normalized
+from sft.sources.sink import ArraySink, RowSink
+from sft.sources.source import Source
+
+__all__ = [
+    "InputShape",
+    "ResolvedInput",
+    "add_missing_channels",
+    "check_extents",
+    "dtypes_of",
+    "examples_of",
+    "find_missing_channels",
+    "input_grads_of",
+    "is_streamable_input",
+    "resolve_inputs",
+    "shapes_of",
+]
+
+#: Of an image along any axis: schedules have an entry for each row of each value, and more rows than this have no memory.
+_MAX_EXTENT = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResolvedInput:
+    """One input of a call.
+
+    Attributes:
+        tensor: where it is resident.
+        source: where it is read strip by strip.
+        version_guard: the tensor behind the source, if it is one.
+        make_sink: makes what takes the gradient of a source, where that is wanted.
+    """
+
+    tensor: Tensor | None = None
+    source: Source | None = None
+    version_guard: Tensor | None = None
+    make_sink: Callable[[], RowSink] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(N, C, H, W)``."""
+        given = self.tensor if self.source is None else self.source
+        assert given is not None
+        return tuple(given.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network gets."""
+        given = self.tensor if self.source is None else self.source
+        assert given is not None
+        return given.dtype
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether its gradient is wanted."""
+        return self.make_sink is not None or (self.tensor is not None and self.tensor.requires_grad)
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether it is a tensor laid out channels last."""
+        return self.tensor is not None and is_channels_last(self.tensor)
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether it can be taken a few batch elements at a time."""
+        parts = [part for part in (self.source, self.make_sink and self.make_sink()) if part is not None]
+        return self.shape[:1] in ((), (1,)) or all(hasattr(part, "samples") for part in parts)
+
+
+def is_streamable_input(value: object) -> bool:
+    """Whether a value is an input that is read in strips: an array, a slide or a source, but no tensor."""
+    return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
+
+
+def resolve_inputs(
+    values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device, *, casts: bool = False
+) -> tuple[ResolvedInput, ...]:
+    """The inputs of a call.
+
+    Args:
+        values: what the caller gave.
+        input_grad: where gradients of inputs go: None, one array or sink, or a sequence of them with an entry for each input.
+        dtype: of the model.
+        device: of the model.
+        casts: whether autocast is on, so that a tensor may be of another floating-point type.
+
+    Raises:
+        InputError: naming everything that is wrong with any of them.
+        SourceError: a slide cannot be opened.
+    """
+    if not values:
+        raise InputError("no input given; call net(x) with a tensor of shape [N, C, H, W]")
+    targets = _grad_targets(input_grad, len(values))
+    problems: list[str] = []
+    found: list[ResolvedInput] = []
+    for position, (value, target) in enumerate(zip(values, targets, strict=True)):
+        name = f"input {position}"
+        try:
+            if isinstance(value, Tensor):
+                is_free = not value.dtype.is_complex and (not value.is_floating_point() or (casts and target is None))
+                wanted = value.dtype if is_free else dtype
+                _check_tensor(name, value, wanted, device, wants_sink=target is not None)
+                is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
+                given = _host_tensor(name, value, dtype) if is_host else ResolvedInput(tensor=value)
+            else:
+                given = ResolvedInput(source=_source(name, value, dtype))
+            if target is not None:
+                given = _with_sink(name, given, value, target, dtype)
+            found.append(given)
+        except InputError as error:
+            problems.append(str(error))
+    if not problems and not any(given.shape for given in found):
+        problems.append("input 0 has no dimensions; batch it with x[None]")
+    if not problems:
+        problems = _source_batch_error(found)
+    if problems:
+        raise InputError("; ".join(problems))
+    return tuple(found)
+
+
+def _source_batch_error(inputs: Sequence[ResolvedInput]) -> list[str]:
+    """What is wrong with images that are read in strips, but have fewer samples than another: these are whole tensors to the model."""
+    axes = Axes.of_inputs([given.shape for given in inputs])
+    counts = [given.shape[0] if axes.are_of(given.shape) else 0 for given in inputs]
+    return [
+        f"input {position} has {count} sample(s), another image {max(counts)}: only images with as many are read or written in strips; "
+        f"give a tensor on the model's device, or {max(counts)} samples"
+        for position, (given, count) in enumerate(zip(inputs, counts, strict=True))
+        if 0 < count < max(counts) and (given.source is not None or given.make_sink is not None)
+    ]
+
+
+def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
+    """For each input whether it is an image of the others' size, but without channels.
+
+    >>> find_missing_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
+    (False, True, False)
+    """
+    axes = Axes.of_inputs(shapes)
+    sizes = {(shape[0], *shape[2:]) for shape in shapes if axes.are_of(shape)}
+    return tuple(len(shape) == axes.rank - 1 and tuple(shape) in sizes for shape in shapes)
+
+
+def add_missing_channels(values: Sequence[ResolvedInput], lacking: Sequence[bool]) -> tuple[ResolvedInput, ...]:
+    """The inputs, those that lack channels with one."""
+    return tuple(
+        replace(value, tensor=value.tensor.unsqueeze(1)) if lacks and value.tensor is not None else value
+        for value, lacks in zip(values, lacking, strict=True)
+    )
+
+
+def _grad_targets(input_grad: Any, num_inputs: int) -> list[Any]:
+    if input_grad is None:
+        return [None] * num_inputs
+    targets = list(input_grad) if isinstance(input_grad, (list, tuple)) else [input_grad]
+    if len(targets) != num_inputs:
+        raise InputError(
+            f"input_grad has {len(targets)} entries for {num_inputs} inputs; give a sequence with an array for each, None where the "
+            "gradient is not wanted"
+        )
+    if not torch.is_grad_enabled() and any(target is not None for target in targets):
+        raise InputError("input_grad is given, but gradients are off (torch.no_grad): no backward pass can fill it; leave it out")
+    return targets
+
+
+def check_extents(name: str, shape: Sequence[int | None]) -> None:
+    """Refuse images that are larger than any; ``None`` stands for an extent that varies.
+
+    Raises:
+        InputError: an extent is too large.
+    """
+    if len(shape) > 2 and max(extent or 0 for extent in shape) > _MAX_EXTENT:
+        raise InputError(f"{name} {tuple(shape)}: no extent may be more than {_MAX_EXTENT}")
+
+
+def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
+    if value.layout is not torch.strided:
+        raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    if value.dtype != dtype:
+        raise InputError(f"{name} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
+    check_extents(name, value.shape)
+    moves = value.device.type == "cpu" and device.type not in ("cpu", "meta")
+    if value.device != device and not moves:
+        raise InputError(f"{name} is on {value.device}, the model on {device}; move one of them with .to()")
+    if min(value.shape, default=1) < 1:
+        raise InputError(f"{name} has shape {tuple(value.shape)}; every extent must be at least 1")
+    if wants_sink and value.device.type != "cpu":
+        raise InputError(f"{name} is on {value.device}, where its gradient is x.grad; leave out input_grad and use x.requires_grad_()")
+    if value.requires_grad and (moves or wants_sink):
+        why = "input_grad is given too" if wants_sink else f"it is on the host and the model on {device}"
+        raise InputError(f"{name} requires grad, and {why}: its gradient is streamed; give x.detach() and input_grad=array")
+
+
+def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> ResolvedInput:
+    if value.layout is not torch.strided or value.is_neg():
+        raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    if value.dim() < 3:
+        raise InputError(f"{name} has {value.dim()} dimensions, and only images are read strip by strip; move it to the model's device")
+    return ResolvedInput(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), version_guard=value)
+
+
+def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
+    try:
+        if isinstance(value, np.ndarray):
+            return ArraySource(value, dtype=dtype)
+        if isinstance(value, Raster):
+            return Normalized(value, mean=(0.0,) * value.num_channels, std=(1.0,) * value.num_channels, dtype=dtype)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    if isinstance(value, Source):
+        shape = tuple(value.shape)
+        if len(shape) != 4 or not all(isinstance(extent, int) and extent >= 1 for extent in shape):
+            raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
+        check_extents(name, shape)
+        if not isinstance(value.dtype, torch.dtype):
+            raise InputError(f"{name} is a source of dtype {value.dtype!r}; a source has an element type of torch's, as {dtype}")
+        if value.dtype != dtype and value.dtype.is_floating_point:
+            raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
+        return value
+    hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""
+    if isinstance(value, (NoneType, bool, int, float, str)):
+        hint = "; a constant belongs into the model: compile a module whose forward calls it with this constant"
+    raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
+
+
+def _with_sink(name: str, given: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:
+    assert given.source is not None
+    shape = given.source.shape
+    if isinstance(target, RowSink):
+        if tuple(target.shape) != tuple(shape):
+            raise InputError(f"{name} has shape {tuple(shape)}, its sink {tuple(target.shape)}; give one of the same shape")
+        return ResolvedInput(source=given.source, version_guard=given.version_guard, make_sink=lambda: target)
+    try:
+        make = partial(ArraySink, target, shape=shape, dtype=dtype)
+        make()
+        if isinstance(value, (np.ndarray, Tensor)) and _may_overlap(value, target):
+            raise InputError("it shares memory with the input, which is read while the gradient is written. Give an array of its own.")
+    except InputError as error:
+        raise InputError(f"input_grad of {name}: {error}") from error
+    return ResolvedInput(source=given.source, version_guard=given.version_guard, make_sink=make)
+
+
+def _may_overlap(value: Any, target: Any) -> bool:
+    arrays = [as_host_array(array, "compare memory of") for array in (value, target)]
+    return all(isinstance(array, np.ndarray) for array in arrays) and np.may_share_memory(arrays[0], arrays[1])
+
+
+InputShape = Any
+
+
+def examples_of(inputs: Any) -> tuple[Any, ...]:
+    """The inputs themselves, where one of them is to be read in strips; empty where they are shapes."""
+    if is_streamable_input(inputs):
+        return (inputs,)
+    is_several = isinstance(inputs, (list, tuple)) and any(is_streamable_input(value) for value in inputs)
+    return tuple(inputs) if is_several else ()
+
+
+def _items(input_shape: InputShape) -> list[Any]:
+    """What stands for each input: a shape or a tensor."""
+    if isinstance(input_shape, torch.Tensor):
+        return [input_shape]
+    if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
+        raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
+    items = list(input_shape)
+    is_each = [isinstance(item, (torch.Tensor, Sequence)) and not isinstance(item, str) for item in items]
+    return items if all(is_each) else [items]
+
+
+def dtypes_of(input_shape: InputShape) -> list[torch.dtype | None]:
+    """The element type of each input that holds whole numbers; the others have the model's."""
+    given = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
+    return [None if dtype is None or dtype.is_floating_point else dtype for dtype in given]
+
+
+def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
+    """Of which inputs the gradient is wanted."""
+    return tuple(isinstance(item, torch.Tensor) and item.requires_grad for item in _items(input_shape))
+
+
+def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
+    """One shape, or several, with ``None`` for extents that vary."""
+    shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
+    shapes = [tuple(int(extent) if is_integer(extent) else extent for extent in shape) for shape in shapes]
+    if not any(shapes):
+        raise InputError(f"input_shape {shapes[0]}: no extents, expected at least one, the batch; (N, C, H, W) for images")
+    for shape in shapes:
+        for extent in shape:
+            if extent is not None and not (is_integer(extent) and extent >= 1):
+                raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
+        check_extents("input_shape", shape)
+    return tuple(shapes)

@@ -1,0 +1,149 @@
+"""Where kernels are verified and timed: a GPU, or anything else that can answer two questions about a trial."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sft.backends.autotune.cases import TuningCase
+from sft.common.errors import InputError
+from sft.kernels.common import has_triton
+
+__all__ = ["Benchmarker", "CudaBenchmarker", "RelativeErrors", "compiler_version", "relative_error", "verify_on"]
+
+#: a buffer larger than any cache of a GPU
+_FLUSH_BYTES = 512 * 2**20
+_FLUSH_RUNS = 4
+_WARMUP_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeErrors:
+    """Relative L2 errors of the results against fp64, the largest of each way.
+
+    Attributes:
+        kernels: of the kernels.
+        aten: of ATen's calls.
+    """
+
+    kernels: float
+    aten: float
+
+
+class Benchmarker(Protocol):
+    """Verifies and times."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def triton_version(self) -> str: ...
+    @property
+    def torch_version(self) -> str: ...
+    def verify(self, trial: TuningCase) -> RelativeErrors:
+        """How far both ways are from the truth."""
+
+    def time(self, trial: TuningCase) -> tuple[float, float]:
+        """Median seconds of the kernels and of ATen's calls."""
+
+
+def compiler_version(device: torch.device) -> str:
+    """What makes kernels for a GPU: the version of Triton, with that of the assembler where it is NVIDIA's."""
+    version = importlib.metadata.version("triton")
+    if torch.version.hip is not None:
+        return version
+    from sft.kernels.common_triton import assembler_version  # not above: it imports Triton
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{version}-ptxas-{assembler_version(10 * major + minor)}"
+
+
+def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest relative L2 error; infinite where a result is not finite, or of another shape."""
+    errors = [0.0]
+    for ours, exact in zip(results, truth, strict=True):
+        if ours.shape != exact.shape or not bool(ours.isfinite().all()):
+            return float("inf")
+        errors.append(float((ours.double() - exact.double()).norm()) / max(float(exact.double().norm()), 1e-30))
+    return max(errors)
+
+
+def verify_on(trial: TuningCase, device: torch.device) -> RelativeErrors:
+    """Run a trial both ways, each on operands of its own, and in fp64."""
+    with torch.no_grad():
+        truth = trial.run_float64(device)
+        kernels = relative_error(trial.run_kernels(trial.draw(device)), truth)
+        return RelativeErrors(kernels=kernels, aten=relative_error(trial.run_aten(trial.draw(device)), truth))
+
+
+@dataclass(slots=True)
+class CudaBenchmarker:
+    """The GPU of this machine.
+
+    Attributes:
+        device: which one.
+        num_rounds: timed rounds; both ways take turns, and the cache is overwritten before each.
+    """
+
+    device: torch.device
+    num_rounds: int = 15
+
+    def __post_init__(self) -> None:
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            raise InputError(f"kernels are timed on a CUDA device, {self.device} is none that is here; run this on a machine with a GPU")
+        if not has_triton():
+            raise InputError('Triton is not installed, so there are no kernels to time; pip install "sft-engine[triton]"')
+
+    @property
+    def device_name(self) -> str:
+        """As torch has it."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def triton_version(self) -> str:
+        """Of the installed Triton, and its assembler."""
+        return compiler_version(self.device)
+
+    @property
+    def torch_version(self) -> str:
+        """Of the installed PyTorch."""
+        return torch.__version__
+
+    def verify(self, trial: TuningCase) -> RelativeErrors:
+        """How far both ways are from the truth."""
+        found = verify_on(trial, self.device)
+        torch.cuda.empty_cache()
+        return found
+
+    def time(self, trial: TuningCase) -> tuple[float, float]:
+        """Median seconds of the kernels and of ATen's calls."""
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        ways = [functools.partial(way, trial.draw(self.device)) for way in (trial.run_kernels, trial.run_aten)]
+        times: tuple[list[float], list[float]] = ([], [])
+        with torch.no_grad():
+            for number in range(self.num_rounds + _WARMUP_RUNS):
+                for way, own in zip(ways, times, strict=True):
+                    taken = self._seconds(way, flush)
+                    if number >= _WARMUP_RUNS:
+                        own.append(taken)
+        torch.cuda.empty_cache()
+        return statistics.median(times[0]), statistics.median(times[1])
+
+    def _seconds(self, call: Callable[[], object], flush: Tensor) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        for _ in range(_FLUSH_RUNS):  # while the GPU is busy with these, the host launches what is timed: its own time is not counted
+            flush.zero_()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1000

@@ -1,0 +1,97 @@
+"""From what the user asked for to the backend of a device.
+
+``"aten"`` is PyTorch alone. ``"triton"`` takes every kernel that computes the same as what it replaces; without a GPU that is for tests,
+under Triton's interpreter. ``"auto"`` takes the kernels that were measured to be faster on this very GPU with this very Triton, and
+verified there (:mod:`sft.backends.autotune.table`); where nobody has measured, it is PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sft.backends.autotune.benchmark import compiler_version
+from sft.backends.autotune.table import TableSelector, find_table
+from sft.backends.rewriter import KernelBackend
+from sft.backends.selector import AlwaysKernel
+from sft.common.errors import InputError
+from sft.kernels.common import has_triton
+from sft.lower.context import Backend
+
+__all__ = ["allows_tf32", "backend_for", "check_triton", "computes_operands", "runs_kernels"]
+
+#: Of the GPUs that our kernels were written for: older ones lack the matrix instructions.
+_MIN_CAPABILITY = (8, 0)
+
+
+def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
+    """The backend; ``None`` for ATen alone.
+
+    Args:
+        name: ``"auto"``, ``"aten"`` or ``"triton"``.
+        device: where programs run. On the meta device nothing runs, and a GPU is assumed.
+        folders: where measured tables are looked for, the first one first.
+
+    Raises:
+        InputError: ``"triton"`` on a device on which no kernel can run.
+    """
+    if name == "triton":
+        check_triton(device)
+        return KernelBackend(selector=AlwaysKernel(), computes_operands=computes_operands(device))
+    if name == "auto" and device.type == "cuda" and has_triton():
+        table = find_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
+        if table is not None:
+            return KernelBackend(
+                selector=TableSelector(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device)
+            )
+    return None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device: on CUDA devices, and on the CPU under Triton's interpreter."""
+    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return has_triton() and (device.type == "cuda" or is_interpreted)
+
+
+def check_triton(device: torch.device) -> None:
+    """Whether ``backend="triton"`` can be followed on a device; a warning where it is slow.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if device.type == "meta":
+        return
+    if not has_triton():
+        raise InputError('backend "triton": Triton is not installed; pip install "sft-engine[triton]", or choose "aten"')
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError(
+            f'backend "triton" on {device}: kernels need a CUDA device; move the model there, choose "aten", or set TRITON_INTERPRET=1 '
+            "before Triton is imported to try them slowly"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        warnings.warn(
+            f'backend "triton" on {torch.cuda.get_device_name(device)}: kernels are right there, and slow, as they are written for GPUs of '
+            'compute capability 8.0 and above; "auto" takes PyTorch\'s operators',
+            stacklevel=2,
+        )
+
+
+def allows_tf32(device: torch.device) -> bool:
+    """Whether the user lets convolutions round fp32 operands to ten bits, as PyTorch does by default on a GPU."""
+    if device.type != "cuda":
+        return False
+    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # it makes itself an object
+    return precision == "tf32"
+
+
+def computes_operands(device: torch.device) -> bool:
+    """Whether products of numbers that a kernel computes itself come out right on the device."""
+    if device.type != "cuda":
+        return True
+    from sft.kernels.common_triton import can_compute_operands  # not above: it imports Triton
+
+    return can_compute_operands(device)

@@ -1,0 +1,160 @@
+"""Segments of one band: the same walks over its own rows, and the same whole tensors with gradients that are counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+from sft.analysis.ir.axes import Axes
+from sft.analysis.tiling.strips import StripSchedule, StripStep
+from sft.common.interval import Interval
+from sft.distributed.communicator import BandMachine
+from sft.distributed.halo_exchange import StripTimeline
+from sft.distributed.link import RankGroup
+from sft.lower.lower_strip import StripKind
+from sft.lower.program import Program
+from sft.lower.running_reductions import partial_shape
+from sft.runtime.carry_cache import CarryCache
+from sft.runtime.machine import Buffer, Gradients, Machine, Residuals, ValueBindings
+from sft.runtime.tiled_layout import Sweep
+from sft.runtime.tiled_segment import TiledSegment
+from sft.runtime.whole_segment import WholeSegment
+
+__all__ = ["BandSegment", "BandWholeSegment", "OwnedGradMask"]
+
+
+@dataclass(kw_only=True)
+class BandSegment(TiledSegment):
+    """A segment of which a band runs its own rows.
+
+    Attributes:
+        first_rows: for each value that crosses the segment's border the image's row that this band's buffer begins with.
+        synchronized: global values that are those of all replicas together.
+        shared: programs by signature, for all bands of one process (a planner runs them all).
+    """
+
+    first_rows: Mapping[str, int]
+    synchronized: frozenset[str] = frozenset()
+    shared: dict[tuple[Any, ...], Program] = field(default_factory=dict, repr=False)
+
+    def program(self, kind: StripKind, index: int, walk: Sweep) -> Program:
+        schedule = self.schedule
+        assert isinstance(schedule, StripSchedule)
+        key = (kind, schedule.signature(index), self.panel_kinds[walk.panel], len(walk.chunk))
+        if key not in self.shared:
+            self.shared[key] = super().program(kind, index, walk)
+        self._programs[(kind, int(schedule.kinds[1][index]), *key[2:])] = self.shared[key]
+        return self.shared[key]
+
+    @cached_property
+    def timetable(self) -> StripTimeline:
+        """When which rows are made and read."""
+        assert isinstance(self.schedule, StripSchedule)
+        return StripTimeline(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
+
+    @cached_property
+    def _strips_before(self) -> Mapping[Sweep, int]:
+        """Strips of the walks before each walk, forward."""
+        return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.walks)}
+
+    def _run_forward(
+        self,
+        machine: Machine,
+        values: ValueBindings,
+        store: CarryCache,
+        index: int,
+        walk: Sweep,
+        partial: Mapping[str, Buffer] | None,
+    ) -> None:
+        if partial is not None:  # strips that are only restored are run when their gradients are made
+            cast(BandMachine, machine).agenda.reach(self._strips_before[walk] + index)
+        super()._run_forward(machine, values, store, index, walk, partial)
+
+    def _run_joint(
+        self,
+        machine: Machine,
+        values: ValueBindings,
+        store: CarryCache,
+        grads: Gradients,
+        index: int,
+        walk: Sweep,
+        carried: dict[str, Buffer],
+        count: int,
+    ) -> dict[str, Buffer]:
+        cast(BandMachine, machine).agenda.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
+        return super()._run_joint(machine, values, store, grads, index, walk, carried, count)
+
+    def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
+        own = cast(BandMachine, machine)
+        for name in self.reductions:
+            if self.spans_batch(name) == (chunk is None):
+                scope = self.scope_of(Sweep(self.chunks[0] if chunk is None else chunk, 0))
+                node = scope.graph[name]
+                over: RankGroup = "mesh" if name in self.synchronized else "band"
+                largest = bool(node.argument("largest", True))
+                own.comm.merge(own, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest)
+        super().close_reductions(machine, values, partial, chunk)
+
+    def _rows_read(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+        if isinstance(tensors, ValueBindings) and name in tensors.readers:
+            return super()._rows_read(machine, tensors, name, step, walk)
+        rows = self.scope_of(walk).rows_read(step)[name].shift(-self.first_rows[name])
+        columns = self.panels[walk.panel][name].new
+        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+
+    def _own_part(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+        rows, columns = self.part(name, step, walk)
+        return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedGradMask:
+    """What a rank counts of a gradient that all ranks have.
+
+    Attributes:
+        own: of images whose gradient is a sum over bands the rows that the rank counts.
+        extents: all rows of these.
+        summed: whole values whose gradient is a sum over bands.
+        is_first: whether the rank counts these.
+    """
+
+    own: Mapping[str, Interval]
+    extents: Mapping[str, int]
+    summed: frozenset[str]
+    is_first: bool
+
+    def apply(self, machine: Machine, name: str, handle: Buffer, axes: Axes) -> None:
+        """Set to zero what other ranks count."""
+        if name in self.own:
+            own, extent = self.own[name], self.extents[name]
+            for rows in (Interval(0, own.start), Interval(own.stop, extent)) if own else (Interval(0, extent),):
+                if rows:
+                    machine.fill(machine.view(handle, None, rows, axes=axes), 0.0)
+        elif name in self.summed and not self.is_first:
+            machine.fill(handle, 0.0)
+
+
+@dataclass(kw_only=True)
+class BandWholeSegment(WholeSegment):
+    """A segment on whole tensors, which every rank runs.
+
+    Attributes:
+        counts: what this rank counts of the gradients that all ranks make.
+    """
+
+    counts: OwnedGradMask
+
+    def backward(self, machine: Machine, values: ValueBindings, saved: Residuals | None, grads: Gradients, *, consume: bool = True) -> None:
+        own = Gradients({name: grads.by_name[name] for name in self.scope.outputs if name in grads.by_name}, grads.sinks)
+        arrived = set(own.by_name)
+        super().backward(machine, values, saved, own, consume=consume)
+        for name in [name for name in own.by_name if name not in arrived]:
+            handle = own.by_name.pop(name)
+            self.counts.apply(machine, name, handle, self.scope.axes)
+            if name in grads.by_name:
+                machine.add(grads.by_name[name], handle)
+            else:
+                grads.by_name[name] = handle
+            del handle

@@ -1,0 +1,406 @@
+"""Plans for a mesh: which decisions fit on every band, and what they cost there.
+
+All bands share their decisions; each has strips, states and halos of its own, so each is projected by itself, exactly, by running its
+region on the machine of byte counts. What the highest of them needs must fit the budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from sft.analysis.ir.axes import ROWS
+from sft.analysis.tiling.bands import BandPartition, even_band_bounds
+from sft.analysis.tiling.footprint import Footprint, run_footprint
+from sft.common.byte_units import format_bytes
+from sft.common.errors import BudgetError, InputError
+from sft.distributed.balancing import balance_bands, run_divisions
+from sft.distributed.band_region import BandRegion, BandRegionBuilder
+from sft.distributed.communicator import Communicator
+from sft.distributed.link import RankTraffic
+from sft.distributed.machines import BandTracingMachine, CountingTransport
+from sft.distributed.mesh import MeshShape
+from sft.planner.materialize import ProjectedPlan
+from sft.planner.mesh_plan import MeshPlan, RankPlan
+from sft.planner.options import Options
+from sft.planner.plan import SegmentChoice
+from sft.planner.problem import PlanningProblem
+from sft.planner.projection import Projection, project_step
+from sft.runtime.strip_checkpoints import Checkpoints
+
+__all__ = ["ProjectedMeshPlan", "band_choices", "plan_bands", "project_bands"]
+
+_ALL_KEPT = Checkpoints()
+#: Numbers of states to hold where all of them are too much.
+_SLOTS = (8, 4, 2)
+#: Strips of a band are no lower than so many rows of the image, unless they are asked for.
+_MIN_ROWS = 4
+#: Panels narrower than this are all halo; more of them must need less than this share of what fewer need.
+_MIN_PANEL_COLS = 64
+_WORTH_ANOTHER_PANEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedMeshPlan:
+    """Decisions for a mesh, and what they cost each band.
+
+    Attributes:
+        bands: the decisions, and the regions that carry them out.
+        planned: those of the band that needs most, as of a plan for one device.
+        mesh: what the ranks hold, compute and send.
+    """
+
+    bands: BandRegionBuilder
+    planned: ProjectedPlan
+    mesh: MeshPlan
+
+
+def band_choices(
+    problem: PlanningProblem,
+    strip_rows: Callable[[Sequence[str]], int],
+    *,
+    policy: Checkpoints = _ALL_KEPT,
+    batch_tile: int | None = None,
+    num_panels: int = 1,
+    restart: bool = False,
+    cuts: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[SegmentChoice, ...]:
+    """Every streamed run in strips, everything else on whole tensors.
+
+    Args:
+        problem: what is planned.
+        strip_rows: of a run, in rows of its tallest source.
+        policy: which states are kept.
+        batch_tile: batch elements that walk together; all of them by default.
+        num_panels: panels side by side.
+        restart: whether walks run forward once more instead of keeping their states.
+        cuts: for each phase where its run is divided into segments, as numbers of operators before the cut.
+    """
+    choices: list[SegmentChoice] = []
+    rest: tuple[str, ...] = ()
+    for number, phase in enumerate(problem.phases.phases):
+        for start, stop in pairwise((0, *(cuts or {}).get(number, ()), len(phase.streamed))):
+            names = phase.streamed[start:stop]
+            if not names:
+                continue
+            if rest:
+                choices.append(SegmentChoice(nodes=rest, mode="whole"))
+                rest = ()
+            choices.append(
+                SegmentChoice(
+                    nodes=names,
+                    mode="tiled",
+                    strip_rows=strip_rows(names),
+                    state_every=policy.every,
+                    state_slots=policy.slots,
+                    batch_tile=batch_tile or problem.num_batch,
+                    panel_cols=-(-problem.run_width(names) // num_panels) if num_panels > 1 else 0,
+                    restart=restart,
+                )
+            )
+        rest += phase.tail
+    if rest:
+        choices.append(SegmentChoice(nodes=rest, mode="whole"))
+    return tuple(choices)
+
+
+@dataclass(frozen=True, slots=True)
+class _BandProjection:
+    """What a step costs one band: bytes and FLOPs, and bytes on the links."""
+
+    region: BandRegion
+    projection: Projection
+    traffic: RankTraffic
+
+
+@dataclass(frozen=True, slots=True)
+class _BandsCandidate:
+    """Decisions for all bands, and what a step costs some of them, or each."""
+
+    bands: BandRegionBuilder
+    costs: Mapping[int, _BandProjection]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(cost.projection.peak_bytes for cost in self.costs.values())
+
+    @property
+    def flops(self) -> float:
+        return max(cost.projection.flops for cost in self.costs.values())
+
+    @property
+    def shares(self) -> BandPartition:
+        return self.bands.layout.shares
+
+    @property
+    def flops_by_band(self) -> list[int]:
+        return [self.costs[band].projection.flops for band in range(self.shares.num_bands)]
+
+    @property
+    def row_flops(self) -> float:
+        """FLOPs of a row of the tallest input, nearly: those of halos count as their bands' own rows'."""
+        return sum(_tiled_flops(self.bands, cost.projection) for cost in self.costs.values()) / self.shares.height
+
+
+def project_bands(bands: BandRegionBuilder, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _BandProjection]:
+    """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
+    found: dict[int, _BandProjection] = {}
+    alike: dict[object, _BandProjection] = {}
+    for band in range(shape.num_bands) if which is None else which:
+        region = bands.region(band)
+        key = bands.likeness(region)
+        if key not in alike:
+            link = CountingTransport()
+            machine = BandTracingMachine(on_host=bands.problem.on_host, comm=Communicator(link=link, shape=shape, replica=0, band=band))
+            alike[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), link.traffic)
+        found[band] = replace(alike[key], region=region)
+    return found
+
+
+def plan_bands(
+    problem: PlanningProblem,
+    shape: MeshShape,
+    budget_bytes: int,
+    options: Options,
+    *,
+    outputs_in_bands: bool = False,
+    synchronized: frozenset[str] = frozenset(),
+) -> ProjectedMeshPlan:
+    """Choose decisions for all bands of an image.
+
+    Raises:
+        BudgetError: nothing found fits every band.
+        InputError: an option is not for meshes, or the image has fewer rows than bands.
+    """
+    height = _image_height(problem)
+    _check(problem, shape, options, height)
+    room_bytes = budget_bytes - problem.resident_bytes
+    multiple = _bounds_multiple(problem, height, shape.num_bands)
+    shares = BandPartition(even_band_bounds(height, shape.num_bands, multiple))
+    middle, smallest = shape.num_bands // 2, sys.maxsize
+    some = sorted({0, middle, shape.num_bands - 1})
+    best: _BandsCandidate | None = None
+    lowest: BandRegionBuilder | None = None
+
+    def made(choices: tuple[SegmentChoice, ...], shares: BandPartition = shares) -> BandRegionBuilder:
+        return BandRegionBuilder(
+            problem, choices, shares, outputs_in_bands=outputs_in_bands, num_replicas=shape.num_replicas, synchronized=synchronized
+        )
+
+    for cuts in run_divisions(problem, shares) if options.tile is None else ({},):
+        if cuts and _stored_cut_bytes(made(band_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
+            continue
+        for num_panels in _panel_counts(problem, options):
+            least = smallest
+            for candidates in _shrinking_choices(problem, options, shares, cuts, room_bytes, num_panels):
+                before = sys.maxsize
+                for choices in candidates:
+                    bands = made(choices)
+                    found = _BandsCandidate(bands, project_bands(bands, shape, some))
+                    if found.peak_bytes <= room_bytes:
+                        found = _BandsCandidate(bands, project_bands(bands, shape))  # others may need more: halos at uneven bounds
+                    peak_bytes = found.peak_bytes
+                    if peak_bytes < smallest:
+                        smallest, lowest = peak_bytes, bands
+                    if peak_bytes <= room_bytes:
+                        if best is None or found.flops < best.flops:
+                            best = found
+                        break
+                    if peak_bytes >= before:
+                        break  # what lower strips save goes into states
+                    before = peak_bytes
+                if best is not None:
+                    break  # what follows restores states
+            if best is not None or smallest > _WORTH_ANOTHER_PANEL * least:
+                break
+    if best is not None:
+        choices = best.bands.choices
+
+        def rebuilt(shares: BandPartition) -> _BandsCandidate:
+            bands = made(choices, shares)
+            return _BandsCandidate(bands, project_bands(bands, shape))
+
+        best = balance_bands(best, rebuilt, multiple, room_bytes)
+        return _projected_mesh_plan(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
+    if lowest is not None:
+        smallest = _BandsCandidate(lowest, project_bands(lowest, shape)).peak_bytes
+    needed = problem.resident_bytes + smallest
+    raise BudgetError(
+        f"the budget is {format_bytes(budget_bytes)} a rank, but a step on {shape.num_bands} bands needs {format_bytes(needed)} at least "
+        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest)} for inputs, cuts and strips). Raise the budget, "
+        "use more bands, or leave out options that force tile, state_every or state_slots.",
+        needed_bytes=needed,
+    )
+
+
+def _image_height(problem: PlanningProblem) -> int:
+    """Rows of the tallest input."""
+    return max((problem.extent(name, ROWS) for name in problem.graph.inputs if name in problem.phases.streamed), default=1)
+
+
+def _bounds_multiple(problem: PlanningProblem, height: int, num_bands: int) -> int:
+    """Rows of the image after which every value's pattern repeats: bounds on them make the smallest halos. 1 where that is too much."""
+    strides = [
+        problem.stride(phase.streamed) * max(1, height // problem.run_height(phase.streamed))
+        for phase in problem.phases.phases
+        if phase.streamed
+    ]
+    found = max(strides, default=1)
+    return found if 4 * found * num_bands <= height else 1
+
+
+def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height: int) -> None:
+    problems = []
+    if options.halo == "recompute" or options.strategy == "sft":
+        problems.append("halo 'recompute' and strategy 'sft' are for one device; leave them out with mesh")
+    if options.strategy not in ("auto", "sft"):
+        problems.append(f"strategy {options.strategy!r} is for one device; leave it out with mesh")
+    if shape.num_bands > 1 and not problem.graph.axes.count:
+        problems.append(f"{shape.num_bands} bands share the rows of an image, and no input is one; make the mesh one of replicas alone")
+    elif height < shape.num_bands:
+        problems.append(f"an image of {height} rows for {shape.num_bands} bands; use at most {height} bands")
+    if options.profile != "auto":
+        problems.append(f"profile {options.profile!r} is for one device; leave it out with mesh")
+    for name in ("host_budget", "host_folder", "link_bandwidth"):
+        if getattr(options, name) is not None:
+            problems.append(f"{name} is for one device, as a step on a mesh keeps nothing on the host; leave it out with mesh")
+    if options.cuda_graphs:
+        problems.append("cuda_graphs is for one device; leave it out with mesh")
+    if problem.host_outputs:
+        problems.append("output='host' and output files are for one device; use output='device' or output='band' with mesh")
+    if problems:
+        raise InputError("; ".join(problems))
+
+
+def _shrinking_choices(
+    problem: PlanningProblem, options: Options, shares: BandPartition, cuts: Mapping[int, Sequence[int]], room_bytes: int, num_panels: int
+) -> Iterator[Iterator[tuple[SegmentChoice, ...]]]:
+    """Decisions with strips that get lower and lower: first with all states kept, then with few."""
+    height = shares.height
+    tallest = max(len(shares.rows(band, height)) for band in range(shares.num_bands))
+    batch_tile = problem.batch_tile(options.batch_tile or problem.num_batch)
+
+    def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
+        return band_choices(
+            problem,
+            lambda names: max(1, round(rows * problem.run_height(names) / height)),
+            policy=policy,
+            batch_tile=batch_tile,
+            num_panels=num_panels,
+            restart=num_panels > 1 and options.tile is None,
+            cuts=cuts,
+        )
+
+    def descent(policy: Checkpoints) -> Iterator[tuple[SegmentChoice, ...]]:
+        rows = tallest
+        while True:
+            found = choose(rows, policy)
+            if rows <= _MIN_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
+                yield found
+            if rows <= _MIN_ROWS:
+                return
+            rows = max(_MIN_ROWS, rows // 2)
+
+    policies = [_ALL_KEPT]
+    if options.state_every is not None:
+        policies = [Checkpoints(options.state_every)]
+    elif options.state_slots is not None:
+        policies = [Checkpoints(slots=options.state_slots)]
+    elif problem.training:
+        policies += [Checkpoints(slots=slots) for slots in _SLOTS]
+    if options.tile is not None:
+        yield iter((choose(min(options.tile[0], tallest), policies[0]),))
+        return
+    for policy in policies:
+        yield descent(policy)
+
+
+def _panel_counts(problem: PlanningProblem, options: Options) -> Iterator[int]:
+    """1, 2, 4, ..., or what was asked for."""
+    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    if options.tile is not None:
+        cols = options.tile[1]
+        yield 1 if cols is None else max(1, -(-width // cols))
+        return
+    num_panels = 1
+    while num_panels == 1 or width // num_panels >= _MIN_PANEL_COLS:
+        yield num_panels
+        num_panels *= 2
+
+
+def _stored_cut_bytes(bands: BandRegionBuilder, band: int) -> int:
+    """Bytes of a band's rows of all cuts, which a training step holds between its passes; of inference nothing is known."""
+    problem, held = bands.problem, bands.layout.held
+    if not problem.training:
+        return 0
+    total = 0
+    for name, part in held.items():
+        if name not in problem.graph.inputs:
+            total += problem.value_bytes(name) * len(part.rows[band]) // problem.extent(name, ROWS)
+    return total
+
+
+def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num_panels: int) -> float:
+    """What the largest strip needs, by the formula."""
+    most = 0.0
+    for choice in choices:
+        if choice.mode == "tiled":
+            footprint = _footprint(problem, choice.nodes, choice.batch_tile)
+            most = max(most, footprint.working_bytes(choice.strip_rows) / num_panels)
+    return most
+
+
+def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
+    graph, phases = problem.graph, problem.phases
+    return problem.remembered(
+        ("footprint", names, batch),
+        lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, batch),
+    )
+
+
+def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, found: Sequence[_BandProjection]) -> ProjectedMeshPlan:
+    """The plan and what it says about every band."""
+    undivided = _tiled_flops(bands, project_bands(_undivided(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0].projection)
+    tiled = [_tiled_flops(bands, cost.projection) for cost in found]
+    worst = max(range(len(found)), key=lambda band: found[band].projection.peak_bytes)
+    ranks = []
+    for band, cost in enumerate(found):
+        projection, traffic = cost.projection, cost.traffic
+        rows = bands.layout.shares.rows(band, bands.layout.shares.height)
+        sent = traffic.sent_bytes
+        ranks.append(
+            RankPlan(
+                rows=(rows.start, rows.stop),
+                projected_peak_bytes=projection.peak_bytes,
+                flops=projection.flops,
+                repeated_flops=projection.flops - tiled[band] if band else 0,
+                sent_row_bytes=sent["rows"],
+                sent_global_bytes=sent["globals"],
+                sent_parameter_bytes=sent["parameters"],
+                received_bytes=sum(traffic.received_bytes.values()),
+                sent_beside_bytes=sum(traffic.sent_beside_bytes.values()),
+                received_beside_bytes=sum(traffic.received_beside_bytes.values()),
+            )
+        )
+    return ProjectedMeshPlan(
+        bands=bands,
+        planned=ProjectedPlan(bands.choices, found[worst].region, found[worst].projection),
+        mesh=MeshPlan(
+            num_replicas=shape.num_replicas,
+            ranks=tuple(ranks),
+            halo_flops=max(0, sum(tiled) - undivided),
+            outputs_in_bands=bool(bands.layout.kept_in_bands),
+        ),
+    )
+
+
+def _undivided(bands: BandRegionBuilder) -> BandRegionBuilder:
+    """The same decisions for one band that is the whole image."""
+    return BandRegionBuilder(bands.problem, bands.choices, BandPartition((0, bands.layout.shares.height)), num_replicas=bands.num_replicas)
+
+
+def _tiled_flops(bands: BandRegionBuilder, projection: Projection) -> int:
+    """FLOPs of segments in strips."""
+    return sum(lap.flops for lap in projection.laps if lap.move.kind != "loss" and bands.choices[lap.move.segment].mode == "tiled")

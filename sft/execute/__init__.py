@@ -1,1 +1,0 @@
-"""Plans on real tensors."""

@@ -1,0 +1,73 @@
+"""Our own operators on whole tensors, written in torch: what a node with a ``sft.`` target computes.
+
+They are traced like ATen's, so that their derivatives are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sft.lower.custom_ops import layouts, losses, statistics, windows
+from sft.lower.custom_ops import statistics as products
+
+__all__ = ["BY_SHAPE", "FUNCTIONS"]
+
+#: By target.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sft.moments": statistics.moments,
+    "sft.moment_mean": statistics.moment_mean,
+    "sft.variance": statistics.variance,
+    "sft.nth_root": statistics.nth_root,
+    "sft.minmax": statistics.minmax,
+    "sft.argmax": statistics.argmax,
+    "sft.logsumexp": statistics.logsumexp,
+    "sft.scale_shift": statistics.scale_shift,
+    "sft.affine": statistics.affine,
+    "sft.running_mean": statistics.running_mean,
+    "sft.running_var": statistics.running_var,
+    "sft.rearrange": layouts.rearrange,
+    "sft.align_dims": layouts.align_dims,
+    "sft.restore_dims": layouts.restore_dims,
+    "sft.channel_norm": statistics.channel_norm,
+    "sft.channel_rms_norm": statistics.channel_rms_norm,
+    "sft.inverse_sqrt": statistics.inverse_sqrt,
+    "sft.expand_channels": layouts.expand_channels,
+    "sft.pixel_unshuffle": layouts.pixel_unshuffle,
+    "sft.pixel_shuffle": layouts.pixel_shuffle,
+    "sft.contract_pixels": products.contract_pixels,
+    "sft.mix_channels": products.mix_channels,
+    "sft.spatial_side_input": layouts.spatial_side_input,
+    "sft.max_unpool1d": windows.max_unpool1d,
+    "sft.border_rows": windows.border_rows,
+    "sft.circular_pad": windows.circular_pad,
+    "sft.kernel_rows": windows.kernel_rows,
+    "sft.overlap_add": windows.overlap_add,
+    "sft.im2col": windows.im2col,
+    "sft.col2im": windows.col2im,
+    "aten.bincount.default": losses.bincount,
+    "sft.one_hot": losses.one_hot,
+    "sft.constant_image": layouts.constant_image,
+    "sft.assign_channels": layouts.assign_channels,
+    "sft.cross_entropy": losses.cross_entropy,
+    "sft.nll": losses.nll,
+    "sft.label_weight": losses.label_weight,
+    "aten._weight_norm.default": statistics.weight_norm,
+    "aten.copy.default": layouts.copy_as,
+    "aten.slice_scatter.default": layouts.slice_scatter,
+    "aten.select_scatter.default": layouts.select_scatter,
+}
+
+#: Of them those that call the same operators on any device. A network has many of them at different numbers of channels.
+BY_SHAPE = frozenset(
+    {
+        "sft.moment_mean",
+        "sft.variance",
+        "sft.nth_root",
+        "sft.scale_shift",
+        "sft.affine",
+        "sft.running_mean",
+        "sft.running_var",
+        "sft.inverse_sqrt",
+    }
+)

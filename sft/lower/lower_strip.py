@@ -1,0 +1,372 @@
+"""Lowering one Step: forwards through the operators, backwards through their gradients (see ``context``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, Self
+
+import torch
+
+from sft.analysis.frontend.capture import CHANNELS_LAST
+from sft.analysis.ir.axes import COLUMNS, ROWS
+from sft.analysis.ir.graph import Node
+from sft.analysis.tiling.strips import NodeRows, StripStep
+from sft.common.interval import Interval
+from sft.lower.builder import ProgramBuilder
+from sft.lower.context import GradContribution, NodeContext, SegmentInfo
+from sft.lower.grad_accumulation import add_contributions, contribution_slot, sum_contributions, sum_whole_gradients
+from sft.lower.program import Program, Slot, load_rows
+from sft.lower.rules import rule_of
+from sft.lower.rules.base import Rule
+from sft.lower.rules.convolution import ConvolutionRule, column_padding
+
+__all__ = [
+    "StripKind",
+    "StripLowering",
+    "apply_backend",
+    "emit_strip",
+    "lower_strip",
+]
+
+aten = torch.ops.aten
+
+#: What the program of a strip is for.
+StripKind = Literal["forward", "restore", "joint"]
+
+
+def lower_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> Program:
+    """The program of one strip.
+
+    ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and
+    differentiates it.
+    """
+    return emit_strip(scope, step, kind).finish()
+
+
+def emit_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> ProgramBuilder:
+    """The same before dead instructions are dropped and frees placed."""
+    lowering = StripLowering.of(scope, step)
+    lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
+    if kind == "joint":
+        lowering.backward()
+    apply_backend(scope, lowering.emitter)
+    return lowering.emitter
+
+
+def apply_backend(scope: SegmentInfo, emitter: ProgramBuilder, turn: int | None = None) -> int | None:
+    """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
+    if scope.backend is None:
+        return turn
+    turn = emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
+    # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
+    cuts = scope.streamed.difference(scope.graph.results)
+    ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
+    laid_out = [port for port in emitter.ports if port.name in ours.get(port.role, ())]
+    return scope.backend.rewrite(emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
+
+
+class StripLowering:
+    """Lowers one step, operator by operator.
+
+    Attributes:
+        emitter: takes the instructions.
+        rows: what each operator computes, holds and reads in the step; those without anything to do in the panel have none.
+        read: the rows that the step reads of each operand.
+        borders: zero rows above and below each value that a buffer gets room for, so that no convolution has to pad a copy of it.
+        values: the buffer of each value so far, and its first row.
+        wholes: global values so far.
+        contexts: operators that have been lowered forwards.
+    """
+
+    #: Whether the step is all of a segment that runs whole (``sft.lower.lower_whole``).
+    whole: ClassVar[bool] = False
+
+    def __init__(self, scope: SegmentInfo, *, keeps: bool = False) -> None:
+        self.scope, self.keeps = scope, keeps
+        self.write_outputs = self.write_rows = False
+        dtype = scope.dtype_of(scope.names[0])
+        self.emitter = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.whole)
+        self.rows: dict[str, NodeRows] = {}
+        self.read: Mapping[str, Interval] = {}
+        self.borders: Mapping[str, tuple[int, int]] = {}
+        self.values: dict[str, tuple[Slot, int]] = {}
+        self.wholes: dict[str, Slot] = {}
+        self.contexts: dict[str, NodeContext] = {}
+        self._rules: dict[str, Rule] = {}
+        self._inside = frozenset(scope.names)
+
+    @classmethod
+    def of(cls, scope: SegmentInfo, step: StripStep, *, keeps: bool = False) -> Self:
+        """For all operators of a step."""
+        lowering = cls(scope, keeps=keeps)
+        lowering.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
+        lowering.read = scope.rows_read(step)
+        if not lowering.whole:
+            borders: dict[str, tuple[int, int]] = {}
+            for name in scope.names:
+                lowering.widen_borders(borders, lowering.paddings(name))
+            lowering.borders = borders
+        return lowering
+
+    def _rule(self, node: Node) -> Rule:
+        """The rule that lowers a node."""
+        rule = self._rules.get(node.name)
+        if rule is None:
+            rule = self._rules[node.name] = rule_of(self.scope, node, whole=self.whole)
+        return rule
+
+    def paddings(self, name: str) -> tuple[tuple[str, int, int], ...]:
+        """Of the operands of a convolution those that are better padded where they are, with the rows of padding above and below."""
+        scope, node = self.scope, self.scope.graph[name]
+        if name not in self.rows or not isinstance(self._rule(node), ConvolutionRule):
+            return ()
+        found = []
+        for read in self.rows[name].reads:
+            low, high = column_padding(scope, node, read.operand)
+            if read.operand in self._inside and read.rows and read.pad_low != read.pad_high and low == high:
+                found.append((read.operand, read.pad_low, read.pad_high))
+        return tuple(found)
+
+    @staticmethod
+    def widen_borders(borders: dict[str, tuple[int, int]], paddings: Iterable[tuple[str, int, int]]) -> None:
+        """Make room for paddings."""
+        for operand, pad_low, pad_high in paddings:
+            low, high = borders.get(operand, (0, 0))
+            borders[operand] = (max(low, pad_low), max(high, pad_high))
+
+    def _enter(self, name: str) -> None:
+        """What is emitted from now on belongs to this operator."""
+        self.emitter.owner, self.emitter.dtype = name, self.scope.dtype_of(name)
+
+    # -- forwards ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
+        """Compute every operator's new rows; write outputs and hand over rows for the row store if asked."""
+        self.write_outputs, self.write_rows = write_outputs, write_rows
+        self.emitter.owner = self.scope.names[0]
+        for name in self.scope.sources:
+            self.load_source(name)
+        for name in self.scope.names:
+            self.forward_of(name)
+
+    def forward_of(self, name: str) -> None:
+        """Compute one operator's new rows."""
+        node = self.scope.graph[name]
+        self._enter(name)
+        if name in self.scope.streamed:
+            self._forward_streamed(node)
+        else:
+            self._forward_whole(node)
+
+    def load_source(self, name: str) -> None:
+        """Have the rows of a source that the step reads."""
+        rows, e = self.read.get(name, Interval(0, 0)), self.emitter
+        shape = self.scope.strip_shape(name, len(rows))
+        slot = e.port("source", name, shape, self.scope.dtype_of(name))
+        # A panel's columns of a wider image are no strip of memory either.
+        layout = CHANNELS_LAST.get(len(shape))
+        if self.scope.keeps_torch_layouts:
+            layout = None
+            if self.scope.graph[name].kind == "input":  # some views are in no layout at all; of what lies in order nothing is copied
+                slot = e.call(aten.contiguous.default, slot, shape=shape, dtype=slot.dtype)
+        narrow = len(self.scope.columns[name].new) < self.scope.extent(name, COLUMNS)
+        if rows and layout is not None and (name not in self.scope.in_layout or narrow):
+            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": layout})
+        self.values[name] = (slot, rows.start)
+
+    def _forward_streamed(self, node: Node) -> None:
+        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        if rows is None or not rows.held:
+            return
+        held = None
+        low, high = self.borders.get(node.name, (0, 0))
+        if rows.carried or low or high:
+            room = e.empty(scope.strip_shape(node.name, low + len(rows.held) + high))
+            for start, length in ((0, low), (low + len(rows.held), high)):
+                if length:
+                    zeros = self._rows_of(room, start, length)
+                    e.call(aten.zero_.default, zeros, writes=zeros)
+            held = self._rows_of(room, low, len(rows.held))
+            if rows.carried:
+                top = self._rows_of(held, 0, len(rows.carried))
+                dim = scope.axes.dim(len(top.shape), ROWS)
+                e.call(load_rows, top, dim, e.port("carry", node.name, top.shape), writes=top)
+            self.values[node.name] = (room, rows.held.start - low)
+        if rows.new:
+            self._compute(node, rows, held)
+        if self.write_rows and rows.appended:
+            self.append(node.name)
+
+    def append(self, name: str) -> None:
+        """Hand over the rows of a value, which is there, that later steps need."""
+        rows, e = self.rows[name].appended, self.emitter
+        slot, first = self.values[name]
+        block = e.empty(self.scope.strip_shape(name, len(rows)))
+        e.copy(block, self._rows_of(slot, rows.start - first, len(rows)))
+        e.result("append", name, block)
+
+    def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
+        scope, e = self.scope, self.emitter
+        rule = self._rule(node)
+        tail = self._rows_of(held, len(rows.carried), len(rows.new)) if held is not None else None
+        ctx = self._context(node, rows, tail if rule.in_place else None)
+        ctx.overwrite = self._overwritable(node) if rule.overwrites and tail is None else None
+        result = rule.forward(ctx)
+        if tail is not None:
+            if result is not tail:
+                e.copy(tail, result)
+        else:
+            self.values[node.name] = (result, rows.new.start)
+        if node.name in scope.outputs and self.write_outputs and self._is_wanted(rows):
+            if self.whole and node.name not in scope.graph.results and e.owns(result):
+                e.result("out", node.name, result)  # a cut: what was made is handed on, not copied
+                return
+            out = e.port("out", node.name, self._wanted_shape(rows))
+            value, first = self.values[node.name]
+            columns = scope.columns[node.name]
+            value = self._rows_of(value, rows.wanted.start - first, len(rows.wanted))
+            e.copy(out, self._columns_of(value, columns.wanted.start - columns.new.start, len(columns.wanted)))
+
+    def _rows_of(self, slot: Slot, start: int, length: int) -> Slot:
+        return self.emitter.narrow_axis(slot, self.scope.axes, ROWS, start, length)
+
+    def _columns_of(self, slot: Slot, start: int, length: int) -> Slot:
+        return self.emitter.narrow_axis(slot, self.scope.axes, COLUMNS, start, length)
+
+    def _is_wanted(self, rows: NodeRows) -> bool:
+        return bool(rows.wanted and self.scope.columns[rows.name].wanted)
+
+    def _wanted_shape(self, rows: NodeRows) -> tuple[int, ...]:
+        """Shape of the part of a value that this step and panel stand for."""
+        return self.scope.part_shape(rows.name, len(rows.wanted), len(self.scope.columns[rows.name].wanted))
+
+    def _overwritable(self, node: Node) -> Slot | None:
+        """The operand's buffer, when this operator is all that ever reads it."""
+        scope = self.scope
+        (name,) = dict.fromkeys(o for o in node.operands if o in scope.streamed)
+        if name not in self._inside or name in scope.outputs or scope.graph.users[name] != (node.name,):
+            return None
+        if name in scope.requires_grad and self._rule(scope.graph[name]).saves_output:
+            return None
+        slot, first = self.values[name]
+        rows = self.rows[name]
+        if first != rows.new.start or rows.appended or slot.root != slot.number:
+            return None
+        # What is upsampled is made by whole rows and columns, more than a tile reads.
+        is_all = rows.new == self.rows[node.name].new and scope.columns[name].new == scope.columns[node.name].new
+        return slot if is_all else None
+
+    def _forward_whole(self, node: Node) -> None:
+        nothing = Interval(0, 0)
+        rows = self.rows.get(node.name) or NodeRows(node.name, nothing, nothing, nothing, nothing, ())
+        rule = self._rule(node)
+        if not self.whole and not rows.reads:
+            return
+        ctx = self._context(node, rows, None)
+        if not self.write_outputs:
+            return  # a sum over the image is not needed twice
+        result = rule.forward(ctx)
+        self.wholes[node.name] = result
+        if self.whole and node.name in self.scope.outputs:
+            self.emitter.copy(self.emitter.port("out", node.name, result.shape, result.dtype), result)
+
+    def _context(self, node: Node, rows: NodeRows, destination: Slot | None) -> NodeContext:
+        ctx = NodeContext(
+            scope=self.scope,
+            emitter=self.emitter,
+            node=node,
+            step=rows,
+            values=self.values,
+            wholes=self.wholes,
+            borders=self.borders,
+            destination=destination,
+            overwrite=None,
+            keeps=self.keeps,
+        )
+        self.contexts[node.name] = ctx
+        return ctx
+
+    # -- backwards --------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Differentiate the step: gradients of parameters, of sources, and of the rows carried in."""
+        scope = self.scope
+        gradients: dict[str, list[GradContribution]] = {}
+        for name in reversed(scope.names):
+            if name in scope.requires_grad:
+                for operand, patch in self.backward_of(name, gradients.pop(name, [])):
+                    gradients.setdefault(operand, []).append(patch)
+        self.write_gradients(gradients)
+
+    def write_gradients(self, gradients: Mapping[str, Sequence[GradContribution]]) -> None:
+        """Hand gradients of sources to the caller; strips have added theirs to the caller's by now."""
+
+    def backward_of(self, name: str, patches: list[GradContribution]) -> list[tuple[str, GradContribution]]:
+        """Differentiate one operator, given gradients of its value; returns those of the values inside that it reads."""
+        scope = self.scope
+        self._enter(name)
+        if name in scope.streamed:
+            self._backward_streamed(scope.graph[name], patches)
+        elif name in self.contexts:
+            self._backward_whole(scope.graph[name], patches)
+        ctx = self.contexts.get(name)
+        inside: list[tuple[str, GradContribution]] = []
+        for operand, patch in () if ctx is None else ctx.contributions:
+            if operand in self._inside or (operand in scope.streamed and self.whole):
+                inside.append((operand, patch))
+            elif operand in scope.streamed:
+                self._add_to_source(operand, patch)
+            else:
+                assert ctx is not None
+                self.add_to_global_grad(ctx, operand, patch)
+        return inside
+
+    def add_to_global_grad(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
+        """Add to the gradient of a tensor from outside that is not streamed."""
+        self.emitter.add_into(ctx.global_grad(name), contribution_slot(self.emitter, patch))
+
+    def _add_to_source(self, name: str, patch: GradContribution) -> None:
+        read = self.read[name]
+        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
+        add_contributions(self.scope, self.emitter, name, target, read, [patch])
+
+    def _backward_streamed(self, node: Node, patches: list[GradContribution]) -> None:
+        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        if rows is None or not rows.held:
+            return
+        columns = scope.columns[node.name]
+        patches = [patch for patch in patches if patch.rows and patch.columns]
+        if rows.kept and not self.whole:
+            port = e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
+            patches.append(GradContribution(port, rows.kept, columns.new, False))
+        if node.name in scope.outputs and self._is_wanted(rows):
+            port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
+            # The gradient of a cut is read once, here; that of an output is the caller's.
+            patches.append(GradContribution(port, rows.wanted, columns.wanted, self.whole and node.name not in scope.graph.results))
+        if not patches:
+            if rows.carried:
+                e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
+            return
+        total, owned = sum_contributions(scope, e, node.name, rows.held, patches, scope.dtype_of(node.name))
+        if rows.carried:
+            block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
+            e.copy(block, self._rows_of(total, 0, len(rows.carried)))
+            e.result("grad_carry", node.name, block)
+        if rows.new:
+            ctx = self.contexts[node.name]
+            new = self._rows_of(total, len(rows.carried), len(rows.new))
+            self._rule(node).backward(ctx, new, owned)
+
+    def _backward_whole(self, node: Node, patches: list[GradContribution]) -> None:
+        e, scope = self.emitter, self.scope
+        parts = [(contribution_slot(self.emitter, patch), patch.owned) for patch in patches]
+        if node.name in scope.outputs:
+            shape = scope.shapes[node.name] if self.whole else scope.global_shape(node.name)
+            parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
+        if not parts:
+            return
+        total, owned = sum_whole_gradients(self.emitter, parts)
+        rule = self._rule(node)
+        if not rule.accepts_wide_grad and total.dtype != scope.dtype_of(node.name):
+            total, owned = e.cast(total, scope.dtype_of(node.name)), True
+        rule.backward(self.contexts[node.name], total, owned)

@@ -1,0 +1,235 @@
+"""BatchNorms that a segment runs whole, in training: torch's own call in the place of their parts.
+
+Strips need a norm in parts (:mod:`sft.analysis.passes.decompose_norms`), and each part reads the image, or writes one, once more. Where
+all of an image is at hand, and with it all parts of a norm, the call that plain PyTorch makes does the same in fewer passes over memory,
+and so does its derivative. It is emitted where the moments stand, as running statistics may follow at once, before the affine map; these
+still follow moments, so that a stage that runs twice makes them once (:mod:`sft.planner.stages`), and plans that cut there compute the
+same bits.
+
+Lowering a segment that runs whole: two programs, of which the second needs what the first keeps.
+
+Nothing is added to what the caller holds: gradients are made here, and handed on. A norm whose parts are all inside is one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sft.analysis.frontend.capture import CHANNELS_LAST
+from sft.analysis.ir.axes import ROWS
+from sft.analysis.ir.graph import Node, Ref
+from sft.analysis.tiling.strips import StripStep
+from sft.common.interval import Interval
+from sft.lower.context import GradContribution, NodeContext, SegmentInfo
+from sft.lower.grad_accumulation import contribution_slot, sum_contributions
+from sft.lower.lower_strip import StripLowering, apply_backend
+from sft.lower.program import Port, Program, Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["BATCH_NORM_FUNCTIONS", "WholeBatchNormRule", "find_whole_batch_norms", "lower_whole"]
+
+aten = torch.ops.aten
+
+#: In half precision the parts are computed wide, and rounded elsewhere than in torch's kernel.
+_NORM_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBatchNormRule(Rule):
+    """One of them; it lowers its affine map.
+
+    Attributes:
+        weight: argument of the norm; ``None`` where it has none.
+        bias: likewise.
+        eps: likewise.
+        moments: the node whose place it takes.
+        is_followed: whether running statistics follow the moments, so that they are needed.
+        left_out: the nodes that nothing stands for: the others.
+    """
+
+    weight: Any
+    bias: Any
+    eps: float
+    moments: str
+    is_followed: bool
+    left_out: frozenset[str]
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, scope = ctx.emitter, ctx.scope
+        image, weight, bias = (ctx.operand_slot(value) for value in (ctx.node.argument("self"), self.weight, self.bias))
+        out, mean, deviation = e.slot(ctx.out_shape), e.slot((image.shape[1],)), e.slot((image.shape[1],))
+        arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
+        if self.is_followed:
+            moments = e.slot(scope.shapes[self.moments])
+            e.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
+            ctx.wholes[self.moments] = moments
+            if self.moments in scope.outputs:
+                e.copy(e.port("out", self.moments, moments.shape, moments.dtype), moments)
+        else:
+            e.call_measured(_batch_norm, arguments, outputs, peak_bytes=0, flops=0)
+        ctx.saved["statistics"] = mean, deviation
+        return out
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        strip, weight = ctx.operand_slot(image), ctx.operand_slot(self.weight)
+        values, channels = (image, self.weight, self.bias), (strip.shape[1],)
+        mask = [value is not None and ctx.needs_grad(value) for value in values]
+        shapes = (strip.shape, channels, channels)
+        gradients = tuple(e.slot(shape) if needs else None for needs, shape in zip(mask, shapes, strict=True))
+        mean, deviation = ctx.saved["statistics"]
+        e.call_many(
+            aten.native_batch_norm_backward.default,
+            (grad, strip, weight, None, None, mean, deviation, True, self.eps, mask),
+            gradients,
+        )
+        for value, gradient in zip(values, gradients, strict=True):
+            if gradient is not None:
+                ctx.add_grad(value, gradient, owned=True)
+
+
+def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The image normalised, and what the derivative needs: the means and one over the deviations."""
+    out, mean, deviation = aten.native_batch_norm.default(image, weight, bias, None, None, True, 0.0, eps)
+    return out, mean, deviation
+
+
+def _batch_norm_with_moments(
+    image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and the moments: what running statistics become that forget all that was before."""
+    count = image.numel() // image.shape[1]
+    moments = image.new_zeros((1, image.shape[1], 3))
+    mean, variance = moments[0, :, 0], moments[0, :, 1]
+    out, saved_mean, deviation = aten.native_batch_norm.default(image, weight, bias, mean, variance, True, 1.0, eps)
+    variance.mul_((count - 1) / count)  # they follow the unbiased variance
+    moments[..., 2].fill_(count)
+    return out, saved_mean, deviation, moments
+
+
+#: What is called forwards.
+BATCH_NORM_FUNCTIONS = (_batch_norm, _batch_norm_with_moments)
+
+
+def find_whole_batch_norms(scope: SegmentInfo) -> dict[str, WholeBatchNormRule]:
+    """The BatchNorms of a segment that can be run so, by their affine maps.
+
+    A backend has kernels of its own for the parts.
+    """
+    if scope.backend is not None:
+        return {}
+    norms = ((name, _match_batch_norm(scope, scope.graph[name])) for name in scope.names if scope.graph[name].target == "sft.affine")
+    return {name: norm for name, norm in norms if norm is not None}
+
+
+def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | None:
+    graph = scope.graph
+    image, scale_shift = affine.argument("self"), graph[affine.argument("scale_shift").name]
+    if type(image) is not Ref or scale_shift.target != "sft.scale_shift" or graph.users[scale_shift.name] != (affine.name,):
+        return None
+    if not scope.streamed.issuperset((affine.name, image.name)):
+        return None  # images of another number of samples
+    moments = graph[scale_shift.argument("moments").name]
+    if moments.target != "sft.moments" or moments.argument("self") != image or moments.argument("per_sample"):
+        return None
+    places, shape = {name: place for place, name in enumerate(scope.names)}, scope.shapes[affine.name]
+    if not places.keys() >= {moments.name, scale_shift.name} or moments.argument("groups") != scale_shift.argument("channels"):
+        return None
+    followers = [user for user in graph.users[moments.name] if user != scale_shift.name]
+    if any(graph[user].target not in ("sft.running_mean", "sft.running_var") for user in followers):
+        return None  # others may be differentiated
+    if len(shape) not in CHANNELS_LAST:
+        return None  # torch's kernel lays its result out anew, which projections do not see where others keep an operand's layout
+    if math.prod(shape) <= shape[1]:
+        return None  # the variance of one element is none that could be made biased again
+    operands = [scale_shift.argument(key) for key in ("weight", "bias")]
+    if any(places.get(ref.name, -1) > places[moments.name] for ref in operands if ref is not None):
+        return None
+    dtypes = {scope.dtype_of(name) for name in (affine.name, image.name, moments.name, *(ref.name for ref in operands if ref is not None))}
+    if len(dtypes) > 1 or not dtypes.issubset(_NORM_DTYPES):
+        return None
+    weight, bias = operands
+    return WholeBatchNormRule(
+        weight=weight,
+        bias=bias,
+        eps=scale_shift.argument("eps"),
+        moments=moments.name,
+        is_followed=bool(followers),
+        left_out=frozenset((scale_shift.name, affine.name)),
+    )
+
+
+def lower_whole(scope: SegmentInfo, step: StripStep, *, training: bool) -> tuple[Program, Program | None]:
+    """The two programs of a segment that keeps everything: forward and, when training, backward."""
+    lowering = WholeLowering.of(scope, step, keeps=training)
+    lowering.forward(write_outputs=True, write_rows=False)
+    if not training:
+        apply_backend(scope, lowering.emitter)
+        return lowering.emitter.finish(), None
+    turn = len(lowering.emitter.instructions)
+    lowering.backward()
+    turn = apply_backend(scope, lowering.emitter, turn) or turn
+    return lowering.emitter.split(turn)
+
+
+class WholeLowering(StripLowering):
+    """Lowers all of a segment at once."""
+
+    whole: ClassVar[bool] = True
+
+    def __init__(self, scope: SegmentInfo, *, keeps: bool = False) -> None:
+        super().__init__(scope, keeps=keeps)
+        norms = find_whole_batch_norms(scope)
+        self._rules.update(norms)
+        self._left_out = frozenset[str]().union(*(norm.left_out for norm in norms.values()))
+        self._instead = {norm.moments: name for name, norm in norms.items()}
+
+    def forward_of(self, name: str) -> None:
+        """Compute one operator; a norm is computed where its moments are."""
+        if name not in self._left_out:
+            super().forward_of(self._instead.get(name, name))
+
+    def add_to_global_grad(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
+        """Add to the gradient of a tensor from outside that is not streamed, or begin it."""
+        e, scope, slot = self.emitter, self.scope, contribution_slot(self.emitter, patch)
+        is_first = Port("grad_side", name) not in e.results
+        if is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
+            is_laid_out = len(slot.shape) == 1 or (name in scope.in_layout and _is_weight_grad_in_layout(slot.shape))
+            e.emit_global_grad(name, slot, patch.owned and patch.channels is None and is_laid_out, scope.dtype_of(name))
+        else:
+            e.add_into(ctx.global_grad(name), slot)
+
+    def write_gradients(self, gradients: Mapping[str, Sequence[GradContribution]]) -> None:
+        """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""
+        scope = self.scope
+        for name in scope.sources:
+            if name in gradients:
+                self._emit_source_gradient(name, gradients[name])
+        for user in scope.names:
+            for name in scope.graph[user].operands:
+                if name in scope.requires_grad and name not in scope.streamed and name not in self._inside:
+                    shape, dtype = scope.global_shape(name), scope.grad_dtype(name)
+                    self.emitter.global_grad(name, shape, dtype, scope.dtype_of(name))
+
+    def _emit_source_gradient(self, name: str, patches: Sequence[GradContribution]) -> None:
+        """Hand the gradient of a whole source to the caller."""
+        rows = Interval(0, self.scope.extent(name, ROWS))
+        inside = [patch for patch in patches if patch.rows and patch.columns]
+        total, owned = sum_contributions(self.scope, self.emitter, name, rows, inside, self.scope.grad_dtype(name))
+        if not (owned and self.emitter.owns(total)):
+            total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
+        self.emitter.result("grad_source", name, total)
+
+
+def _is_weight_grad_in_layout(shape: Sequence[int]) -> bool:
+    """Whether the gradient of a weight is made channels last, or in order where it is no weight of a convolution.
+
+    In double precision torch makes those of convolutions of volumes in order, which is the same for few shapes.
+    """
+    return len(shape) < 5 or shape[1] == 1 or math.prod(shape[2:]) == 1

@@ -1,0 +1,278 @@
+"""Convolution and average pooling on a strip, and what all poolings have in common.
+
+Padding is applied here, and only where the read interval leaves the image: where both image borders are in the strip the
+operator's own symmetric padding does it; a convolution finds its zero border in the operand's buffer; elsewhere the strip is
+padded explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sft.analysis.ir.axes import COLUMNS, ROWS
+from sft.analysis.ir.graph import Node, refs_in
+from sft.analysis.ir.ops import Window
+from sft.analysis.tiling.strips import OperandRead
+from sft.lower.context import NodeContext, SegmentInfo, accumulation_dtype
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["AvgPoolRule", "ConvolutionRule", "PoolRule", "as_own_axes", "as_two_axes", "column_padding", "kernel_windows"]
+
+aten = torch.ops.aten
+
+#: A vector of AVX-512 has so many numbers. Of images with fewer channels, channels last, oneDNN's gradient of the weight of a strided
+#: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13, seen on an AMD EPYC) writes behind its scratchpad: the process is lost.
+_VECTOR_CHANNELS = 16
+
+#: Padding before and behind, for each axis.
+Padding = Sequence[tuple[int, int]]
+
+
+def kernel_windows(ctx: NodeContext) -> tuple[Window, ...]:
+    return ctx.scope.windows(ctx.node.name)
+
+
+def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:
+    """What the window reads beyond the image: of the strip, of the panel, and of axes that are always whole."""
+    rows, columns = ctx.read_of(operand), ctx.columns_of(operand)
+    own = [(window.pad_low, window.pad_high) for window in kernel_windows(ctx)]
+    return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *own[2:]][: len(own)]
+
+
+def _emit_padding(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
+    if not any(low or high for low, high in padding):
+        return strip
+    lead = len(strip.shape) - len(padding)
+    grown = [extent + low + high for extent, (low, high) in zip(strip.shape[lead:], padding, strict=True)]
+    shape = (*strip.shape[:lead], *grown)
+    if all(strip.shape):
+        flat = [size for low, high in reversed(padding) for size in (low, high)]
+        return ctx.emitter.call(aten.constant_pad_nd.default, strip, flat, value, shape=shape)
+    out = ctx.emitter.empty(shape)
+    return ctx.emitter.call(aten.fill_.Scalar, out, value, writes=out)
+
+
+class _WindowedRule(Rule):
+    """Shared by convolution and pooling: which padding the operator applies itself, and which is made explicit."""
+
+    border_value: ClassVar[float] = 0.0
+
+    def padded(self, ctx: NodeContext, operand: str, windows: Sequence[Window]) -> tuple[Slot, list[int]]:
+        """The padded strip and the symmetric paddings left to the operator."""
+        paddings, is_empty = _paddings(ctx, operand), ctx.has_empty_read(operand)
+        own = [low if low == high and not is_empty else 0 for low, high in paddings]
+        if not self.native_padding_fits(own, windows):
+            own = [0] * len(own)
+        rest = [(low - size, high - size) for (low, high), size in zip(paddings, own, strict=True)]
+        padded = _emit_padding(ctx, ctx.strip(operand), rest, self.border_value)
+        ctx.saved.update(padded=padded, offset=[low for low, _ in rest])
+        return padded, own
+
+    def native_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
+        return True
+
+    def unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
+        """The gradient of what is read, given the gradient of the padded strip."""
+        extents = ctx.scope.axes.of(ctx.scope.shapes[operand])
+        lengths = [len(ctx.read_of(operand).rows), len(ctx.columns_of(operand).rows), *extents[2:]]
+        for axis, offset in enumerate(ctx.saved["offset"]):
+            grad = ctx.narrow(grad, axis, offset, lengths[axis])
+        return grad
+
+
+def column_padding(scope: SegmentInfo, node: Node, operand: str) -> tuple[int, int]:
+    """Padding left and right of what a windowed operator reads; where the two differ ATen's operators cannot apply it."""
+    read = next(read for read in scope.columns[node.name].reads if read.operand == operand)
+    return read.pad_low, read.pad_high
+
+
+class ConvolutionRule(_WindowedRule):
+    """``conv1d``, ``conv2d``, ``conv3d``; the explicitly padded strip is what the backward differentiates."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        node = ctx.node
+        operand = next(refs_in(node.argument("input")))
+        paddings = _paddings(ctx, operand)
+        symmetric = all(low == high for low, high in paddings[1:])
+        bordered = ctx.bordered_strip(operand) if symmetric else None
+        if bordered is not None:
+            padded, padding = bordered, [0, *(low for low, _ in paddings[1:])]
+            ctx.saved.update(padded=padded, offset=[ctx.read_of(operand).pad_low, *[0] * (len(paddings) - 1)])
+        else:
+            padded, padding = self.padded(ctx, operand, kernel_windows(ctx))
+        bias = node.argument("bias")
+        ctx.saved["padding"] = padding
+        return ctx.emitter.call(
+            aten.convolution.default,
+            padded,
+            ctx.operand_slot(node.argument("weight")),
+            ctx.operand_slot(bias),
+            *self._geometry(ctx),
+            shape=ctx.out_shape,
+        )
+
+    def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
+        windows = kernel_windows(ctx)
+        return (
+            [window.stride for window in windows],
+            list(ctx.saved["padding"]),
+            [window.dilation for window in windows],
+            False,
+            [0] * len(windows),
+            ctx.node.argument("groups"),
+        )
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        node, e, padded = ctx.node, ctx.emitter, ctx.saved["padded"]
+        image, weight, bias = node.argument("input"), node.argument("weight"), node.argument("bias")
+        operand = next(refs_in(image))
+        weight_slot = ctx.operand_slot(weight)
+        mask = [ctx.needs_grad(image) and not ctx.has_empty_read(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
+        if mask[2] and accumulation_dtype(grad.dtype) != grad.dtype:
+            # ATen rounds each strip's sum to half precision.
+            wide = accumulation_dtype(grad.dtype)
+            shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
+            total = e.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
+            ctx.add_grad(bias, total, owned=True)
+            mask[2] = False
+        calls = [(padded, self._geometry(ctx), mask)]
+        if mask[1] and self._gathers_few_channels(ctx):
+            calls = [(padded, self._geometry(ctx), [mask[0], False, False]), (*self._gathered(ctx), [False, *mask[1:]])]
+        sizes = None if bias is None else [weight_slot.shape[0]]
+        for read, geometry, wanted in calls:
+            if not any(wanted):
+                continue
+            shapes = (read.shape, weight_slot.shape, (weight_slot.shape[0],))
+            out = tuple(e.slot(shape) if is_wanted else None for is_wanted, shape in zip(wanted, shapes, strict=True))
+            e.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, wanted), out)
+            if out[0] is not None:
+                ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
+            if out[1] is not None:
+                ctx.add_grad(weight, out[1], owned=True)
+            if out[2] is not None:
+                ctx.add_grad(bias, out[2], owned=True)
+
+    @staticmethod
+    def _gathers_few_channels(ctx: NodeContext) -> bool:
+        """Whether it is one of the convolutions whose weights' gradient oneDNN gathers pixels for, and fails to (see above)."""
+        windows, weight = kernel_windows(ctx), ctx.operand_slot(ctx.node.argument("weight"))
+        is_pointwise = all(window.kernel == 1 for window in windows) and not any(ctx.saved["padding"])
+        return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _VECTOR_CHANNELS
+
+    def _gathered(self, ctx: NodeContext) -> tuple[Slot, tuple[Any, ...]]:
+        """The pixels that a strided pointwise convolution reads, and what it is on these."""
+        read: Slot = ctx.saved["padded"]
+        strides, *others = self._geometry(ctx)
+        lead = len(read.shape) - len(strides)
+        for dim, stride in enumerate(strides, lead):
+            shape = (*read.shape[:dim], -(-read.shape[dim] // stride), *read.shape[dim + 1 :])
+            read = ctx.emitter.call(aten.slice.Tensor, read, dim, 0, read.shape[dim], stride, shape=shape, view_of=read)
+        copy = ctx.emitter.call(aten.clone.default, read, shape=read.shape, dtype=read.dtype)
+        return copy, ([1] * len(strides), *others)
+
+
+def as_two_axes(ctx: NodeContext, slot: Slot) -> Slot:
+    """A value as ATen's poolings take it: with two axes at least, a signal as an image of one column."""
+    if ctx.scope.axes.count > 1:
+        return slot
+    return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
+
+
+def as_own_axes(ctx: NodeContext, slot: Slot) -> Slot:
+    """Such a value with its own axes again."""
+    if ctx.scope.axes.count > 1:
+        return slot
+    return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+
+class PoolRule(_WindowedRule):
+    """Poolings of one axis run as poolings of two, the second one pixel wide."""
+
+    @staticmethod
+    def lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
+        """Arguments with an entry for each axis; the second number of each stands for an axis that was added."""
+        return [[*values, added] if ctx.scope.axes.count == 1 else [*values] for values, added in entries]
+
+
+def _counts_padding(read: OperandRead, window: Window, counted: bool) -> bool:
+    """Whether every element that a pooling reads along an axis counts: none is padding, or padding counts too."""
+    return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
+
+
+class AvgPoolRule(PoolRule):
+    """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``.
+
+    The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
+    counted padding, has the operator's own divisor; so has one of full width, whose left and right borders the operator knows. At
+    other borders the strip is padded, summed, and divided by the sums of a mask that is one where elements count.
+    """
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = next(refs_in(ctx.node.argument("self")))
+        windows = kernel_windows(ctx)
+        read, across = ctx.read_of(operand), ctx.columns_of(operand)
+        override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
+        whole = ctx.is_whole and all(2 * window.pad_low <= window.kernel for window in windows)
+        columns_count = ctx.is_full_width or _counts_padding(across, windows[COLUMNS], counted)
+        native = override is not None or (_counts_padding(read, windows[ROWS], counted) and columns_count)
+        # What the operator pads by itself: all axes, or those of which it sees both borders.
+        knows = [whole, whole or ctx.is_full_width, True][: len(windows)]
+        if whole or native:
+            paddings = [(0, 0) if known else pads for known, pads in zip(knows, _paddings(ctx, operand), strict=True)]
+            own = [window.pad_low if known else 0 for known, window in zip(knows, windows, strict=True)]
+            return self._native(ctx, operand, paddings, self._arguments(ctx, own, windows[ROWS].ceil, counted, override))
+        return self._masked(ctx, operand, knows, counted)
+
+    def _native(self, ctx: NodeContext, operand: str, paddings: Padding, geometry: tuple[Any, ...]) -> Slot:
+        """The operator itself, on a strip padded where it cannot do it."""
+        padded = _emit_padding(ctx, ctx.strip(operand), paddings, 0.0)
+        ctx.saved.update(padded=padded, counts=None, offset=[low for low, _ in paddings], geometry=geometry)
+        return as_own_axes(ctx, self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
+
+    def _average(self, ctx: NodeContext, value: Slot, geometry: tuple[Any, ...], lead: tuple[int, ...]) -> Slot:
+        function = aten.avg_pool3d if ctx.scope.axes.count == 3 else aten.avg_pool2d
+        extents = ctx.scope.axes.of(ctx.out_shape)
+        shape = (*lead, *extents, *([1] if len(extents) == 1 else []))
+        return ctx.emitter.call(function.default, value, *geometry, shape=shape)
+
+    def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
+        """Sums, divided by how many elements count in each window."""
+        e, windows, strip = ctx.emitter, kernel_windows(ctx), ctx.strip(operand)
+        inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
+        paddings = []
+        for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
+            reach = (length - 1) * window.stride + window.kernel - window.pad_low - extent
+            paddings.append((window.pad_low, max(0, reach)) if known else pads)
+        padded = _emit_padding(ctx, strip, paddings, 0.0)
+        mask = e.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
+        inner = mask
+        for axis, (window, (low, high), extent) in enumerate(zip(windows, paddings, inside, strict=True)):
+            before, behind = (min(low, window.pad_low), min(high, window.pad_high)) if counted else (0, 0)
+            inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
+        e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
+        geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
+        counts = self._average(ctx, as_two_axes(ctx, mask), geometry, (1, 1))
+        ctx.saved.update(padded=padded, counts=counts, offset=[low for low, _ in paddings], geometry=geometry)
+        total = self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
+        return as_own_axes(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
+
+    def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
+        windows = kernel_windows(ctx)
+        lists = self.lists(ctx, ([w.kernel for w in windows], 1), ([w.stride for w in windows], 1), (padding, 0))
+        return (*lists, ceil, counted, override)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        image, e = ctx.node.argument("self"), ctx.emitter
+        operand = next(refs_in(image))
+        if ctx.has_empty_read(operand):
+            return
+        padded, grad = as_two_axes(ctx, ctx.saved["padded"]), as_two_axes(ctx, grad)
+        if ctx.saved["counts"] is not None:
+            grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
+        function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
+        out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
+        ctx.add_grad(image, self.unpadded(ctx, operand, as_own_axes(ctx, out)), owned=True)

@@ -1,0 +1,160 @@
+"""The largest elements of an image, on a strip: with how many there are, or where the first one is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sft.analysis.ir.graph import Node, refs_in
+from sft.lower.context import NodeContext, accumulation_dtype
+from sft.lower.program import Slot
+from sft.lower.rules.base import AdditivePart, ReductionRule
+from sft.lower.rules.reductions import as_single_pixel, spatial_dims
+
+__all__ = ["ArgMaxRule", "MinMaxRule", "strip_starts"]
+
+aten = torch.ops.aten
+
+#: Small tensors that merging holds at once, at most.
+_NUM_STATISTICS = 8
+
+
+class MinMaxRule(ReductionRule):
+    """The largest (smallest) element and how often it occurs: its gradient is divided evenly among all of them."""
+
+    def start(self, node: Node) -> float:
+        return -math.inf if node.argument("largest") else math.inf
+
+    def additive(self, node: Node) -> AdditivePart:
+        return AdditivePart(columns=(1,))
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, largest = ctx.emitter, ctx.node.argument("largest")
+        strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        axes, wide = spatial_dims(ctx, strip), accumulation_dtype(strip.dtype)
+        lead = strip.shape[: axes[0]]
+        pixel = (*lead, *[1] * len(axes))
+        value = e.call(aten.amax.default if largest else aten.amin.default, strip, axes, True, shape=pixel, dtype=strip.dtype)
+        ones = self._occurrences(ctx, strip, value)
+        count = e.call(aten.sum.dim_IntList, ones, axes, shape=lead, dtype=wide)
+        flat = e.call(aten.view.default, value, list(lead), shape=lead, view_of=value)
+        running = e.port("partial", ctx.node.name, (*lead, 2), torch.float64)
+        scratch_bytes = _NUM_STATISTICS * running.num_bytes
+        return e.call(_merge_minmax, running, flat, count, largest, writes=running, scratch_bytes=scratch_bytes)
+
+    @staticmethod
+    def _occurrences(ctx: NodeContext, strip: Slot, value: Slot) -> Slot:
+        """Ones where the strip has the value, zeros elsewhere."""
+        e, wide = ctx.emitter, accumulation_dtype(strip.dtype)
+        same = e.call(aten.eq.Tensor, strip, value, shape=strip.shape, dtype=torch.bool)
+        return e.call(aten._to_copy.default, same, shape=strip.shape, dtype=wide, keywords={"dtype": wide})
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        strip = ctx.strip(next(refs_in(image)))
+        value, count = (_column(ctx, ctx.whole(ctx.node.name), index) for index in (0, 1))
+        share = e.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
+        found = self._occurrences(ctx, strip, as_single_pixel(ctx, e.cast(value, strip.dtype)))
+        e.call(aten.mul_.Tensor, found, as_single_pixel(ctx, e.cast(share, found.dtype)), writes=found)
+        ctx.add_grad(image, found, owned=True)
+
+
+class ArgMaxRule(ReductionRule):
+    """The largest element and its place in row-major order, the first of several: its gradient goes there alone."""
+
+    saves_input = False
+
+    def start(self, node: Node) -> float:
+        return -math.inf
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        axes = spatial_dims(ctx, strip)
+        lead, extents = strip.shape[: axes[0]], strip.shape[axes[0] :]
+        shape = (*lead, math.prod(extents))
+        flat = e.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
+        value, place = e.slot(lead, strip.dtype), e.slot(lead, torch.int64)
+        # Of several equal ones torch gives the first.
+        e.call_many(aten.max.dim, (flat, len(lead)), (value, place))
+        running = e.port("partial", ctx.node.name, (*lead, 2), torch.float64)
+        arguments = (value, place, self._origin(ctx), extents, self._extents(ctx))
+        return e.call(_merge_argmax, running, *arguments, writes=running, scratch_bytes=_NUM_STATISTICS * running.num_bytes)
+
+    @staticmethod
+    def _origin(ctx: NodeContext) -> Slot:
+        return ctx.emitter.port("origin", ctx.node.name, ())
+
+    @staticmethod
+    def _extents(ctx: NodeContext) -> tuple[int, ...]:
+        return ctx.scope.axes.of(ctx.scope.shapes[next(refs_in(ctx.node.argument("self")))])
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        strip = ctx.strip(next(refs_in(image)))
+        place = _column(ctx, ctx.whole(ctx.node.name), 1)
+        out = e.zeros(strip.shape, strip.dtype)
+        arguments = (_column(ctx, grad, 0), place, self._origin(ctx), self._extents(ctx))
+        e.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * place.num_bytes)
+        ctx.add_grad(image, out, owned=True)
+
+
+def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
+    return ctx.emitter.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+
+def _merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) -> None:
+    """Take a strip's extremes into the running ones."""
+    old, old_count = running.unbind(-1)
+    value = value.to(running.dtype)
+    new = torch.maximum(old, value) if largest else torch.minimum(old, value)
+    # Before the first strip the count is as infinite as the value.
+    merged = torch.where(old == new, old_count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
+    merged += torch.where(value == new, count.to(running.dtype), 0.0)
+    old.copy_(new)
+    old_count.copy_(merged)
+
+
+def _merge_argmax(
+    running: Tensor, value: Tensor, place: Tensor, origin: Sequence[int], strip: Sequence[int], extents: Sequence[int]
+) -> None:
+    """Take a strip's peaks into the running ones; strips and panels need not come in row-major order."""
+    old, old_place = running.unbind(-1)
+    value = value.to(running.dtype)
+    whole = torch.zeros_like(place)
+    for at, start, extent in zip(_unravel_index(place, strip), strip_starts(origin, len(extents)), extents, strict=True):
+        whole = whole * extent + (at + start)
+    place = whole.to(running.dtype)
+    # Before the first strip the place is as infinite as the value: any comes before it.
+    is_better = (value > old) | ((value == old) & (place < old_place.nan_to_num(neginf=math.inf))) | value.isnan()
+    old_place.copy_(torch.where(is_better, place, old_place))
+    old.copy_(torch.where(is_better, value, old))
+
+
+def strip_starts(origin: Sequence[int], count: int) -> tuple[int, ...]:
+    """Where a strip begins along each axis; a third one is always whole."""
+    _, row, column = origin
+    return (row, column, 0)[:count]
+
+
+def _unravel_index(place: Tensor, extents: Sequence[int]) -> list[Tensor]:
+    """A place in row-major order as an index along each axis."""
+    found: list[Tensor] = []
+    for extent in reversed(extents):
+        found.insert(0, place % extent)
+        place = place // extent
+    return found
+
+
+def _scatter_argmax_grad(out: Tensor, grad: Tensor, place: Tensor, origin: Sequence[int], extents: Sequence[int]) -> None:
+    """Write the gradient where the peaks are, as far as they lie in the strip, which holds zeros."""
+    lead = grad.dim()
+    inside = torch.ones_like(place, dtype=torch.bool)
+    index: list[Tensor] = [torch.arange(size, device=out.device).view(size, *[1] * (lead - 1 - dim)) for dim, size in enumerate(grad.shape)]
+    for at, start, size in zip(_unravel_index(place.long(), extents), strip_starts(origin, len(extents)), out.shape[lead:], strict=True):
+        at = at - start
+        inside &= (at >= 0) & (at < size)
+        index.append(at.clamp(0, size - 1))
+    out.index_put_(tuple(index), torch.where(inside, grad, 0.0).to(out.dtype))

@@ -1,0 +1,237 @@
+"""Padding and crops on a strip.
+
+Rows of the opposite border on a strip: collected in one walk, put above and below the image in the next.
+
+Which of them a strip holds, or wants, depends on where it lies; that is bound when the program runs (the ``origin`` port).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from sft.analysis.ir.axes import ROWS
+from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.ops.padding import PadSpec as PadRow
+from sft.analysis.ir.ops.padding import SliceSpec as SliceRow
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.row_gather import RowGather
+from sft.lower.rules.base import ReductionRule, Rule
+
+__all__ = ["BorderRowsRule", "CircularPadRule", "PadRule", "SliceRule"]
+
+aten = torch.ops.aten
+
+
+def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
+    """For each axis the first row computed and how many, the first row read and how many."""
+    return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
+
+
+class PadRule(Rule):
+    """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        node, (operand,) = ctx.node, refs_in(ctx.node.argument("self"))
+        row = ctx.scope.rows[node.name]
+        assert isinstance(row, PadRow)
+        if row.mode(node) == "constant":
+            return self._constant(ctx, row, operand)
+        value = ctx.strip(operand)
+        ctx.saved["gathered"] = []
+        for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
+            extent, (low, _) = ctx.scope.extent(operand, axis), row.amounts(node, axis)
+            gather = RowGather.of(_source_row(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
+            if not gather.takes_all_of(count):
+                dim = ctx.scope.axes.dim(len(value.shape), axis)
+                assert dim is not None
+                ctx.saved["gathered"].append((dim, gather, value.shape))
+                shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
+                scratch_bytes = gather.scratch_rows * (value.num_bytes // value.shape[dim])
+                value = ctx.emitter.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
+        return value if ctx.saved["gathered"] else ctx.emitter.call(aten.clone.default, value, shape=value.shape)
+
+    def _constant(self, ctx: NodeContext, row: PadRow, operand: str) -> Slot:
+        """The rows read, with what lies beyond the image filled in."""
+        paddings, crops = [], []
+        for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
+            low, _ = row.amounts(ctx.node, axis)
+            before = max(0, min(length, first + low - start)) if count else length
+            inside = min(length - before, first + count + low - start - before) if count else 0
+            paddings.append((before, length - before - inside))
+            crops.append((start + before - low - first, inside))
+        ctx.saved.update(paddings=paddings, crops=crops, shape=ctx.strip(operand).shape)
+        e, fill = ctx.emitter, ctx.node.argument("value") or 0.0
+        if any(inside == 0 for _, inside in crops):
+            out = e.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
+            return e.call(aten.fill_.Scalar, out, fill, writes=out)
+        value = ctx.strip(operand)
+        for axis, (start, length) in enumerate(crops):
+            value = ctx.narrow(value, axis, start, length)
+        flat = [size for pair in reversed(paddings) for size in pair]
+        return e.call(aten.constant_pad_nd.default, value, flat, fill, shape=ctx.out_shape)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        (operand,) = refs_in(image)
+        if ctx.has_empty_read(operand):
+            return
+        if "gathered" in ctx.saved:
+            for dim, gather, shape in reversed(ctx.saved["gathered"]):
+                scratch_bytes = gather.scratch_rows * (grad.num_bytes // grad.shape[dim])
+                grad = e.call(gather.adjoint, grad, dim, shape[dim], shape=shape, dtype=grad.dtype, scratch_bytes=scratch_bytes)
+            ctx.add_grad(image, grad, owned=bool(ctx.saved["gathered"]) or owned)
+            return
+        paddings, crops = ctx.saved["paddings"], ctx.saved["crops"]
+        if any(inside == 0 for _, inside in crops):
+            return
+        for axis, ((before, _), (_, inside)) in enumerate(zip(paddings, crops, strict=True)):
+            grad = ctx.narrow(grad, axis, before, inside)
+        lead = ctx.saved["shape"][: -len(crops)]
+        shape = ctx.saved["shape"]
+        if tuple(grad.shape) == tuple(shape):
+            ctx.add_grad(image, grad, owned=False)
+            return
+        total = e.zeros(shape, grad.dtype)
+        part = total
+        for axis, (start, length) in enumerate(crops):
+            part = ctx.narrow(part, axis, start, length)
+        assert part.shape[: len(lead)] == tuple(lead)
+        e.copy(part, grad)
+        ctx.add_grad(image, total, owned=True)
+
+
+def _source_row(at: int, extent: int, mode: str) -> int:
+    """The row that stands at ``at``, which may lie beyond the image."""
+    if mode == "replicate":
+        return min(max(at, 0), extent - 1)
+    if mode == "circular":
+        return at % extent
+    return abs(at) if at < extent else 2 * (extent - 1) - at
+
+
+class SliceRule(Rule):
+    """A part of a strip along one axis, with a step."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        (operand,) = refs_in(ctx.node.argument("self"))
+        part = self._part(ctx, operand, ctx.strip(operand))
+        return ctx.emitter.call(aten.clone.default, part, shape=part.shape, dtype=part.dtype)
+
+    def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
+        row = ctx.scope.rows[ctx.node.name]
+        assert isinstance(row, SliceRow)
+        for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
+            begin, _, step = row.span(ctx.node, axis)
+            at = begin + step * start - first
+            if step == 1:
+                slot = ctx.narrow(slot, axis, at, length)
+                continue
+            dim = ctx.scope.axes.dim(len(slot.shape), axis)
+            assert dim is not None
+            shape = (*slot.shape[:dim], length, *slot.shape[dim + 1 :])
+            arguments: tuple[Any, ...] = (dim, at, at + step * (length - 1) + 1, step)
+            slot = ctx.emitter.call(aten.slice.Tensor, slot, *arguments, shape=shape, view_of=slot, dtype=slot.dtype)
+        return slot
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        image = ctx.node.argument("self")
+        (operand,) = refs_in(image)
+        total = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
+        ctx.emitter.copy(self._part(ctx, operand, total), grad)
+        ctx.add_grad(image, total, owned=True)
+
+
+_RowSpans: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Rows of the image, from one to before another, and the row of the border that the first of them is."""
+
+
+def _border_heights(ctx: NodeContext) -> tuple[int, int, int]:
+    """Rows above the image, of the image, and below it."""
+    node = ctx.node
+    return node.argument("low"), ctx.scope.extent(next(refs_in(node.argument("self"))), ROWS), node.argument("high")
+
+
+class BorderRowsRule(ReductionRule):
+    """The image's last ``low`` and first ``high`` rows: each strip writes down those that it holds."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        running = e.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
+        return e.call(_save_border_rows, running, strip, *self._place(ctx), writes=running)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        out = e.zeros(ctx.strip(next(refs_in(image))).shape, grad.dtype)
+        ctx.add_grad(image, e.call(_add_border_grads, out, grad, *self._place(ctx), writes=out), owned=True)
+
+    @staticmethod
+    def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
+        low, rows, high = _border_heights(ctx)
+        return ctx.emitter.port("origin", ctx.node.name, ()), ((rows - low, rows, 0), (0, high, low)), ctx.scope.axes.count
+
+
+class CircularPadRule(PadRule):
+    """The image with the border rows above and below it."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        out = super().forward(ctx)
+        if not any(ctx.saved["paddings"][ROWS]):
+            return out
+        border = ctx.operand_slot(ctx.node.argument("border"))
+        return ctx.emitter.call(_emit_border_rows, out, border, *self._place(ctx), writes=out)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        border = ctx.node.argument("border")
+        if any(ctx.saved["paddings"][ROWS]) and ctx.needs_grad(border):
+            total = ctx.emitter.zeros(ctx.operand_slot(border).shape, grad.dtype)
+            ctx.add_grad(border, ctx.emitter.call(_collect_border_grads, total, grad, *self._place(ctx), writes=total), owned=True)
+        super().backward(ctx, grad, owned)
+
+    @staticmethod
+    def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
+        low, rows, high = _border_heights(ctx)
+        return ctx.emitter.port("origin", ctx.node.name, ()), ((0, low, 0), (low + rows, low + rows + high, low)), ctx.scope.axes.count
+
+
+def _common_rows(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of the border that a strip has, and the strip's, as views."""
+    _, first, column = origin
+    dim = strip.dim() - axes
+    if axes > 1:
+        border = border.narrow(dim + 1, column, strip.shape[dim + 1])
+    for begin, end, place in spans:
+        start, stop = max(begin, first), min(end, first + strip.shape[dim])
+        if start < stop:
+            count = stop - start
+            yield border.narrow(dim, place + start - begin, count), strip.narrow(dim, start - first, count)
+
+
+def _save_border_rows(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
+    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
+        theirs.copy_(ours)
+
+
+def _emit_border_rows(strip: Tensor, border: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
+    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
+        ours.copy_(theirs)
+
+
+def _add_border_grads(strip: Tensor, border: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
+    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
+        ours.add_(theirs)
+
+
+def _collect_border_grads(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
+    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
+        theirs.add_(ours)

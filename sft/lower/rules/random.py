@@ -1,0 +1,194 @@
+"""Dropout, drawn masks and noise: the same on a strip and on a whole tensor, since a mask follows positions (see
+``kernels/rng/mask_tile.py``).
+
+The step knows everything about a mask but where the strip lies; that is bound when the program runs (the ``origin`` port), so strips of
+one signature still share their program. Nothing is saved for the backward pass, which evaluates the mask again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from sft.analysis.ir.graph import refs_in
+from sft.common.memory import measure_peak
+from sft.kernels.rng.dropout import Distribution, dropout, write_mask, write_noise
+from sft.kernels.rng.dropout_reference import reference_block
+from sft.kernels.rng.mask_tile import MaskTile
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["DropoutRule", "NoiseRule", "RandomMaskRule"]
+
+Extents = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomCall:
+    """One random operator on one whole value; called with what is known only when the program runs.
+
+    Attributes:
+        extents: the whole value as ``[N, C, H, W]``.
+        site: the number of the random operator in the model.
+        p: probability of a drop.
+        column_px: pixels of a column: the extent of a third axis.
+        has_channels: whether the second dimension is channels; else it is rows already.
+    """
+
+    extents: Extents
+    site: int
+    p: float = 0.0
+    column_px: int = 1
+    has_channels: bool = True
+
+    def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
+        """Write ``x`` times mask times scale."""
+        shape = self.as_image(tuple(x.shape))
+        dropout(
+            x.view(shape),
+            origin=self._place(origin),
+            extents=self.extents,
+            seed=int(seed),
+            site=self.site,
+            draw=0,
+            p=self.p,
+            kind="element",
+            out=out.view(shape),
+        )
+
+    def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
+        """Write ones where kept, zeros where dropped."""
+        shape = self.as_image(tuple(out.shape))
+        write_mask(self._tile(shape, seed, origin), out.view(shape))
+
+    def noise(
+        self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], distribution: Distribution, scale: float, shift: float
+    ) -> None:
+        """Write numbers of a distribution."""
+        shape = self.as_image(tuple(out.shape))
+        write_noise(self._tile(shape, seed, origin), distribution, out.view(shape))
+        if (scale, shift) != (1.0, 0.0):
+            out.mul_(scale).add_(shift)
+
+    def as_image(self, shape: tuple[int, ...]) -> Extents:
+        """A part of the value as samples, channels, rows and columns."""
+        return _as_image_shape(shape, self.has_channels)
+
+    def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
+        return MaskTile(
+            shape=shape,
+            extents=self.extents,
+            origin=self._place(origin),
+            seed=int(seed),
+            site=self.site,
+            draw=0,
+            p=self.p,
+            kind="element",
+        )
+
+    def _place(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
+        return (origin[0], origin[1], origin[2] * self.column_px)
+
+
+def _as_image_shape(shape: tuple[int, ...], has_channels: bool) -> Extents:
+    """Any value as samples, channels, rows and columns: what ``positional_dropout`` sees in it."""
+    padded = (*shape, 1, 1, 1) if has_channels else (shape[0], 1, *shape[1:])
+    return (padded[0], padded[1], padded[2], math.prod(padded[3:]))
+
+
+def _random_call_of(ctx: NodeContext) -> _RandomCall:
+    node = ctx.node
+    shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
+    axes = ctx.scope.axes
+    column_px = math.prod(axes.of(shape)[2:]) if streams else 1
+    has_channels = not streams or len(shape) >= axes.rank
+    return _RandomCall(_as_image_shape(shape, has_channels), node.argument("site"), node.argument("p", 0.0), column_px, has_channels)
+
+
+def _seed_and_origin(ctx: NodeContext) -> tuple[Slot, Slot]:
+    """The slots of the seed and of the origin."""
+    (seed,) = refs_in(ctx.node.argument("seed"))
+    return ctx.whole(seed), ctx.emitter.port("origin", ctx.node.name, ())
+
+
+@lru_cache(maxsize=256)
+def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
+    """What evaluating the mask of a block takes besides the result: the integers of Philox, in plain PyTorch."""
+    x = torch.empty(block, dtype=dtype, device="meta")
+    seed = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the caller's default is
+    with measure_peak("meta") as peak:
+        _RandomCall(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
+    return peak.num_bytes
+
+
+def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
+    return _scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
+
+
+@lru_cache(maxsize=256)
+def _noise_scratch_bytes(block: Extents, distribution: Distribution, dtype: torch.dtype) -> int:
+    """What drawing the noise of a block takes besides the result."""
+    out, seed = torch.empty(block, dtype=dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="cpu")
+    with measure_peak("meta") as peak:
+        _RandomCall(block, 0).noise(out, seed, (0, 0, 0), distribution, 1.0, 0.0)
+    return peak.num_bytes
+
+
+class DropoutRule(Rule):
+    """Element-wise dropout: a diagonal linear map, its own adjoint."""
+
+    saves_input = False
+    in_place = True
+    overwrites = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = ctx.operand_slot(ctx.node.argument("self"))
+        target = ctx.destination if ctx.destination is not None else ctx.overwrite
+        return self._apply(ctx, operand, target)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        ctx.add_grad(ctx.node.argument("self"), self._apply(ctx, grad, grad if owned else None), owned=True)
+
+    @staticmethod
+    def _apply(ctx: NodeContext, value: Slot, target: Slot | None) -> Slot:
+        e = ctx.emitter
+        out = target if target is not None else e.empty(value.shape, value.dtype)
+        scratch_bytes = _scratch_of(ctx, value.shape)
+        return e.call(
+            _random_call_of(ctx).drop, value, *_seed_and_origin(ctx), writes=out, keywords={"out": out}, scratch_bytes=scratch_bytes
+        )
+
+
+class RandomMaskRule(Rule):
+    """A drawn mask of ones and zeros; no gradient passes through it."""
+
+    saves_input = False
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, name = ctx.emitter, ctx.node.name
+        shape = ctx.out_shape if name in ctx.scope.streamed else ctx.global_shape(name)
+        out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.dtype_of(name))
+        return e.call(_random_call_of(ctx).mask, out, *_seed_and_origin(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise AssertionError("a mask has no gradient")
+
+
+class NoiseRule(RandomMaskRule):
+    """Drawn numbers; no gradient passes through them."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, node = ctx.emitter, ctx.node
+        shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.global_shape(node.name)
+        dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
+        out = ctx.destination if ctx.destination is not None else e.empty(shape, dtype)
+        scratch_bytes = (
+            _noise_scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
+        )
+        how = (distribution, node.argument("scale"), node.argument("shift"))
+        return e.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *how, writes=out, scratch_bytes=scratch_bytes)

@@ -1,0 +1,43 @@
+"""Running reductions over the image: what a walk begins with, adds to, and makes the global value of."""
+
+from __future__ import annotations
+
+import torch
+
+from sft.lower.builder import ProgramBuilder
+from sft.lower.context import SegmentInfo
+from sft.lower.program import Program
+from sft.lower.rules import rule_of
+from sft.lower.rules.base import AdditivePart, ReductionRule
+
+__all__ = ["lower_finish", "partial_additive", "partial_shape", "partial_start"]
+
+
+def _reduction_rule(scope: SegmentInfo, name: str) -> ReductionRule:
+    rule = rule_of(scope, scope.graph[name], whole=False)
+    assert isinstance(rule, ReductionRule)
+    return rule
+
+
+def partial_shape(scope: SegmentInfo, name: str) -> tuple[int, ...]:
+    """Shape of the running reduction (fp64) behind a global value, for one walk."""
+    return _reduction_rule(scope, name).partial_shape(scope, scope.graph[name])
+
+
+def partial_start(scope: SegmentInfo, name: str) -> float:
+    """What a running reduction holds before its first strip."""
+    return _reduction_rule(scope, name).start(scope.graph[name])
+
+
+def partial_additive(scope: SegmentInfo, name: str) -> AdditivePart | None:
+    """Which part of a running reduction is a sum; ``None`` where a strip cannot count several times."""
+    return _reduction_rule(scope, name).additive(scope.graph[name])
+
+
+def lower_finish(scope: SegmentInfo, name: str) -> Program:
+    """The program that turns a running reduction over the image into the global value."""
+    e = ProgramBuilder(dtype=scope.dtype_of(name))
+    running = e.port("partial", name, partial_shape(scope, name), torch.float64)
+    out = e.port("out", name, scope.global_shape(name), scope.dtype_of(name))
+    _reduction_rule(scope, name).finish(scope, e, scope.graph[name], running, out)
+    return e.finish()

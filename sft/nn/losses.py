@@ -1,0 +1,169 @@
+"""Soft Dice (Milletari, Navab and Ahmadi, "V-Net", 2016), in sums over pixels, so that it is computed strip by strip.
+
+A model and its loss as one module.
+
+A loss per pixel that is computed outside needs the model's whole output, and its gradient: at full resolution the two are often the
+largest tensors of a step. Inside the compiled model each strip of the output goes into the loss as soon as it is there, and neither is
+ever whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sft.common.errors import InputError
+
+__all__ = ["DiceLoss", "WithLoss"]
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class DiceLoss(nn.Module):
+    """One minus the Dice coefficient ``(2 * sum(p * t) + smooth) / (sum(p) + sum(t) + smooth)``, the mean over classes and samples.
+
+    >>> loss = DiceLoss("none", smooth=0.0)
+    >>> mask = torch.zeros(1, 1, 4, 4)
+    >>> mask[..., :2] = 1
+    >>> loss(mask, mask).item(), loss(1 - mask, mask).item(), loss(torch.ones_like(mask), mask).item()
+    (0.0, 1.0, 0.3333333134651184)
+
+    Args:
+        activation: makes probabilities of the prediction: over its classes, each by itself, or not at all.
+        smooth: added to both sides of the fraction; a class that is nowhere, and nowhere predicted, has a loss of 0.
+        squared: whether the denominator sums squares, as V-Net does. Default: `False`
+        batch: whether one coefficient is for all samples together. Default: `False`
+        include_background: whether the first class counts. Default: `True`
+        ignore_index: labels that count neither way. Default: `None`
+    """
+
+    def __init__(
+        self,
+        activation: Activation = "softmax",
+        *,
+        smooth: float = 1.0,
+        squared: bool = False,
+        batch: bool = False,
+        include_background: bool = True,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ("softmax", "sigmoid", "none"):
+            raise InputError(f"activation {activation!r}: choose softmax, sigmoid or none")
+        if not smooth >= 0:
+            raise InputError(f"smooth {smooth!r}: give a number of at least 0")
+        self.activation, self.smooth, self.squared, self.batch = activation, smooth, squared, batch
+        self.include_background, self.ignore_index = include_background, ignore_index
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"{self.activation!r}, smooth={self.smooth}, squared={self.squared}, batch={self.batch}"
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The loss, a number.
+
+        Args:
+            prediction: ``[N, C, axes...]``.
+            target: labels ``[N, axes...]`` or ``[N, 1, axes...]`` (whole numbers below C), or masks ``[N, C, axes...]``.
+
+        Raises:
+            InputError: their shapes do not fit.
+        """
+        num_classes, dims = prediction.shape[1], list(range(2, prediction.dim()))
+        shares = self._shares(prediction)
+        mask, counted = self._mask(target, num_classes, shares)
+        if counted is not None:
+            shares = shares * counted
+        if not self.include_background and num_classes > 1:
+            shares, mask = shares[:, 1:], mask[:, 1:]
+        power = 2 if self.squared else 1
+        sums = [(shares * mask).sum(dims), (shares**power).sum(dims), (mask**power).sum(dims)]
+        common, predicted, true = (value.sum(0) if self.batch else value for value in sums)
+        return (1 - (2 * common + self.smooth) / (predicted + true + self.smooth)).mean()
+
+    def _shares(self, prediction: Tensor) -> Tensor:
+        if self.activation == "none":
+            return prediction
+        return prediction.softmax(1) if self.activation == "softmax" else prediction.sigmoid()
+
+    def _mask(self, target: Tensor, num_classes: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The true classes as channels of zeros and ones, and where there is one that counts."""
+        if target.dim() == like.dim() - 1:
+            target = target.unsqueeze(1)
+        if target.dim() != like.dim() or target.shape[1] not in (1, num_classes):
+            raise InputError(
+                f"a target of shape {tuple(target.shape)} for a prediction of {tuple(like.shape)}; give labels [N, axes...] or masks "
+                f"of {num_classes} channels"
+            )
+        counted = None if self.ignore_index is None else (target != self.ignore_index).to(like.dtype)
+        if target.shape[1] == num_classes:
+            mask = target.to(like.dtype)
+            return (mask, None) if counted is None else (torch.where(counted > 0, mask, torch.zeros_like(mask)), counted)
+        classes = torch.arange(num_classes, device=target.device).view(num_classes, *[1] * (like.dim() - 2))
+        return (target == classes).to(like.dtype), counted
+
+
+class WithLoss(nn.Module):
+    """``loss(model(*inputs), target)``, to be compiled together.
+
+    >>> import sft
+    >>> model = nn.Conv2d(3, 5, 3, padding=1)
+    >>> training = sft.nn.WithLoss(model, nn.CrossEntropyLoss(ignore_index=255))
+    >>> labels = torch.randint(5, (1, 64, 48))
+    >>> net = sft.compile(training, [(1, 3, 64, 48), labels], budget="4MiB")
+    >>> net(torch.randn(1, 3, 64, 48), labels).backward()
+    >>> model.weight.grad.shape
+    torch.Size([5, 3, 3, 3])
+
+    The model stays the caller's: its parameters, its ``state_dict`` and ``train()`` are reached through it as before, and it can be
+    compiled on its own for inference.
+
+    Losses that stream: ``torch.nn``'s cross-entropy, negative log-likelihood, binary cross-entropy (with or without logits), MSE, L1,
+    smooth L1, Huber, KL divergence, Poisson and soft margin with any reduction, :class:`sft.nn.DiceLoss`, and any function written with
+    operators of the table in docs/operators.md, such as a sum of these. Others are exact, too, but see the whole output; ``sft.check``
+    tells.
+
+    Args:
+        model: makes a prediction.
+        loss: a module or function of the prediction and the target.
+        output: chooses what of the model's result the loss is for, where that is not a tensor: an index or a key.
+            Default: `None` (the result itself)
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], *, output: int | str | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
+        if not callable(loss):
+            raise InputError(f"loss must be a function of prediction and target, got {type(loss).__name__}")
+        self.model = model
+        self.loss = loss
+        self.output = output
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The loss.
+
+        Args:
+            inputs: the model's inputs and, last, the target: what the loss wants. Labels may have a channel, ``[N, 1, H, W]``, as those
+                of a `sft.sources.LabelSource` have.
+
+        Raises:
+            InputError: there is no target.
+        """
+        if len(inputs) < 2:
+            raise InputError(f"WithLoss got {len(inputs)} input(s); give the model's inputs and, last, the target")
+        *given, target = inputs
+        prediction = self.model(*given)
+        if self.output is not None:
+            prediction = prediction[self.output]
+        return self.loss(prediction, _class_labels(prediction, target))
+
+
+def _class_labels(prediction: Any, target: Tensor) -> Tensor:
+    """Labels of classes without their one channel, as torch's losses want them."""
+    is_image = isinstance(prediction, Tensor) and target.dim() == prediction.dim() and target.shape[1] == 1
+    is_label = target.dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
+    return target.squeeze(1) if is_image and is_label and prediction.shape[1] > 1 else target

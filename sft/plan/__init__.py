@@ -1,1 +1,0 @@
-"""From a byte budget to a plan."""

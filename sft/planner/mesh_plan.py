@@ -1,0 +1,121 @@
+"""What a plan says about several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft.common.byte_units import format_bytes
+
+__all__ = ["MeshPlan", "RankPlan"]
+
+#: Bands that are listed one by one.
+_MAX_SHOWN_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One band's part in a step.
+
+    Attributes:
+        rows: first row of the tallest input that the band owns, and the one behind the last.
+        projected_peak_bytes: most bytes that its step makes, as `sft.Plan.projected_peak_bytes`.
+        flops: what it computes.
+        repeated_flops: of these, what all bands compute: on whole tensors (0 for the first band).
+        sent_row_bytes: rows of cuts and of their gradients that it sends.
+        sent_global_bytes: running reductions and gradients of global values that it sends.
+        sent_parameter_bytes: gradients of parameters that it sends.
+        received_bytes: all that it receives.
+        sent_beside_bytes: of what it sends that which is under way while strips run: it computes between posting it and waiting for it.
+        received_beside_bytes: likewise, of what it receives.
+    """
+
+    rows: tuple[int, int]
+    projected_peak_bytes: int
+    flops: int
+    repeated_flops: int
+    sent_row_bytes: int
+    sent_global_bytes: int
+    sent_parameter_bytes: int
+    received_bytes: int
+    sent_beside_bytes: int
+    received_beside_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that it sends."""
+        return self.sent_row_bytes + self.sent_global_bytes + self.sent_parameter_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """A step on a mesh of ranks.
+
+    Attributes:
+        num_replicas: images that are worked on at once.
+        ranks: one for each band of an image; those of other replicas are the same.
+        halo_flops: what bands compute together beyond what one band would that is the whole image: rows at their borders, computed by both
+            neighbours.
+        outputs_in_bands: whether each rank returns its own rows of outputs that are images.
+    """
+
+    num_replicas: int
+    ranks: tuple[RankPlan, ...]
+    halo_flops: int
+    outputs_in_bands: bool = False
+
+    @property
+    def num_bands(self) -> int:
+        """Ranks that share an image."""
+        return len(self.ranks)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all ranks of an image send in a step."""
+        return sum(rank.sent_bytes for rank in self.ranks)
+
+    @property
+    def beside_share(self) -> float:
+        """Which part of what all ranks send is under way while they compute; 1 where nothing is sent."""
+        return sum(rank.sent_beside_bytes for rank in self.ranks) / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
+    def halo_share(self) -> float:
+        """What is computed twice at the bands' borders, over what is computed once."""
+        once = sum(rank.flops - rank.repeated_flops for rank in self.ranks) - self.halo_flops
+        return self.halo_flops / once if once else 0.0
+
+    @property
+    def balance(self) -> float:
+        """The mean of the ranks' FLOPs over the largest: 1 where all work alike."""
+        most = max((rank.flops for rank in self.ranks), default=0)
+        return sum(rank.flops for rank in self.ranks) / (most * len(self.ranks)) if most else 1.0
+
+    def link_seconds(self, bytes_per_second: float) -> float:
+        """How long the busiest rank's messages take on a link of its own, in each direction, if nothing else hides them."""
+        return max((max(rank.sent_bytes, rank.received_bytes) for rank in self.ranks), default=0) / bytes_per_second
+
+    def lines(self) -> list[str]:
+        """The mesh for people: what the ranks do together, then one line for each of the first ranks and the last."""
+        total = sum(rank.flops for rank in self.ranks)
+        lines = [
+            f"Mesh: {self.num_replicas} replica(s) of {self.num_bands} band(s)",
+            f"  borders           {100 * self.halo_share:>10.3f} %  of FLOPs are computed by two neighbours",
+            f"  balance           {100 * self.balance:>10.1f} %  mean over largest of the ranks' FLOPs",
+            f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
+            f"  beside arithmetic {100 * self.beside_share:>10.1f} %  of that is under way while strips run",
+            "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters"
+            "   beside strips",
+        ]
+        shown = {*range(_MAX_SHOWN_RANKS), self.num_bands - 1}
+        for band, rank in enumerate(self.ranks):
+            if band not in shown:
+                if band == _MAX_SHOWN_RANKS:
+                    peaks = [other.projected_peak_bytes for other in self.ranks[band:-1]]
+                    lines.append(f"   ... {len(peaks)} more, projected peaks {format_bytes(min(peaks))} to {format_bytes(max(peaks))}")
+                continue
+            rows = f"{rank.rows[0]} .. {rank.rows[1]}"
+            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes, rank.sent_beside_bytes)
+            amounts = "".join(f"{format_bytes(num_bytes):>16}" for num_bytes in sent)
+            share = 100 * rank.flops / total if total else 0.0
+            lines.append(f"  {band:>4} {rows:>26} {format_bytes(rank.projected_peak_bytes):>16} {share:>14.2f} %{amounts}")
+        return lines

@@ -1,0 +1,152 @@
+"""The finished plan: decisions with their projected numbers and the analysis' formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sft.analysis.tiling.footprint import footprint_formulas, run_footprint, run_formulas
+from sft.backends.kernel_call import kernel_operators
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.step_time import project_timeline
+from sft.planner.materialize import ProjectedPlan
+from sft.planner.plan import Plan, SegmentPlan
+from sft.planner.problem import PlanningProblem
+from sft.planner.projection import plain_programs
+from sft.planner.repeat_budgets import extra_flops, free_budgets, repeated_calls
+from sft.runtime.analytic_profile import SweepProfiles
+from sft.runtime.moves import default_schedule, num_forwards_of
+from sft.runtime.region import Region
+from sft.runtime.tiled_segment import TiledSegment
+from sft.runtime.whole_segment import WholeSegment
+
+__all__ = ["build_plan"]
+
+
+def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
+    """Write down a plan; its seconds are estimated by these rates."""
+    graph = problem.graph
+    return Plan(
+        input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
+        input_placements=problem.input_placements,
+        output_placements=problem.output_placements,
+        dtype=graph[graph.inputs[0]].dtype,
+        training=problem.training,
+        budget_bytes=budget_bytes,
+        resident_bytes=problem.resident_bytes,
+        projected_peak_bytes=planned.projection.peak_bytes + planned.projection.overhead_bytes,
+        flops=planned.projection.flops,
+        plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
+        timeline=project_timeline(problem, planned.choices, planned.projection, rates),
+        segments=tuple(_segment_plan(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
+        order=_schedule_text(planned.region),
+        host_bytes=planned.projection.host_bytes,
+        skips_repeats=any(isinstance(segment, TiledSegment) and segment.skips_repeats for segment in planned.region.segments),
+        notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeat_lines(problem)),
+        repeat_budgets=free_budgets(problem),
+        streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
+        weights_peak_bytes=planned.projection.weights_peak_bytes,
+        overhead_bytes=planned.projection.overhead_bytes,
+    )
+
+
+def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
+    """The schedules of repeated blocks, a line each."""
+    calls = repeated_calls(problem)
+    return tuple(f"{problem.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.training else ()
+
+
+def _schedule_text(region: Region) -> tuple[str, ...]:
+    """The moves as text, none where they are the plain ones; what is light needs not be kept."""
+    found, plain = region.moves, default_schedule(len(region.segments))
+    light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
+    return () if tuple(light) == plain else tuple(map(str, found))
+
+
+def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
+    graph, phases = problem.graph, problem.phases
+    choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.makes[index]
+    assert isinstance(segment, (TiledSegment, WholeSegment))
+    num_forwards = num_forwards_of(planned.region.moves, index)
+    formulas: tuple[tuple[str, str], ...] = ()
+    num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
+    differentiated = any(name in problem.requires_grad for name in choice.nodes)
+    if isinstance(segment, TiledSegment):
+        footprint = run_footprint(
+            graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
+        )
+        spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
+        tallest = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
+        rows = "-" if tallest is None else f"{min(tallest, problem.run_height(choice.nodes))} rows"
+        at_all_sizes = problem.memoize_across_sizes(
+            ("formulas", choice.nodes), lambda: run_formulas(graph, choice.nodes, phases.rows, phases.streamed)
+        )
+        formulas = (
+            *((*at_all_sizes, *footprint_formulas(footprint)) if at_all_sizes else ()),
+            ("tallest strip for this budget, by the footprint", rows),
+        )
+        num_steps = segment.schedule.num_steps
+        num_panels = len(segment.panels)
+        panel_cols = choice.panel_cols if num_panels > 1 else problem.run_width(choice.nodes)
+        state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
+    working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.training else 1)
+    return SegmentPlan(
+        nodes=choice.nodes,
+        layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
+        mode=choice.mode,
+        placement=_placement(segment, makes),
+        strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else 0,
+        panel_cols=panel_cols,
+        num_panels=num_panels,
+        halo=choice.halo,
+        restart=choice.restart,
+        state_every=choice.state_every,
+        state_slots=choice.state_slots,
+        batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
+        num_steps=num_steps,
+        num_forwards=num_forwards,
+        state_bytes=state_bytes,
+        working_bytes=working_bytes,
+        output_bytes=sum(problem.value_bytes(name) for name in makes),
+        flops=flops,
+        kernels=kernel_operators(segment.lowered) if problem.backend is not None else (),
+        formulas=formulas,
+        streamed=choice.streamed,
+    )
+
+
+def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> str:
+    """Where a segment's outputs are when it is done."""
+    if not segment.to_host:
+        return "device"
+    return "host" if segment.to_host.issuperset(makes) else "device and host"
+
+
+def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
+    """Bytes of the rows that the kept states hold at once, each row once."""
+    schedule = segment.schedule
+    if not schedule.num_steps:
+        return 0
+    kept = np.array(sorted(segment.kept))
+    total = 0
+    for name in schedule.names:
+        if name in schedule.sources or name not in problem.phases.streamed:
+            continue
+        stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
+        before = np.concatenate([[0], stop[:-1]])
+        rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
+        row_bytes = [segment.row_bytes(name, walk) for walk in segment.walks]
+        # Where walks restart, the states of one exist at a time.
+        total += rows * (max(row_bytes) if segment.restart else sum(row_bytes))
+    return total
+
+
+def _working_and_flops(problem: PlanningProblem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
+    if isinstance(segment, WholeSegment):
+        programs = [p for p in segment.programs(problem.training) if p is not None]
+        return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
+    differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
+    profiles = SweepProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
+    forward = sum(profiles[walk].forward_flops for walk in segment.walks)
+    return segment.working_bytes, num_forwards * forward + sum(profiles[walk].backward_flops for walk in segment.walks)

@@ -1,0 +1,164 @@
+"""The planner: from a byte budget to segments, strip heights and kept states, by the strategy that was asked for.
+
+What it returns has always been projected exactly; when nothing fits, it says what the smallest plan it knows needs, and that budget will
+work.
+"""
+
+from __future__ import annotations
+
+from sft.analysis.ir.repeat_op import REPEAT
+from sft.common.byte_units import format_bytes
+from sft.common.errors import BudgetError, UnsupportedError
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.materialize import ProjectedPlan, materialize
+from sft.planner.options import OFFLOAD_STRATEGIES, Options
+from sft.planner.problem import PlanningProblem
+from sft.planner.search.auto import AutoSearch
+from sft.planner.search.independent_tiles import min_plan_bytes, partition_choices, tile_grids
+from sft.planner.search.published import RECOMPUTE_STRATEGIES, solve_staged
+from sft.planner.search.staged import scheduled_plan
+from sft.planner.stages import StagedModel
+
+__all__ = ["check_device", "check_host", "plan_segments"]
+
+
+def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options, device_type: str) -> ProjectedPlan:
+    """Choose segments for a budget.
+
+    Raises:
+        BudgetError: nothing found fits; names the segment that needs most and the smallest budget found to work.
+    """
+    room_bytes = budget_bytes - problem.occupied_bytes
+    if options.strategy == "sft":
+        return _fused_tiled(problem, budget_bytes, options)
+    if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
+        return _published_plan(problem, budget_bytes, options.strategy, DeviceRates(device_type))
+    search = AutoSearch(problem, options, device_type)
+    found = search.fastest(room_bytes) or search.smallest()
+    if found.projection.peak_bytes <= room_bytes:
+        return found
+    raise _too_small(problem, found, budget_bytes)
+
+
+def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) -> ProjectedPlan:
+    """The plan with the fewest FLOPs among the SFT paper's that fit."""
+    room_bytes = budget_bytes - problem.occupied_bytes
+    best: ProjectedPlan | None = None
+    smallest: ProjectedPlan | None = None
+    for partitioned in partition_choices(problem, options):
+        for grid in tile_grids(options):
+            if smallest is not None and min_plan_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
+                break
+            planned = materialize(problem, partitioned(grid))
+            if best is not None and planned.projection.flops >= best.projection.flops:
+                break  # finer grids only compute more
+            if smallest is None or planned.projection.peak_bytes < smallest.projection.peak_bytes:
+                smallest = planned
+            if planned.projection.peak_bytes <= room_bytes:
+                best = planned
+                break
+    if best is not None:
+        return best
+    if smallest is None:
+        raise UnsupportedError(["strategy 'sft': no segment of the model can run in tiles; choose strategy 'auto'"])
+    raise _too_small(problem, smallest, budget_bytes)
+
+
+def _published_plan(problem: PlanningProblem, budget_bytes: int, name: str, rates: DeviceRates) -> ProjectedPlan:
+    """The published schedule of that name."""
+    room_bytes = budget_bytes - problem.occupied_bytes
+    staged = StagedModel(problem, rates)
+    if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
+        planned = materialize(problem, staged.choices)
+        fits = planned.projection.peak_bytes <= room_bytes
+    else:
+        found, fits = solve_staged(staged, name, room_bytes)
+        planned = scheduled_plan(staged, found)
+    if not fits:
+        check_host(planned, problem.host_budget_bytes)
+        raise _too_small(problem, planned, budget_bytes)
+    return planned
+
+
+def check_host(planned: ProjectedPlan, host_budget_bytes: int | None) -> None:
+    """Refuse a plan that takes more of the host than it may; ``None`` is no limit.
+
+    Raises:
+        BudgetError: it does.
+    """
+    needed = planned.projection.host_bytes
+    if host_budget_bytes is not None and needed > host_budget_bytes:
+        raise BudgetError(
+            f"host_budget is {format_bytes(host_budget_bytes)}, but what leaves the device during a step takes "
+            f"{format_bytes(needed)} of the host's memory. Raise host_budget to {needed} bytes, or the device's budget, or choose a "
+            "strategy that recomputes.",
+            needed_bytes=needed,
+        )
+
+
+def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes: int) -> None:
+    """Refuse a plan that takes more of the device than it may.
+
+    Raises:
+        BudgetError: it does.
+    """
+    needed = problem.occupied_bytes + planned.projection.peak_bytes
+    if needed > budget_bytes:
+        raise BudgetError(
+            f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "
+            f"({_occupied_text(problem)}). Raise the budget to {needed} bytes, or leave plan out and have "
+            "one made for this budget.",
+            needed_bytes=needed,
+        )
+
+
+def _too_small(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int) -> BudgetError:
+    needed = problem.occupied_bytes + smallest.projection.peak_bytes
+    scopes = [segment.scope for segment in smallest.region.segments]
+    worst = max(scopes, key=lambda s: sum(problem.value_bytes(n) for n in s.outputs + s.sources), default=None)
+    between = f"; segment {problem.graph[worst.names[0]].label} .. {problem.graph[worst.names[-1]].label}" if worst else ""
+    return BudgetError(
+        f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
+        f"({_occupied_text(problem)}, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "
+        f"strips{between}). "
+        f"Raise the budget to {needed} bytes, give a smaller input, "
+        f"{_outputs_remedy(problem, smallest)}{_host_remedy(problem)}{_repeats_remedy(problem)}{_weights_remedy(problem, needed)}"
+        "or leave out options that force strategy, tile, state_every or state_slots.",
+        needed_bytes=needed,
+    )
+
+
+def _occupied_text(problem: PlanningProblem) -> str:
+    """What of a budget is taken, whatever is decided."""
+    besides = f", {format_bytes(problem.overhead_bytes)} for blocks and workspaces of the device" if problem.overhead_bytes else ""
+    return f"{format_bytes(problem.resident_bytes)} resident{besides}"
+
+
+def _host_remedy(problem: PlanningProblem) -> str:
+    """A remedy where values could wait on the host for their backward pass, and may not."""
+    if problem.host_budget_bytes != 0 or not problem.training:
+        return ""
+    return "let values wait on the host with Options(host_budget=...), "
+
+
+def _weights_remedy(problem: PlanningProblem, needed_bytes: int) -> str:
+    """A remedy where most of what a step needs are weights and what belongs to them."""
+    if problem.weights is not None or 2 * problem.resident_bytes < needed_bytes:
+        return ""
+    return "stream the weights with Options(weights='stream'), "
+
+
+def _repeats_remedy(problem: PlanningProblem) -> str:
+    """A remedy where repeated blocks have budgets of their own."""
+    if problem.training and any(node.target == REPEAT and node.argument("which").given_bytes for node in problem.graph.operators):
+        return "leave out the budget of repeated blocks, so that it follows this one, "
+    return ""
+
+
+def _outputs_remedy(problem: PlanningProblem, smallest: ProjectedPlan) -> str:
+    """A remedy where most of what a step needs are its outputs and their gradients."""
+    outputs = [name for name in problem.graph.results if name not in problem.host_outputs and problem.graph[name].kind == "operator"]
+    held = sum(map(problem.value_bytes, outputs)) + sum(problem.value_bytes(name) for name in outputs if name in problem.requires_grad)
+    if 2 * held < smallest.projection.peak_bytes:
+        return ""
+    return f"keep the outputs on the host ({format_bytes(held)} with their gradients) with output='host', "

@@ -1,0 +1,411 @@
+"""What the planner is asked: a sorted graph at one input size, and which values need gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import sympy as sp
+import torch
+
+from sft.analysis.ir.axes import COLUMNS, ROWS
+from sft.analysis.ir.graph import Graph, Node, SymbolicNumber, refs_in
+from sft.analysis.passes.positional_rng import SEED_NAME
+from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
+from sft.common.errors import InputError, UnsupportedError
+from sft.common.weighted_lru import WeightedLRU
+from sft.lower.context import Backend, grad_dtype_of
+from sft.runtime.weight_prefetch import StreamedWeights
+from sft.solvers.chain import HostLink
+
+__all__ = ["PlanningProblem", "specialize_graph", "specialize_phases"]
+
+#: Rows of the table whose operators slide a weight over an image.
+_CONVOLUTIONS = ("convolution", "transposed_convolution")
+
+MadeT = TypeVar("MadeT")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanningProblem:
+    """A model at one input size.
+
+    Attributes:
+        phases: the sorted graph at that size.
+        requires_grad: values that need a gradient; empty for inference.
+        channels_last: model inputs and outputs that are laid out channels last.
+        weights_in_layout: parameters that lie in memory as programs lay what they make
+        (:func:`sft.analysis.frontend.capture.is_in_program_layout`). resident_bytes: parameters, their gradients, buffers and optimizer
+        state. overhead_bytes: what the device is known to take besides all tensors: an allocator's rounding, libraries' workspaces.
+        from_source: model inputs that are read strip by strip, and never resident. outputs_on_host: whether the model's outputs go to the
+        host. splits_batch: whether the batch may be taken in parts. on_host: whether the device's memory is the host's. host_budget_bytes:
+        most bytes that a step may take on the host for what leaves the device meanwhile; ``None`` is no limit. link: how fast that goes.
+        backend: what runs parts of programs in its own way; ``None`` for ATen alone. skips_repeats: whether strips are left out that would
+        make what a neighbour made. deterministic: whether sums must be made in an order that PyTorch's own derivatives do not keep on the
+        device. weights: the parameters that are streamed; ``None`` where all are resident. memo: what has been derived from all of this,
+        by those who derived it: segments with their lowered programs, samples. A problem
+            that differs in anything starts with none (``dataclasses.replace``).
+        shared: what has been derived that holds at other sizes, too; the same for all problems of a capture.
+    """
+
+    phases: PhasedGraph
+    requires_grad: frozenset[str]
+    channels_last: frozenset[str]
+    resident_bytes: int
+    weights_in_layout: frozenset[str] = frozenset()
+    overhead_bytes: int = 0
+    from_source: frozenset[str] = frozenset()
+    outputs_on_host: bool = False
+    splits_batch: bool = True
+    on_host: bool = True
+    host_budget_bytes: int | None = None
+    link: HostLink = field(default_factory=HostLink)
+    backend: Backend | None = None
+    skips_repeats: bool = False
+    deterministic: bool = False
+    weights: StreamedWeights | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    shared: WeightedLRU = field(default_factory=WeightedLRU, repr=False)
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of the budget that no decision can use."""
+        return self.resident_bytes + self.overhead_bytes
+
+    def with_overhead(self, num_bytes: int) -> PlanningProblem:
+        """The same problem where the device takes so much besides; nothing that has been derived depends on that, so it is shared."""
+        other = replace(self, overhead_bytes=num_bytes)
+        object.__setattr__(other, "memo", self.memo)
+        return other
+
+    def fits_host(self, num_bytes: int) -> bool:
+        """Whether a step may take so many bytes of the host."""
+        return self.host_budget_bytes is None or num_bytes <= self.host_budget_bytes
+
+    def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
+        """What ``make`` returned when it was first asked for under this key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        found: MadeT = self.memo[key]
+        return found
+
+    def memoize_across_sizes(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
+        """The same for what images of other sizes have in common with this one: it was made for the first of them."""
+        return self.shared.remembered((self.likeness, key), make, weight)
+
+    @cached_property
+    def likeness(self) -> Hashable:
+        """All that a problem has in common with those that differ in the extents of images alone, along the axes that are tiled."""
+        axes, streamed = self.graph.axes, self.phases.streamed
+        nodes = hashlib.sha256()
+        for node in self.graph.nodes:
+            shape = node.shape
+            if node.name in streamed:
+                shape = axes.with_extent(axes.with_extent(self.shapes[node.name], ROWS, 0), COLUMNS, 0)
+            nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
+        weights = None if self.weights is None else frozenset(self.weights.num_bytes)
+        laid_out = (self.channels_last, self.weights_in_layout, self.keeps_torch_layouts)
+        facts = (self.requires_grad, *laid_out, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
+        # A method is the same where its object is.
+        return (nodes.digest(), *facts, weights, None if self.backend is None else self.backend.rewrite)
+
+    @cached_property
+    def keeps_torch_layouts(self) -> bool:
+        """Whether segments that run whole leave layouts to torch, instead of making images channels last.
+
+        Kernels like channels last best, but of each weight of a convolution that lies in order torch then makes two copies a step on
+        the CPU, and one of its gradient. Where nobody asks for channels last, and these weights are more numbers than the images that
+        convolutions read and write, the copies take longer than they save. It holds for all plans at a size: they compute the same bits.
+        """
+        if not self.on_host or self.backend is not None or self.channels_last:
+            return False
+        copied = touched = 0
+        for node in self.graph.operators:
+            if self.phases.rows[node.name].name in _CONVOLUTIONS:
+                image, weight = (next(refs_in(node.argument(key))) for key in ("input", "weight"))
+                touched += math.prod(self.shapes[image]) + math.prod(self.shapes[node.name])
+                if self.graph[weight].kind == "parameter" and weight not in self.weights_in_layout:
+                    copied += math.prod(self.shapes[weight])
+        return copied > touched
+
+    def forget(self) -> None:
+        """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""
+        self.memo.clear()
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, in execution order."""
+        return self.phases.graph
+
+    @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """All operators, phase by phase."""
+        return tuple(name for phase in self.phases.phases for name in (*phase.streamed, *phase.tail))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every value."""
+        return {node.name: node.shape for node in self.graph.nodes}
+
+    @property
+    def training(self) -> bool:
+        """Whether a backward pass follows."""
+        return bool(self.requires_grad)
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Element type of every value."""
+        return {node.name: getattr(torch, node.dtype) for node in self.graph.nodes}
+
+    @cached_property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """Element type in which every value's gradient is summed up."""
+        return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
+
+    @cached_property
+    def num_batch(self) -> int:
+        """Batch elements of the first image; where no input is one, of the first input that has any."""
+        images = [name for name in self.graph.inputs if name in self.phases.streamed]
+        return next(self.shapes[name][0] for name in (*images, *self.graph.inputs) if self.shapes[name])
+
+    @cached_property
+    def per_sample(self) -> frozenset[str]:
+        """Whole values with an entry for each batch element in their first dimension; empty when there is only one element."""
+        if self.num_batch == 1:
+            return frozenset()
+        found = set()
+        depends = self.graph.descendants({*self.graph.inputs, SEED_NAME})
+        for node in (*(self.graph[name] for name in self.graph.inputs), *self.graph.operators):
+            if node.name in self.phases.streamed or node.name not in depends or self.shapes[node.name][:1] != (self.num_batch,):
+                continue
+            # Beside an image the first dimension of as many is the batch; that of fewer is channels, however many there are.
+            is_reduction = node.kind == "operator" and self.phases.rows[node.name].role == "reduce"
+            if len(node.shape) >= self.graph.axes.rank or is_reduction or node.target == "sft.scale_shift":
+                found.add(node.name)
+        return frozenset(found)
+
+    def batch_tile(self, wished: int | None) -> int:
+        """Batch elements that walk together, where so many were asked for (``None``: one)."""
+        return min(wished or 1, self.num_batch) if self.splits_batch and not self._needs_whole_batch else self.num_batch
+
+    @cached_property
+    def _needs_whole_batch(self) -> bool:
+        """Whether a streamed operator reads what cannot be cut with the batch.
+
+        A weight with as many entries may be made of all elements; matrices for each sample may be parameters, or made of some.
+        """
+        nodes = [self.graph[name] for name in self.phases.streamed]
+        weights = {name for node in nodes for key in ("weight", "bias") for name in refs_in(node.argument(key))}
+        matrices = {name for node in nodes if node.target == "sft.mix_channels" for name in refs_in(node.argument("matrix"))}
+        many = {name for name in matrices if self.shapes[name][0] == self.num_batch > 1}
+        return not self.per_sample.isdisjoint(weights) or not many <= self.per_sample
+
+    def value_bytes(self, name: str) -> int:
+        """Bytes of a whole value."""
+        size = self.graph[name].itemsize_bytes
+        for extent in self.shapes[name]:
+            size *= extent
+        return size
+
+    def grad_bytes(self, name: str) -> int:
+        """Bytes of the sum that a whole value's gradient is collected in."""
+        return self.value_bytes(name) // self.dtypes[name].itemsize * self.grad_dtypes[name].itemsize
+
+    @cached_property
+    def resident_leaves(self) -> frozenset[str]:
+        """Inputs, parameters and so on whose gradients are on the device when a step is over."""
+        streamed = frozenset() if self.weights is None else frozenset(self.weights.num_bytes)
+        return frozenset(node.name for node in self.graph.nodes if node.kind != "operator") - streamed
+
+    @cached_property
+    def border_bytes(self) -> int:
+        """Bytes of the resident inputs, of the outputs on the device and, in training, of these outputs' gradients."""
+        outputs = [name for name in self.graph.results if name not in self.host_outputs]
+        grads = [name for name in outputs if name in self.requires_grad]
+        whole = dict.fromkeys((*self.resident_inputs, *outputs))
+        return sum(map(self.value_bytes, whole)) + sum(map(self.value_bytes, grads))
+
+    @cached_property
+    def resident_input_bytes(self) -> int:
+        """Bytes of the resident inputs."""
+        return sum(map(self.value_bytes, self.resident_inputs))
+
+    @cached_property
+    def input_grad_bytes(self) -> int:
+        """Bytes of the gradients of the resident inputs that need one."""
+        return sum(self.value_bytes(name) for name in self.resident_inputs if name in self.requires_grad)
+
+    @cached_property
+    def streamed_grad_bytes(self) -> int:
+        """Bytes of the gradients of all streamed weights, which are never there together."""
+        names = frozenset() if self.weights is None else self.requires_grad.intersection(self.weights.num_bytes)
+        return sum(map(self.grad_bytes, names))
+
+    @property
+    def input_placements(self) -> tuple[str, ...]:
+        """Where each input is; see `sft.Plan`."""
+        return tuple("source" if name in self.from_source else "device" for name in self.graph.inputs)
+
+    @cached_property
+    def host_outputs(self) -> frozenset[str]:
+        """Outputs that are computed and then on the host; an input or a parameter that the model returns stays where it is."""
+        if not self.outputs_on_host:
+            return frozenset()
+        return frozenset(name for name in self.graph.outputs if self.graph[name].kind == "operator")
+
+    @property
+    def output_placements(self) -> tuple[str, ...]:
+        """Where each output is; see `sft.Plan`."""
+        return ("host" if self.outputs_on_host else "device",) * len(self.graph.outputs)
+
+    @property
+    def resident_inputs(self) -> tuple[str, ...]:
+        """The model's inputs that are whole on the device."""
+        return tuple(name for name in self.graph.inputs if name not in self.from_source)
+
+    def extent(self, name: str, axis: int) -> int:
+        """Extent of a streamed value along an axis."""
+        return self.graph.axes.extent(self.shapes[name], axis)
+
+    def extents(self, axis: int) -> Mapping[str, int]:
+        """Extent of every streamed value along an axis."""
+        return self.remembered(("extents", axis), lambda: {name: self.extent(name, axis) for name in self.phases.streamed})
+
+    def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Streamed values that a run reads from outside."""
+        run = tuple(names)
+        return self.remembered(("sources", run), lambda: self.graph.sources(run, self.phases.streamed))
+
+    def run_height(self, names: Sequence[str]) -> int:
+        """Rows of the tallest source of a run."""
+        return max((self.extent(name, ROWS) for name in self.run_sources(names)), default=1)
+
+    def run_width(self, names: Sequence[str]) -> int:
+        """Columns of the widest source of a run."""
+        return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
+
+    def num_panels(self, names: Sequence[str], panel_cols: int) -> int:
+        """Panels of a run; 0 columns to a panel are all of them."""
+        return -(-self.run_width(names) // panel_cols) if panel_cols else 1
+
+    def stride(self, names: Sequence[str]) -> int:
+        """Rows of the run's tallest source after which the pattern of every value repeats, or nearly does.
+
+        An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
+        """
+        run = tuple(names)
+        return self.remembered(("stride", run), lambda: self._new_stride(run))
+
+    def _new_stride(self, names: tuple[str, ...]) -> int:
+        known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
+        if not known:
+            return 1
+        rates, longest = row_rates(self.graph, names, known, self.phases.rows), self.run_height(names) // 8
+        stride = total_stride(rates)
+        return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
+
+
+def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> PhasedGraph:
+    """The sorted graph at one size, shapes and arguments as numbers.
+
+    Args:
+        phases: the sorted graph.
+        symbols: the value of every symbol in it.
+        given: the inputs' shapes.
+
+    Raises:
+        InputError: an operator's output would be empty, or operands differ in size.
+        UnsupportedError: an operand broadcasts along the image, or a size depends on values.
+    """
+    phases = _resort_phases(phases, symbols)
+    shapes: dict[str, tuple[int, ...]] = dict(given)
+    nodes: list[Node] = []
+    for node in phases.graph.nodes:
+        numbers = _evaluate_argument(node.arguments, symbols, node)
+        if numbers is not node.arguments:
+            node = replace(node, arguments=numbers)
+        operands = [name for name in node.operands if name in phases.streamed]
+        if node.name not in shapes:
+            if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
+                node, shapes[node.name] = _specialize_streamed(phases, node, symbols, [shapes[name] for name in operands])
+            else:
+                if operands and phases.rows[node.name].role == "reduce":
+                    node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
+                shapes[node.name] = tuple(_evaluate_extent(extent, symbols, node) for extent in node.shape)
+        nodes.append(node.of_shape(shapes[node.name]))
+    last = phases.graph[phases.graph.outputs[0]]
+    beside = tuple((place, _evaluate_argument(value, symbols, last)) for place, value in phases.graph.beside)
+    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
+
+
+def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
+    """A graph at one size.
+
+    Raises:
+        UnsupportedError: a size depends on values.
+    """
+    nodes = (
+        replace(node, shape=_evaluate_argument(node.shape, symbols, node), arguments=_evaluate_argument(node.arguments, symbols, node))
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> PhasedGraph:
+    """The graph sorted anew where an operator that streams at other sizes does not stream at this one."""
+    sized = [name for name, row in phases.rows.items() if row.is_sized]
+    if not sized:
+        return phases
+    graph = specialize_graph(phases.graph, symbols)
+    return find_phases(graph) if any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized) else phases
+
+
+def _specialize_streamed(
+    phases: PhasedGraph, node: Node, symbols: Mapping[sp.Symbol, int], operands: Sequence[tuple[int, ...]]
+) -> tuple[Node, tuple[int, ...]]:
+    """A node whose rows stream, with what its row of the table wants to know of its operands, and its shape."""
+    axes, row = phases.graph.axes, phases.rows[node.name]
+    sizes = {axes.of(shape) for shape in operands}
+    if len(sizes) > 1:
+        if any(1 in size for size in sizes):
+            raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
+        listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
+        raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
+    node = row.resolved(node, axes.of(operands[0]))
+    extents = [row.extent(node, axis, extent) for axis, extent in enumerate(axes.of(operands[0]))]
+    if min(extents) < 1:
+        size, found = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
+        raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
+    # The exporter may know channels only as an expression of the image's size: those of a pixel_unshuffle.
+    channels = (_evaluate_extent(extent, symbols, node) for extent in node.shape[1 : len(node.shape) - axes.count])
+    return node, (operands[0][0], *channels, *extents)
+
+
+def _evaluate_extent(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
+    if type(extent) is int:
+        return extent
+    value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))  # a symbol alone is replaced by a plain number
+    if not value.is_number:
+        remedy = "keep it outside the compiled model"
+        if node.target == "aten.index.Tensor":
+            remedy = f"where a mask says what changes, write torch.where(mask, new, old); else {remedy}"
+        raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; {remedy}"])
+    return int(value)
+
+
+def _evaluate_argument(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
+    """An argument with the sizes in it as numbers; itself where there are none."""
+    if isinstance(value, SymbolicNumber):
+        return value.at(lambda size: _evaluate_extent(size, symbols, node))
+    if isinstance(value, sp.Basic):
+        return _evaluate_extent(value, symbols, node)
+    if not isinstance(value, (tuple, list)):
+        return value
+    found = [_evaluate_argument(item, symbols, node) for item in value]
+    return value if all(map(operator.is_, found, value)) else type(value)(found)

@@ -1,0 +1,225 @@
+"""From decisions to a region that runs: schedules, scopes, and who reads and makes which value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sft.analysis.ir.axes import COLUMNS, ROWS
+from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.ops import window_of
+from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
+from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, StripStep, build_schedule
+from sft.common.errors import InputError
+from sft.common.interval import Interval
+from sft.lower.context import SegmentInfo
+from sft.planner.plan import SegmentChoice
+from sft.planner.problem import PlanningProblem
+from sft.runtime.region import Region
+from sft.runtime.strip_checkpoints import Checkpoints
+from sft.runtime.tiled_segment import TiledSegment
+from sft.runtime.whole_segment import WholeSegment
+
+__all__ = ["build_region", "can_stream", "full_extent_step", "segment_borders"]
+
+
+def segment_borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """For each segment the values that it takes from outside, and those that others or the caller need of it."""
+    found = []
+    for choice in choices:
+        inside = set(choice.nodes)
+        reads = tuple(o for o in dict.fromkeys(o for name in choice.nodes for o in graph[name].operands) if o not in inside)
+        found.append((reads, graph.live_out(choice.nodes)))
+    return found
+
+
+def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> Region:
+    """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs.
+
+    Raises:
+        InputError: a value is to be streamed that cannot be.
+    """
+    graph = problem.graph
+    ends = segment_borders(graph, choices)
+    streamed = frozenset(name for choice in choices for name in choice.streamed)
+    _check_streamed(problem, choices, ends)
+    leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
+    return Region(
+        graph=graph,
+        segments=[_segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        makes=[makes for _, makes in ends],
+        shapes=problem.shapes,
+        dtypes=problem.dtypes,
+        grad_dtypes=problem.grad_dtypes,
+        requires_grad=problem.requires_grad,
+        outputs=graph.results,
+        contiguous=frozenset(graph.results) - problem.channels_last,
+        from_source=problem.from_source,
+        host_outputs=problem.host_outputs,
+        streamed=streamed,
+        weights=problem.weights,
+    )
+
+
+def can_stream(problem: PlanningProblem, name: str) -> bool:
+    """Whether a value may be on the host between two segments: an image (a signal, a volume) that is none of the model's outputs."""
+    return name in problem.phases.streamed and name not in problem.graph.results
+
+
+def _check_streamed(
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+) -> None:
+    for choice, (_, makes) in zip(choices, ends, strict=True):
+        wrong = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not can_stream(problem, name)]
+        if wrong:
+            raise InputError(
+                f"{', '.join(wrong)} cannot be handed on strip by strip: only images that a tiled segment makes for others can; make a new "
+                "plan with sft.plan(...)"
+            )
+
+
+def _reread_globals(problem: PlanningProblem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
+    """Global values of a tiled segment's own that its backward pass reads."""
+    if choice.mode != "tiled":
+        return ()
+    return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].keeps(problem.graph[name])[1])
+
+
+def _segment(
+    problem: PlanningProblem,
+    choice: SegmentChoice,
+    outputs: tuple[str, ...],
+    outside: tuple[str, ...],
+    leaving: frozenset[str],
+    streamed: frozenset[str],
+) -> TiledSegment | WholeSegment:
+    """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again.
+
+    Segments that differ in the states that they keep, or in which of their borders are streamed, share their programs.
+    """
+    shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
+    key = ("segment", shared, outputs, outside, leaving)
+    segment = problem.remembered(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
+    arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
+    # What its walks cost is remembered with it: of many segments few differ from one proposal to the next.
+    states = (choice.state_every, choice.state_slots, choice.restart)
+    return problem.remembered((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
+
+
+def _with_borders(
+    segment: TiledSegment | WholeSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
+) -> TiledSegment | WholeSegment:
+    """The segment that keeps these states, and of whose borders these are streamed."""
+    if isinstance(segment, WholeSegment):
+        return replace(segment, from_source=segment.from_source | arrives)
+    return replace(
+        segment,
+        checkpoints=Checkpoints(choice.state_every, choice.state_slots),
+        restart=choice.restart,
+        from_source=segment.from_source | arrives,
+        to_host=segment.to_host | leaves,
+    )
+
+
+def _build_segment(
+    problem: PlanningProblem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+) -> TiledSegment | WholeSegment:
+    phases = problem.phases
+    sources = tuple(name for name in outside if name in phases.streamed)
+    sides = tuple(name for name in outside if name not in phases.streamed)
+    inputs = set(problem.graph.inputs)
+    tiled = choice.mode == "tiled"
+    full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
+    scope = SegmentInfo(
+        graph=problem.graph,
+        rows=phases.rows,
+        streamed=phases.streamed,
+        names=choice.nodes,
+        shapes=problem.shapes,
+        requires_grad=problem.requires_grad,
+        outputs=outputs,
+        sources=sources,
+        in_layout=frozenset(
+            name
+            for name in sources
+            if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
+        ).union(name for name in sides if name in problem.weights_in_layout or problem.graph[name].kind == "operator"),
+        batch=choice.batch_tile if tiled else problem.num_batch,
+        per_sample=problem.per_sample,
+        columns={columns.name: columns for columns in full_width.nodes},
+        keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
+        backend=problem.backend,
+        deterministic=problem.deterministic,
+    )
+    from_source = problem.from_source.intersection(sources)
+    if not tiled:
+        return WholeSegment(scope=scope, step=full_extent_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
+    panels: tuple[StripStep, ...] = (full_width,)
+    if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
+        panels = _tile_steps(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
+    return TiledSegment(
+        scope=scope,
+        schedule=_strip_schedule(problem, choice),
+        panels=panels,
+        checkpoints=Checkpoints(),
+        restart=False,
+        num_batch=problem.num_batch,
+        sides=sides,
+        from_source=from_source,
+        to_host=leaving.intersection(outputs),
+        contiguous=leaving - problem.channels_last,
+        skips_repeats=problem.skips_repeats,
+    )
+
+
+def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
+    """The strips, which are the same for all ways to divide the width and the batch."""
+    return problem.remembered(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
+
+
+def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
+    graph, phases = problem.graph, problem.phases
+    if choice.halo == "carry":
+        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows)
+    sources = graph.sources(choice.nodes, phases.streamed)
+    return TileSchedule(
+        sources=sources,
+        names=(*sources, *choice.nodes),
+        steps=_tile_steps(problem, choice.nodes, choice.strip_rows, axis=ROWS),
+        strip_rows=choice.strip_rows,
+    )
+
+
+def _tile_steps(problem: PlanningProblem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
+    def found() -> tuple[StripStep, ...]:
+        phases = problem.phases
+        return independent_tiles(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
+
+    return problem.remembered(("tiles", tuple(names), tile_px, axis), found)
+
+
+def full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> StripStep:
+    """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
+    key = ("whole step", tuple(names), tuple(sources), axis)
+    return problem.remembered(key, lambda: _build_full_extent_step(problem, names, sources, axis))
+
+
+def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], axis: int) -> StripStep:
+    nodes = []
+    for name in (*sources, *names):
+        streamed = name in problem.phases.streamed
+        rows = Interval(0, problem.extent(name, axis) if streamed else 0)
+        reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
+        nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=rows, reads=reads))
+    return StripStep(index=0, nodes=tuple(nodes))
+
+
+def _whole_reads(problem: PlanningProblem, node: Node, axis: int) -> tuple[OperandRead, ...]:
+    window = window_of(node, axis)
+    low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
+    return tuple(
+        OperandRead(operand=name, rows=Interval(0, problem.extent(name, axis)), pad_low=low, pad_high=high)
+        for name in dict.fromkeys(node.operands)
+        if name in problem.phases.streamed
+    )

@@ -1,0 +1,233 @@
+"""Plans for people.
+
+The picture of a plan: above, the bytes that the device holds over time; below, which segment runs. Needs the extra ``plot``.
+
+A segment's strips are not drawn one by one: a move is a block, as high as the most that it holds, with a line in it from what is held when
+it begins to what is held when it is through. Below, segments are rows and the caller's turn is a line; copies to the host and back have a
+row each. Where stages run again the
+picture is the staircase of the checkpointing literature.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from sft.common.byte_units import format_bytes
+from sft.common.errors import InputError
+from sft.planner.timeline import TimelineKind
+from sft.solvers.plot import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from sft.planner.plan import Plan, SegmentPlan
+
+__all__ = ["plan_figure", "plan_report"]
+
+_HALO = {"carry": "carried", "recompute": "recomputed"}
+
+
+def _states_text(segment: SegmentPlan) -> str:
+    return f"{segment.state_slots} at most, the others restored" if segment.state_slots else f"kept every {segment.state_every} strip(s)"
+
+
+def plan_report(plan: Plan, *, costs: bool = False) -> str:
+    """The plan as text: the split of the budget, then one block a segment; with ``costs`` what each takes of the time, too."""
+    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    kind = "a training step" if plan.training else "inference"
+    num_read = sum(placement == "source" for placement in plan.input_placements)
+    read = f", {num_read} of {len(plan.input_placements)} input(s) read in strips" if num_read else ""
+    num_on_host = plan.output_placements.count("host")
+    host = f", {num_on_host} output(s) on the host" if num_on_host else ""
+    lines = [
+        f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}",
+        f"  budget            {format_bytes(plan.budget_bytes):>12}",
+        f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
+        f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
+        f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
+        *_weights_lines(plan),
+        *_overhead_lines(plan),
+        *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
+        f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
+    ]
+    if plan.skips_repeats:
+        lines.append(f"{'':20}and less where strips repeat their neighbours: last_skipping of the compiled module says how much")
+    if plan.projected_seconds is not None:
+        lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
+    else:
+        lines.append(
+            f"  estimated time    {plan.estimated_seconds:>10.4g} s  from FLOPs, at a rate of the kind of device: to compare plans by"
+        )
+    if plan.order:
+        lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    if plan.mesh is not None:
+        lines += ["", *plan.mesh.lines()]
+    if costs:
+        lines += ["", *_costs_lines(plan)]
+    for number, segment in enumerate(plan.segments):
+        lines += ["", *_segment_lines(number, segment)]
+    if plan.notes:
+        lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
+    return "\n".join(lines)
+
+
+def _overhead_lines(plan: Plan) -> list[str]:
+    """What a GPU takes besides tensors."""
+    if not plan.overhead_bytes:
+        return []
+    return [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's rounding, libraries' workspaces"]
+
+
+def _weights_lines(plan: Plan) -> list[str]:
+    """What streamed weights take on the device, and of the link."""
+    if not plan.streamed_weights:
+        return []
+    passed = format_bytes(sum(entry.weight_bytes for entry in plan.timeline.entries))
+    return [
+        f"    weights         {format_bytes(plan.weights_peak_bytes):>12}  of the peak at most: {plan.streamed_weights} parameter(s) are "
+        f"streamed, {passed} over the link"
+    ]
+
+
+def _costs_lines(plan: Plan) -> list[str]:
+    """What each segment takes of a step's time; a rate of FLOPs only where it is not the one that was assumed."""
+    timeline = plan.timeline
+    rate = "  GFLOP/s" if timeline.is_measured else ""
+    lines = [
+        f"Seconds of a step, {'measured' if timeline.is_measured else 'estimated'}:",
+        f"  segment    forward  recomputed   backward      share{rate}",
+    ]
+    for cost in timeline.costs():
+        times = f"{cost.forward_seconds:>10.4g}  {cost.recompute_seconds:>10.4g} {cost.backward_seconds:>10.4g}"
+        rate = f"{cost.flops_per_second / 1e9:>9.4g}" if timeline.is_measured else ""
+        lines.append(f"  {cost.segment:>7} {times}    {100 * cost.share:>5.1f} %{rate}")
+    if any(entry.copied_bytes for entry in timeline.entries):
+        lines.append(f"  waiting {timeline.idle_seconds:>10.4g}  for copies to the host and back, with nothing to compute")
+    if any(segment.mode == "tiled" for segment in plan.segments) and plan.training:
+        lines.append("  (strips of a tiled segment are recomputed within its backward pass)")
+    return lines
+
+
+def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
+    first, last = segment.layers
+    runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
+    lines = [
+        f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}",
+        f"  outputs           {format_bytes(segment.output_bytes):>12}  on the {segment.placement}",
+    ]
+    if segment.mode == "tiled":
+        lines += [
+            f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
+            f"{segment.batch_tile} batch element(s) at a time",
+            f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
+            f"  states            {format_bytes(segment.state_bytes):>12}  {_states_text(segment)}"
+            + (", of one walk at a time: each runs forward once more" if segment.restart else ""),
+        ]
+    lines += [
+        f"  working set       {format_bytes(segment.working_bytes):>12}",
+        f"  FLOPs             {segment.flops:>12.4g}",
+    ]
+    if segment.kernels:
+        lines.append(f"  kernels           {len(segment.kernels):>12}  operators run as Triton kernels, with what is fused into them")
+    lines += [f"  {name}: {value}" for name, value in segment.formulas]
+    return lines
+
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_COLOURS = {"tiled": "tab:blue", "whole": "tab:orange", "link": "tab:green"}
+#: How strongly a segment's colour is drawn, and the pattern over it.
+_STYLES: dict[TimelineKind, tuple[float, str]] = {
+    "forward": (0.45, ""),
+    "recompute": (0.45, "////"),
+    "backward": (1.0, ""),
+    "offload": (0.45, ""),
+    "prefetch": (1.0, ""),
+}
+#: The rows below the segments, of copies to the host and back.
+_LANES: dict[TimelineKind, int] = {"offload": -1, "prefetch": -2}
+_MAX_TICKS = 10
+_RESIDENT, _HELD = "0.75", "tab:green"
+
+
+def plan_figure(plan: Plan) -> Figure:
+    """Memory over time with the budget, and what runs.
+
+    Raises:
+        InputError: matplotlib is missing, or the plan has no operators.
+    """
+    if not plan.timeline.entries:
+        raise InputError("there is nothing to draw: the plan has no operators")
+    figure = new_figure()
+    memory, moves = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_memory(memory, plan)
+    _draw_moves(moves, plan)
+    memory.set_title(_title(plan), fontsize="medium")
+    moves.set_xlabel("measured seconds" if plan.timeline.is_measured else "seconds, estimated from FLOPs at a rate of the kind of device")
+    moves.set_xlim(0, plan.timeline.seconds)
+    return figure
+
+
+def _title(plan: Plan) -> str:
+    kind = "training step" if plan.training else "inference"
+    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    return f"{kind}, {shapes}, {plan.dtype}: {plan.redundancy:.3g} x the FLOPs of plain PyTorch"
+
+
+def _draw_memory(axes: Axes, plan: Plan) -> None:
+    # Of a budget far above the plan the line would leave nothing else to see.
+    with_budget = plan.budget_bytes <= 3 * plan.total_bytes
+    unit, size = next((pair for pair in _UNITS if plan.total_bytes >= pair[1]), _UNITS[-1])
+    resident = plan.resident_bytes / size
+    seconds: list[float] = []
+    peaks: list[float] = []
+    held: list[float] = []
+    for entry, (start, stop) in zip(plan.timeline.entries, plan.timeline.spans, strict=True):
+        if entry.copied_bytes:  # beside the others, which say what is held
+            continue
+        seconds += [start, stop]
+        peaks += [resident + entry.peak_bytes / size] * 2
+        held += [resident + entry.begin_bytes / size, resident + entry.end_bytes / size]
+    axes.fill_between([0, plan.timeline.seconds], 0, resident, color=_RESIDENT, linewidth=0, label="resident")
+    axes.fill_between(seconds, resident, peaks, color=_HELD, alpha=0.3, linewidth=0, label="at most, during a move")
+    axes.plot(seconds, held, color=_HELD, linewidth=1, label="between moves")
+    if with_budget:
+        axes.axhline(plan.budget_bytes / size, color="tab:red", linestyle="--", label="budget")
+    else:
+        axes.plot([], [], color="tab:red", linestyle="--", label=f"budget: {format_bytes(plan.budget_bytes)}, above")
+    axes.set_ylim(0, 1.08 * max(plan.total_bytes, plan.budget_bytes if with_budget else 0) / size)
+    axes.set_ylabel(f"device memory ({unit})")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _draw_moves(axes: Axes, plan: Plan) -> None:
+    timeline = plan.timeline
+    drawn: dict[tuple[str, TimelineKind], list[tuple[int, float, float]]] = {}
+    lanes = _LANES if any(entry.copied_bytes for entry in timeline.entries) else {}
+    for entry, kind, (start, stop) in zip(timeline.entries, timeline.kinds, timeline.spans, strict=True):
+        if kind in lanes:
+            drawn.setdefault(("link", kind), []).append((lanes[kind], start, stop))
+        elif kind == "loss":
+            axes.axvline(start, color="black", linestyle=":", label="loss")
+        elif entry.segment is not None and stop > start:
+            drawn.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
+    for (mode, kind), bars in drawn.items():
+        alpha, hatch = _STYLES[kind]
+        numbers, starts, stops = zip(*bars, strict=True)
+        axes.barh(
+            numbers,
+            [stop - start for start, stop in zip(starts, stops, strict=True)],
+            left=starts,
+            height=0.8,
+            color=_COLOURS[mode],
+            alpha=alpha,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.3,
+            label=f"{mode}, {kind}",
+        )
+    axes.set_ylim(-0.6 - len(lanes), len(plan.segments) - 0.4)
+    axes.set_yticks(range(0, len(plan.segments), -(-len(plan.segments) // _MAX_TICKS)))
+    axes.set_ylabel("segment")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,0 +1,169 @@
+"""A chain of equal blocks as one autograd function.
+
+The forward pass runs the schedule up to the loss, the backward pass the rest. Nothing of the caller's changes before everything that can
+fail is done: buffers take their next values at the end of the forward pass, gradients are returned at the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sft.common.call_guards import refuse_after_failure, refuse_batched_grads
+from sft.common.errors import UnsupportedError
+from sft.repeat.executor import Environment, Executor, WeightAccess
+from sft.repeat.lowering import BlockPrograms
+from sft.repeat.plan import RepeatPlan
+from sft.solvers.schedule import Operation, activation_name, grad_name
+from sft.torch_runtime.autograd import autocast_disabled, retains_graph, unneeded_grads
+from sft.torch_runtime.machine import TorchMachine
+
+__all__ = ["BackwardWeightAccess", "ChainCall", "ForwardWeightAccess", "run_chain", "run_inference"]
+
+
+class ForwardWeightAccess(WeightAccess, Protocol):
+    """Weights during a forward pass."""
+
+    def commit(self) -> None:
+        """Give the buffers their next values."""
+        ...
+
+
+class BackwardWeightAccess(WeightAccess, Protocol):
+    """Weights during a backward pass."""
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """The gradients for autograd, by parameter, when the pass is done; the callee keeps none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainCall:
+    """One call of a chain.
+
+    Attributes:
+        programs: of every block.
+        plan: the schedule.
+        device: where it runs.
+        names: the parameters, in the order in which their tensors are given.
+        forward: opens the weights for a forward pass over these operations.
+        backward: opens them for a backward pass, given the tensors that autograd checked, and the parameters without a wanted gradient.
+        seed: of random masks.
+        trace: called with each operation that was run.
+    """
+
+    programs: BlockPrograms
+    plan: RepeatPlan
+    device: torch.device
+    names: tuple[str, ...]
+    forward: Callable[[Sequence[Operation]], AbstractContextManager[ForwardWeightAccess]]
+    backward: Callable[[Sequence[Operation], Sequence[Tensor], Collection[str]], AbstractContextManager[BackwardWeightAccess]]
+    seed: int = 0
+    trace: Callable[[str], None] | None = field(default=None)
+
+    def executor(self, access: WeightAccess, *, wants_input_grad: bool = True) -> Executor:
+        """An executor with these weights."""
+        return Executor(
+            programs=self.programs,
+            machine=TorchMachine(self.device),
+            access=access,
+            seed=self.seed,
+            wants_input_grad=wants_input_grad,
+            trace=self.trace,
+        )
+
+
+def run_inference(call: ChainCall, x: Tensor) -> Tensor:
+    """Run without gradients; nothing is kept."""
+    operations = [operation for operation in call.plan.operations[: call.plan.turn] if operation.kind == "forward"]
+    with torch.no_grad(), autocast_disabled(call.device), call.forward(operations) as access:
+        out = call.executor(access).infer(x.detach().contiguous(), call.plan.num_blocks)
+        access.commit()
+    return out
+
+
+def run_chain(call: ChainCall, x: Tensor, watched: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
+    """Run with gradients.
+
+    Args:
+        call: what to run.
+        x: the input.
+        watched: what the backward pass reads, and must not change until then.
+        params: parameters that are not among these (they are elsewhere, and guarded otherwise), so that autograd sees them.
+    """
+    out: Tensor = _ChainFunction.apply(call, len(watched), x, *watched, *params)  # type: ignore[no-untyped-call]  # as torch leaves it
+    return out
+
+
+class _ChainFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: ChainCall, num_watched: int, x: Tensor, *tensors: Tensor) -> Tensor:
+        operations, turn = call.plan.operations, call.plan.turn
+        last = activation_name(call.plan.num_blocks)
+        given = x.detach().contiguous()
+        is_copied = given.data_ptr() != x.data_ptr()
+        table = Environment({activation_name(0): given})
+        with autocast_disabled(call.device), call.forward(operations[:turn]) as access:
+            call.executor(access).run(operations[:turn], table, is_first=True)
+            access.commit()
+        out = table.values[last]
+        # Autograd's context keeps an alias: the result itself would hold its own graph alive. An alias shares the version.
+        ctx.version = out._version
+        result = out.detach()
+        if not is_copied:
+            del table.values[activation_name(0)]
+        ctx.save_for_backward(x, *tensors[:num_watched])
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.table, ctx.num_tensors = call, table, len(tensors)
+        return result
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(["(a repeated block): forward-mode derivatives have no schedule; use backward mode"])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batched_grads(grads)
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                ["(a repeated block): its gradient cannot be differentiated again (create_graph=True); use an nn.Sequential of the blocks"]
+            )
+        x, *watched = ctx.saved_tensors
+        call: ChainCall = ctx.call
+        if grads[0] is None:
+            nothing: tuple[Tensor | None, ...] = (None,) * (3 + ctx.num_tensors)
+            return nothing
+        n = call.plan.num_blocks
+        refuse_after_failure(ctx.table)
+        table: Environment = ctx.table
+        if call.programs.reads_output and table.values[activation_name(n)]._version != ctx.version:
+            raise RuntimeError(
+                "the output of a repeated block was modified in place after the forward pass, and the backward pass needs it; "
+                "modify a clone of it instead"
+            )
+        if retains_graph():
+            table = table.copy()
+        else:
+            ctx.table = None
+        table.values.setdefault(activation_name(0), x.detach())
+        table.values[grad_name(n)] = grads[0].contiguous()
+        operations = call.plan.operations[call.plan.turn + 1 :]
+        wants_input_grad = ctx.needs_input_grad[2]
+        with autocast_disabled(call.device), call.backward(operations, watched, unneeded_grads(ctx, call.names, 1)) as access:
+            call.executor(access, wants_input_grad=wants_input_grad).run(operations, table, is_first=False)
+            found = dict(access.collect())
+        first = table.values.pop(grad_name(0), None)
+        by_name = [found.pop(name, None) for name in call.names]
+        return (None, None, first, *_scatter_param_grads(by_name, ctx.num_tensors, len(watched)))
+
+
+def _scatter_param_grads(grads: list[Tensor | None], num_tensors: int, num_watched: int) -> list[Tensor | None]:
+    """The parameters' gradients in their places: they come first among the watched tensors, or behind all of these."""
+    if num_tensors == num_watched:
+        return [*grads, *[None] * (num_tensors - len(grads))]
+    return [*[None] * num_watched, *grads]

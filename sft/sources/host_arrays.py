@@ -1,0 +1,174 @@
+"""Arrays in host memory, or mapped from a file: which axis is which, and what a mapping can spring on its reader.
+
+*Axes are never guessed.* ``[3, 20000, 3]`` may be three rows or three channels, and the wrong choice trains without complaint.
+Without an explicit layout the channel axis is the one candidate of 1, 3 or 4 entries; if both candidates or none have that, the
+array is refused.
+
+*A mapped file may shrink.* Touching a page behind its end kills the process (SIGBUS) instead of raising. Its size is therefore
+compared before every access, which costs one ``fstat``.
+
+*A mapped file stays.* Pages that were read count as the process's memory until the kernel wants them back. Whoever reads an image in
+strips is through with them, so they are handed back at once; the file's contents stay in the kernel's cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sft.common.errors import InputError, SourceError
+
+__all__ = ["AnyArray", "HostArray", "Layout", "as_host_array", "axis_order", "check_mapping", "release_pages", "resolve_layout"]
+
+#: Names of an array's axes in order: batch, channels, rows (height), columns (width).
+Layout: TypeAlias = Literal["CHW", "HWC", "NCHW", "NHWC"]
+AnyArray: TypeAlias = npt.NDArray[Any]
+HostArray: TypeAlias = AnyArray | Tensor
+
+_LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_USUAL_CHANNELS = (1, 3, 4)
+#: Around a page that is touched Linux maps what its cache holds in one piece: up to a huge page.
+_FAULT_AROUND_BYTES = 2 << 20
+
+
+def as_host_array(value: object, purpose: str) -> HostArray:
+    """The value as a NumPy array that shares its memory (a tensor of bfloat16, which NumPy lacks, stays a tensor).
+
+    Args:
+        value: what the caller gave.
+        purpose: for the error message: ``"read rows from"`` or ``"write gradients to"``.
+
+    Raises:
+        InputError: neither a plain NumPy array nor a dense host tensor, or a tensor that autograd follows.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"cannot {purpose} a masked array: its mask would be lost. Fill it first: array.filled(value).")
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, Tensor):
+        raise InputError(f"cannot {purpose} a {type(value).__name__}: expected a NumPy array, a memmap or a host tensor. Convert it.")
+    if value.device.type != "cpu" or value.layout is not torch.strided or value.is_neg():
+        raise InputError(
+            f"cannot {purpose} a tensor on {value.device} with layout {value.layout}: rows stream between host and device. "
+            "Give a dense CPU tensor."
+        )
+    if value.requires_grad:
+        raise InputError(f"cannot {purpose} a tensor that requires grad: gradients go to input_grad=. Give tensor.detach().")
+    return value if value.dtype is torch.bfloat16 else value.numpy()
+
+
+def resolve_layout(
+    name: str, shape: tuple[int, ...], layout: Layout | None, *, expected: tuple[int, int, int, int] | None = None
+) -> Layout:
+    """Which axis of an array is which.
+
+    >>> resolve_layout("array", (200, 100, 3), None), resolve_layout("array", (7, 64, 9), "CHW")
+    ('HWC', 'CHW')
+    >>> resolve_layout("array", (1, 3, 200, 4), None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    sft.common.errors.InputError: cannot tell the axes of array of shape (1, 3, 200, 4): it may be NCHW or NHWC. ...
+
+    Args:
+        name: for the error message.
+        shape: of the array.
+        layout: what the caller said; None to infer it where only one is possible.
+        expected: ``(N, C, H, W)`` that the array must have, where that is known.
+
+    Raises:
+        InputError: wrong rank, an empty axis, an unknown, wrong or ambiguous layout.
+    """
+    if layout is not None and layout not in _LAYOUTS:
+        raise InputError(f"cannot use layout {layout!r} for {name}: choose one of {', '.join(_LAYOUTS)}.")
+    candidates = [known for known in _LAYOUTS if len(known) == len(shape) and layout in (None, known)]
+    if not candidates:
+        raise InputError(
+            f"cannot use {name} of shape {shape} as {layout or 'an image'}: it has {len(shape)} axes. Give 3 axes (CHW, HWC) or 4 "
+            "(NCHW, NHWC); add missing ones with array[None]. Signals and volumes are given as tensors: torch.from_numpy(array)."
+        )
+    if min(shape) < 1:
+        raise InputError(f"cannot use {name} of shape {shape}: every extent must be at least 1. Give an array that is not empty.")
+    if expected is not None:
+        matching = [known for known in candidates if _extents(shape, known) == expected]
+        if not matching:
+            raise InputError(f"cannot use {name} of shape {shape} as {' or '.join(candidates)}: expected (N, C, H, W) = {expected}.")
+        candidates = matching
+    elif layout is None:
+        candidates = [known for known in candidates if shape[known.index("C")] in _USUAL_CHANNELS] or candidates
+    if len(candidates) > 1:
+        raise InputError(f"cannot tell the axes of {name} of shape {shape}: it may be {' or '.join(candidates)}. Say which with layout=...")
+    return candidates[0]
+
+
+def _extents(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    by_axis = dict(zip(layout, shape, strict=True))
+    return tuple(by_axis.get(axis, 1) for axis in "NCHW")
+
+
+def axis_order(layout: Layout, axes: str) -> tuple[int, ...]:
+    """The permutation that brings an array of ``layout`` (a missing batch axis inserted in front) to ``axes``.
+
+    >>> axis_order("CHW", "NHWC"), axis_order("NCHW", "NCHW")
+    ((0, 2, 3, 1), (0, 1, 2, 3))
+    """
+    full = layout if len(layout) == 4 else "N" + layout
+    return tuple(full.index(axis) for axis in axes)
+
+
+def check_mapping(array: HostArray, name: str) -> None:
+    """Refuse to touch an array whose file has become shorter than its mapping.
+
+    Raises:
+        SourceError: the file was cut short after it was opened.
+    """
+    base, _ = _mapping_of(array)
+    if base is None:
+        return
+    # Views inherit the offset of the memmap that they are of; the mapping starts at the page that holds it.
+    offset = int(getattr(array, "offset", 0))
+    end_bytes = offset - offset % mmap.ALLOCATIONGRANULARITY + len(base)
+    if base.size() < end_bytes:
+        raise SourceError(
+            f"cannot access {name}: its file has {base.size()} bytes, {end_bytes} are mapped. It was cut short while it was open; "
+            "restore it and open it again."
+        )
+
+
+def _mapping_of(array: HostArray) -> tuple[mmap.mmap | None, str]:
+    """The mapping behind an array, and how it was opened where that is known."""
+    found: Any = array
+    mode = ""
+    while isinstance(found, np.ndarray):
+        mode = mode or str(getattr(found, "mode", "") or "")
+        found = found.base
+    return (found if isinstance(found, mmap.mmap) else None), mode
+
+
+def release_pages(pixels: HostArray) -> None:
+    """Hand the pages of some rows of a mapped file back to the kernel; whoever touches them again finds the same bytes.
+
+    Nothing happens to arrays that are not mapped, nor to copy-on-write mappings, whose changes live in their pages alone.
+
+    Args:
+        pixels: ``[rows, width, channels]`` of one batch element, whatever lies in memory.
+    """
+    base, mode = _mapping_of(pixels)
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if base is None or advice is None or mode not in ("r", "r+", "w+") or not isinstance(pixels, np.ndarray) or not pixels.size:
+        return
+    start = np.frombuffer(base, np.uint8).__array_interface__["data"][0]
+    # Rows are one stretch of the file, or one in each channel's plane.
+    by_rows = abs(pixels.strides[0]) >= max(map(abs, pixels.strides))
+    for part in [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]:
+        low = high = part.__array_interface__["data"][0] - start
+        for stride, extent in zip(part.strides, part.shape, strict=True):
+            low += min(0, stride * (extent - 1))
+            high += max(0, stride * (extent - 1))
+        low = max(0, low - _FAULT_AROUND_BYTES)
+        low -= low % mmap.PAGESIZE
+        base.madvise(advice, low, min(len(base), high + part.itemsize + _FAULT_AROUND_BYTES) - low)

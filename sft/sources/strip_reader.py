@@ -1,0 +1,371 @@
+"""Reading ahead: while the network works on one strip, a thread reads the next ones.
+
+The walk knows beforehand which rows it will want and in which order, forwards, backwards, or back and forth between kept states. The
+reader takes that list and stays a bounded number of strips ahead of its consumer.
+
+*Each row is read once.* The strips of a convolution overlap by halo rows. Those that the following strip wants too are set aside
+before a strip is handed out, and copied instead of read again, whatever the direction. On a monotone walk every row of the source is
+thus asked for exactly once; how a source aligns that to compressed tiles is its own affair (see `sft.sources.Normalized`).
+
+*A strip belongs to who holds it.* Buffers are few and used again, which invites the mistake of overwriting a strip that somebody
+still reads. Here a buffer returns to the reader only when the last tensor on it is gone: each strip is a storage of its own on top of
+a NumPy view, and the view's death is the signal. Whoever keeps all strips gets an error, not wrong numbers.
+
+The thread behind a `sft.sources.StripReader`: fills buffers in the order of a list, setting overlapping rows aside.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sft.common.errors import InputError, SkipSlideError, SourceError
+from sft.common.interval import Interval
+from sft.sources.source import Source
+
+__all__ = [
+    "ByteArray",
+    "PrefetchFailure",
+    "PrefetchState",
+    "StripReader",
+    "allocate_bytes",
+    "prefetch_strips",
+    "reader_bytes",
+    "reader_bytes_at",
+    "request_stop",
+    "row_bytes",
+    "shut_down_prefetch",
+    "source_error",
+]
+
+_JOIN_SECONDS = 5.0
+_EMPTY = Interval(0, 0)
+
+ByteArray = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+
+def row_bytes(source: Source) -> int:
+    """Bytes of one row of every batch element and channel."""
+    num, channels, _, width_px = source.shape
+    return num * channels * width_px * source.dtype.itemsize
+
+
+def reader_bytes(intervals: Sequence[Interval], num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
+    """What a reader allocates: buffers, bytes of each, and bytes of the rows that it sets aside for the following strip.
+
+    >>> reader_bytes([Interval(0, 4), Interval(3, 6), Interval(0, 0)], 10)
+    (2, 40, 10)
+
+    Args:
+        intervals: what it reads, in order.
+        num_row_bytes: of one row.
+        num_buffers: strips that exist at once, at most.
+    """
+    ends = np.array([(rows.start, rows.stop) for rows in intervals], dtype=np.int64).reshape(-1, 2)
+    return reader_bytes_at(ends[:, 0], ends[:, 1], num_row_bytes, num_buffers)
+
+
+def reader_bytes_at(start: Ints, stop: Ints, num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
+    """The same, of strips that begin and end at these rows."""
+    start, stop = start[stop > start], stop[stop > start]
+    tallest = int((stop - start).max(initial=0))
+    carried_rows = int((np.minimum(stop[:-1], stop[1:]) - np.maximum(start[:-1], start[1:])).max(initial=0))
+    return min(num_buffers, len(start)), tallest * num_row_bytes, carried_rows * num_row_bytes
+
+
+def allocate_bytes(num_bytes: int) -> ByteArray:
+    """A buffer that starts on a cache line; its pages are not touched before they are filled.
+
+    It is torch's, so that `sft.measure_peak` sees it.
+    """
+    data: ByteArray = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+    return data
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetchFailure:
+    """The thread's last word."""
+
+    error: BaseException
+    interval: Interval
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefetchState:
+    """All that the thread knows. It must not know the reader, which could then never be collected while the thread waits.
+
+    The queues are `SimpleQueue`s since a buffer comes back in a destructor, which may run anywhere, even inside another ``put``.
+
+    Attributes:
+        source: what is read.
+        intervals: rows in order, none of them empty.
+        buffers: room for the largest strip each.
+        carry: room for the rows that the following strip wants too.
+        free: buffers to fill; None only wakes the thread.
+        filled: buffers in the order of the intervals, or the end.
+        stopped: whether the thread is to end.
+        read_seconds: time in the source, and in copies of overlapping rows.
+        num_rows_read: rows asked of the source.
+    """
+
+    source: Source
+    intervals: tuple[Interval, ...]
+    buffers: list[ByteArray]
+    carry: ByteArray
+    free: queue.SimpleQueue[int | None]
+    filled: queue.SimpleQueue[int | PrefetchFailure]
+    stopped: bool = False
+    read_seconds: float = 0.0
+    num_rows_read: int = 0
+
+    def strip_bytes(self, index: int, interval: Interval) -> ByteArray:
+        """The part of a buffer that a strip takes."""
+        return self.buffers[index][: len(interval) * row_bytes(self.source)]
+
+    def strip(self, data: ByteArray, interval: Interval) -> Tensor:
+        """The bytes as a strip ``[N, C, rows, W]``, contiguous in channels-last order."""
+        num, channels, _, width_px = self.source.shape
+        numbers = torch.from_numpy(data).view(self.source.dtype)
+        return numbers.view(num, len(interval), width_px, channels).permute(0, 3, 1, 2)
+
+
+def request_stop(shared: PrefetchState) -> None:
+    """Ask the thread to end after the read that it is in."""
+    shared.stopped = True
+    shared.free.put(None)
+
+
+def shut_down_prefetch(shared: PrefetchState, thread: threading.Thread) -> None:
+    """For a reader that was not closed. It may run inside garbage collection: in any thread, so the wait for it has an end."""
+    request_stop(shared)
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
+
+
+def prefetch_strips(shared: PrefetchState) -> None:
+    """The thread."""
+    carried = interval = _EMPTY
+    try:
+        with torch.no_grad():
+            for position, interval in enumerate(shared.intervals):
+                index = shared.free.get()
+                if shared.stopped or index is None:
+                    return
+                following = shared.intervals[position + 1] if position + 1 < len(shared.intervals) else _EMPTY
+                started = time.perf_counter()
+                carried = _read_strip(shared, shared.strip_bytes(index, interval), interval, carried, following)
+                shared.read_seconds += time.perf_counter() - started
+                shared.filled.put(index)
+    except BaseException as error:  # whatever it is, the consumer must not wait for ever
+        shared.filled.put(PrefetchFailure(error=error, interval=interval))
+
+
+def _read_strip(shared: PrefetchState, data: ByteArray, interval: Interval, carried: Interval, following: Interval) -> Interval:
+    """Read a strip, but for the rows carried from the one before; returns the rows set aside for the next one.
+
+    Rows move as bytes, with NumPy: torch would start a team of OpenMP threads here that fights the network's for the cores.
+    """
+    num = shared.source.shape[0]
+    by_row = data.reshape(num, len(interval), -1)
+    out = shared.strip(data, interval)
+
+    def carry_of(rows: Interval) -> ByteArray:
+        return shared.carry[: len(rows) * row_bytes(shared.source)].reshape(num, len(rows), -1)
+
+    if carried:  # always inside the interval: it is the intersection of two neighbours in the list
+        by_row[:, carried.start - interval.start : carried.stop - interval.start] = carry_of(carried)
+        missing = [Interval(interval.start, carried.start), Interval(carried.stop, interval.stop)]
+    else:
+        missing = [interval]
+    for rows in filter(None, missing):
+        shared.source.rows(rows, out[:, :, rows.start - interval.start : rows.stop - interval.start])
+        shared.num_rows_read += len(rows)
+    kept = interval.intersect(following)
+    if kept:
+        carry_of(kept)[:] = by_row[:, kept.start - interval.start : kept.stop - interval.start]
+    return kept
+
+
+class StripReader:
+    """Serves row intervals of a source as tensors, in a given order, reading ahead in one thread.
+
+    Iterate over it, or call :meth:`take` with each interval in turn. Use it in a ``with`` block: leaving it, for whatever reason,
+    ends the thread. So does dropping the last reference, and an error.
+
+    >>> from sft.sources.arrays import ArraySource
+    >>> source = ArraySource(torch.arange(12.0).view(1, 6, 2))
+    >>> with StripReader(source, [Interval(0, 4), Interval(3, 6)]) as reader:
+    ...     for strip in reader:
+    ...         print(tuple(strip.shape), strip[0, 0, :, 0].tolist())
+    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0]
+    (1, 1, 3, 2) [6.0, 8.0, 10.0]
+    >>> reader.num_rows_read
+    6
+
+    Args:
+        source: what to read.
+        intervals: rows in the order in which they will be wanted. They may overlap and repeat; empty ones give tensors without rows.
+        num_buffers: strips that exist at once, the consumer's included. Default: 2
+
+    Raises:
+        InputError: an interval reaches outside the image, or there are fewer than two buffers.
+    """
+
+    def __init__(self, source: Source, intervals: Sequence[Interval], *, num_buffers: int = 2) -> None:
+        if not isinstance(source, Source):
+            raise InputError(f"cannot read strips of a {type(source).__name__}: expected a sft.sources.Source. Wrap it.")
+        height_px = source.shape[2]
+        outside = [rows for rows in intervals if rows and not Interval(0, height_px).contains(rows)]
+        if outside:
+            listed = ", ".join(f"[{rows.start}, {rows.stop})" for rows in outside[:5])
+            raise InputError(f"cannot read rows {listed} of {source}: it has {height_px} rows. Clip the intervals to the image.")
+        if num_buffers < 2:
+            raise InputError(f"cannot read ahead with {num_buffers} buffers: the consumer holds one. Use num_buffers >= 2.")
+        self.intervals = tuple(intervals)
+        self.num_buffers = num_buffers
+        wanted = tuple(rows for rows in intervals if rows)
+        count, strip_bytes, carry_bytes = reader_bytes(wanted, row_bytes(source), num_buffers)
+        self._shared = shared = PrefetchState(
+            source=source,
+            intervals=wanted,
+            buffers=[allocate_bytes(strip_bytes) for _ in range(count)],
+            carry=allocate_bytes(carry_bytes),
+            free=queue.SimpleQueue(),
+            filled=queue.SimpleQueue(),
+        )
+        #: bytes that the reader allocated: its buffers, and the rows set aside for the following strip
+        self.buffer_bytes = strip_bytes * count + carry_bytes
+        for index in range(count):
+            shared.free.put(index)
+        self._position = 0
+        self._waited_seconds = 0.0
+        self._error: SourceError | None = None
+        self._lent: list[weakref.ref[ByteArray]] = []
+        self._process = os.getpid()
+        # A daemon, so that a forgotten reader does not keep the process from ending; the finalizer also runs at exit and joins.
+        self._thread = threading.Thread(target=prefetch_strips, args=(shared,), name="sft-strip-reader", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, shut_down_prefetch, shared, self._thread)
+
+    def __repr__(self) -> str:
+        return f"StripReader({self._shared.source!r}, {self._position} of {len(self.intervals)} strips served)"
+
+    def __enter__(self) -> StripReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self._position == len(self.intervals):
+            self.close()
+            raise StopIteration
+        return self.take(self.intervals[self._position])
+
+    def take(self, interval: Interval) -> Tensor:
+        """The next strip, ``[N, C, rows, W]`` and contiguous in channels-last order; yours for as long as you hold it.
+
+        Args:
+            interval: its rows, which must be what comes next in the list.
+
+        Raises:
+            InputError: something else comes next, every buffer is still held, or the reader is closed or of another process.
+            SourceError: the rows cannot be read. Every later call raises the same.
+        """
+        rows = f"rows [{interval.start}, {interval.stop}) of {self._shared.source}"
+        if self._error is not None:
+            raise self._error
+        if self._position == len(self.intervals) or interval != self.intervals[self._position]:
+            following = "nothing" if self._position == len(self.intervals) else str(self.intervals[self._position])
+            raise InputError(f"cannot take {rows}: position {self._position} in the list of intervals has {following}. Keep its order.")
+        if os.getpid() != self._process:
+            raise InputError(f"cannot take {rows}: the thread that reads is in process {self._process}. Make a reader in each process.")
+        if not self._finalizer.alive:
+            raise InputError(f"cannot take {rows}: the reader is closed. Make a new one.")
+        if not interval:
+            self._position += 1
+            num, channels, _, width_px = self._shared.source.shape
+            return torch.empty(
+                (num, channels, 0, width_px), dtype=self._shared.source.dtype, device="cpu", memory_format=torch.channels_last
+            )
+        self._lent = [view for view in self._lent if view() is not None]
+        if len(self._lent) >= len(self._shared.buffers):  # waiting would be for ever
+            raise InputError(
+                f"cannot take {rows}: all {len(self._lent)} buffers are held as earlier strips. Drop those, or raise num_buffers."
+            )
+        started = time.perf_counter()
+        result = self._shared.filled.get()
+        self._waited_seconds += time.perf_counter() - started
+        if isinstance(result, PrefetchFailure):
+            self._error = source_error(self._shared.source, result.interval, result.error)
+            self.close()
+            raise self._error from result.error
+        self._position += 1
+        view = self._shared.strip_bytes(result, interval)
+        # Not at exit: nobody reads then.
+        weakref.finalize(view, self._shared.free.put, result).atexit = False
+        self._lent.append(weakref.ref(view))
+        return self._shared.strip(view, interval)
+
+    def close(self) -> None:
+        """End the thread (it finishes the read that it is in). Strips that were handed out stay valid. Calling it twice is fine."""
+        if self._finalizer.detach() is not None:
+            request_stop(self._shared)
+            if os.getpid() == self._process:
+                self._thread.join()
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds that the thread spent reading and normalising."""
+        return self._shared.read_seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that the consumer waited for a strip."""
+        return self._waited_seconds
+
+    @property
+    def num_rows_read(self) -> int:
+        """Rows asked of the source; overlapping ones count once."""
+        return self._shared.num_rows_read
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the source delivered, as normalised numbers."""
+        return self.num_rows_read * row_bytes(self._shared.source)
+
+    @property
+    def hidden_fraction(self) -> float:
+        """The share of the reading time that the consumer did not notice, in 0..1; 1 if nothing was read."""
+        return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
+
+    def summary(self) -> str:
+        """One line for people, such as ``read 3.1 s, waited 0.2 s (94 % hidden)``."""
+        return f"read {self.read_seconds:.1f} s, waited {self.waited_seconds:.1f} s ({100 * self.hidden_fraction:.0f} % hidden)"
+
+
+def source_error(source: Source, rows: Interval, error: BaseException) -> SourceError:
+    """What to raise from an error in a source's own ``rows``; a slide that is to be left out stays one."""
+    kind = SkipSlideError if isinstance(error, SkipSlideError) else SourceError
+    return kind(
+        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "
+        "Mend the source and run the step again."
+    )

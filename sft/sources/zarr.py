@@ -1,0 +1,148 @@
+"""Zarr arrays and OME-Zarr pyramids as images.
+
+An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
+are inferred, or given, as for any array. Chunks are what is decoded at least, so they are the tiles. A chunk that is not there is the
+array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost. That a whole array is gone (a drive
+was unmounted, a folder cleaned) can be told: each read makes sure that its description is there. Damage inside a chunk is found as far as
+its codec can tell: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft.common.errors import InputError, SourceError
+from sft.sources.host_arrays import Layout, resolve_layout
+from sft.sources.image import FileImage, ImageFacts, Pixels, Size, missing_extra, valid_mpp
+
+__all__ = ["ZarrImage"]
+
+_UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
+_IMAGE_AXES = "cyx"
+#: Files that describe an array, in formats 3 and 2.
+_DESCRIPTIONS = ("zarr.json", ".zarray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ZarrLevels:
+    """An open store."""
+
+    arrays: tuple[Any, ...]
+    axes: str  #: a letter for each axis of the arrays
+    mpp: tuple[float, float] | None
+    descriptions: tuple[Path | None, ...]  #: the file that describes each array, where it is one
+
+
+class ZarrImage(FileImage[_ZarrLevels]):
+    """A Zarr array or an OME-Zarr group of uint8 pixels as a `sft.sources.Raster`.
+
+    Args:
+        path: of the folder.
+        layout: axes of a plain array. Default: `None` (inferred where only one is possible)
+        at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``.
+            Default: `None`
+
+    Raises:
+        SourceError: there is no such folder. What it holds shows at the first use.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, layout: Layout | None = None, at: Mapping[str, int] | None = None) -> None:
+        super().__init__(path)
+        self.layout, self.at = layout, dict(at or {})
+
+    def _open(self) -> _ZarrLevels:
+        try:
+            import zarr
+        except ImportError as error:
+            raise missing_extra(f"open {self.path}", "zarr", error) from error
+        found = zarr.open(str(self.path), mode="r")
+        if isinstance(found, zarr.Array):
+            return _ZarrLevels(arrays=(found,), axes=self._array_axes(found), mpp=None, descriptions=(self._description(found),))
+        attributes: dict[str, Any] = dict(found.attrs)
+        multiscales = attributes.get("ome", attributes).get("multiscales")
+        if not multiscales:
+            raise SourceError(
+                f"cannot use {self.path} as an image: it is a Zarr group without OME multiscales. Give the path of one of its arrays: "
+                f"{', '.join(sorted(found.keys())) or 'it has none'}."
+            )
+        described = multiscales[0]
+        axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
+        arrays = _pyramid_levels([found[dataset["path"]] for dataset in described["datasets"]], axes)
+        return _ZarrLevels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
+
+    def _description(self, array: Any) -> Path | None:
+        files = (Path(self.path, array.path, name) for name in _DESCRIPTIONS)
+        return next((file for file in files if file.is_file()), None)
+
+    def _array_axes(self, array: Any) -> str:
+        if array.ndim == 2:
+            return "yx"
+        layout = resolve_layout(str(self.path), tuple(array.shape), self.layout)
+        return layout.replace("H", "y").replace("W", "x").replace("C", "c").replace("N", "n")
+
+    def _describe(self, handle: _ZarrLevels) -> ImageFacts:
+        first, axes = handle.arrays[0], handle.axes
+        if not {"y", "x"} <= set(axes) or len(axes) != first.ndim:
+            raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
+        if any(array.dtype != np.uint8 for array in handle.arrays):
+            raise SourceError(f"cannot use {self.path} as an image: it holds {first.dtype}, pixels are uint8. Convert it.")
+        for axis, extent in zip(axes, first.shape, strict=True):
+            if axis not in _IMAGE_AXES and not 0 <= self.at.get(axis, 0 if extent == 1 else -1) < extent:
+                raise InputError(f"cannot use {self.path} as an image: axis {axis!r} has {extent} entries. Choose one: at={{{axis!r}: 0}}.")
+        num_channels = first.shape[axes.index("c")] if "c" in axes else 1
+        return ImageFacts(
+            level_dimensions=tuple(_size(array.shape, axes) for array in handle.arrays),
+            tiles_px=tuple(_size(array.chunks, axes) for array in handle.arrays),
+            num_channels=num_channels,
+            mpp=handle.mpp,
+            background=(255,) * num_channels,
+        )
+
+    def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": slice(None)}
+        part = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
+        description = handle.descriptions[level]
+        if description is not None and not description.is_file():
+            raise SourceError(f"cannot read {self.path}: {description} is gone, and what is read is the fill value. Bring it back.")
+        left = [axis for axis in handle.axes if axis in _IMAGE_AXES]
+        if "c" not in left:
+            part, left = part[..., None], [*left, "c"]
+        return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]))
+
+
+def _pyramid_levels(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:
+    """The levels that differ from the first in height and width alone: where planes were merged, an index is another plane's."""
+
+    def others(array: Any) -> list[int]:
+        return [extent for axis, extent in zip(axes, array.shape, strict=False) if axis not in "yx"]
+
+    first = arrays[0]
+    return tuple(array for array in arrays if array.ndim == first.ndim and others(array) == others(first))
+
+
+def _size(extents: tuple[int, ...], axes: str) -> Size:
+    return int(extents[axes.index("x")]), int(extents[axes.index("y")])
+
+
+def _ome_mpp(described: Mapping[str, Any], axes: str) -> tuple[float, float] | None:
+    """Micrometres per px of the first level: its own scale times the pyramid's."""
+    units = {axis["name"]: axis.get("unit") for axis in described["axes"] if not isinstance(axis, str)}
+    sizes = []
+    for axis in "xy":
+        unit_um = _UNIT_UM.get(units.get(axis) or "")
+        scale = 1.0
+        for transformations in (
+            described["datasets"][0].get("coordinateTransformations", ()),
+            described.get("coordinateTransformations", ()),
+        ):
+            for transformation in transformations:
+                if transformation.get("type") == "scale":
+                    scale *= float(transformation["scale"][axes.index(axis)])
+        sizes.append(None if unit_um is None else scale * unit_um)
+    return valid_mpp(*sizes)

@@ -1,0 +1,120 @@
+"""Outputs on the host: tensors that the region fills strip by strip, in memory or in a mapped file.
+
+Their memory is NumPy's, or a file's, so `sft.measure_peak` on the CPU counts the device's share alone. It is not page-locked, whatever the
+device: torch rounds page-locked buffers up to powers of two and keeps them, and these are the largest arrays of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.analysis.ir.axes import ROWS, Axes
+from sft.common.byte_units import format_bytes
+from sft.common.errors import InputError
+from sft.common.interval import Interval
+from sft.sources.sink import NpyFile
+
+__all__ = ["HostOutput", "allocate_host_output", "copy_in_order", "copy_to_host"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostOutput:
+    """An output on the host.
+
+    Attributes:
+        tensor: on the CPU, what the caller gets.
+        file: the file that is its memory, None where it has none.
+    """
+
+    tensor: Tensor
+    file: NpyFile | None = None
+
+    @classmethod
+    def in_file(cls, file: NpyFile) -> HostOutput:
+        """An output that is a file."""
+        return cls(torch.from_numpy(file.array), file)
+
+    def write(self, view: Tensor, part: Tensor, axes: Axes, batch: Interval | None = None, rows: Interval | None = None) -> None:
+        """Copy a buffer on any device into a part of the tensor.
+
+        Args:
+            view: the part: a view of the tensor.
+            part: the buffer.
+            axes: of the image, if it is one.
+            batch: its batch elements.
+            rows: its rows.
+
+        Raises:
+            SourceError: the file was cut short.
+        """
+        if self.file is not None:
+            self.file.check()
+        if part.device.type != "meta":
+            copy_in_order(view, part, part)
+        if self.file is not None:
+            self.file.release(axes.dim(self.tensor.dim(), ROWS), batch, rows)
+
+    def publish(self) -> None:
+        """Let the file appear under its name.
+
+        Raises:
+            SourceError: it cannot be renamed.
+        """
+        if self.file is not None:
+            self.file.publish()
+
+    def discard(self) -> None:
+        """Remove the file if it is not published."""
+        if self.file is not None:
+            self.file.discard()
+
+
+def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool, is_dry: bool) -> HostOutput:
+    """An output in host memory; of a dry run on the meta device one number, expanded.
+
+    Raises:
+        InputError: there is not so much memory.
+    """
+    if is_dry:
+        return HostOutput(torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype).expand(shape).detach())
+    num_bytes = prod(shape) * dtype.itemsize
+    try:
+        data = np.empty(num_bytes, np.uint8)
+    except MemoryError as error:
+        raise InputError(
+            f"an output of shape {shape} needs {format_bytes(num_bytes)} of host memory, which the system does not give; map it from a "
+            "file with output='name.npy'"
+        ) from error
+    flat = torch.from_numpy(data).view(dtype)
+    image = flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if channels_last else flat.view(shape)
+    return HostOutput(image.detach())  # else autograd takes it for a view, which callers may not change in place
+
+
+def copy_in_order(target: Tensor, source: Tensor, dense: Tensor) -> None:
+    """Copy in the order in which ``dense``, one of the two, lies in memory: between devices no temporary is then made beside it."""
+    order = sorted(range(dense.dim()), key=dense.stride, reverse=True)
+    target.permute(order).copy_(source.permute(order))
+
+
+def copy_to_host(host: HostOutput, tensor: Tensor) -> Tensor:
+    """The tensor's content in an output on the host; its gradient is the tensor's."""
+    copy: Tensor = _CopyToHost.apply(tensor, host)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return copy
+
+
+class _CopyToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, host: HostOutput) -> Tensor:
+        ctx.device = tensor.device
+        host.write(host.tensor, tensor, Axes())
+        return host.tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.device), None

@@ -1,1 +1,0 @@
-"""The order of events: which program runs when, on what, and what is kept in between, on any machine."""

@@ -1,0 +1,352 @@
+"""From a row of the table to what the network reads: slide, tissue, stain normalisation, augmentation, cache, normalisation of pixels.
+
+The next slide is opened while the current one is trained on.
+
+To open a slide means to read its header, to find its tissue and its stains where a run wants them, and to decode the rows that the first
+strip begins with. All of that would otherwise stand between two slides. Within a slide, reading runs ahead by itself, but a small network
+is done with a strip before the next one is decoded. So rows of the next slide are decoded further, as far as those that its cache keeps
+(`data.host_budget`) fit the same budget beside all rows of the slide at hand. What is ahead is bounded: one slide, and of it one block
+of rows or what that budget has left.
+
+One thread at a time works ahead, and whoever takes a slide waits for it first: until the slide is open and a block that is being decoded
+is done. What opens slides is therefore never called by two threads at once, as long as all slides between a :meth:`SlidePrefetcher.start`
+and the next :meth:`SlidePrefetcher.take` come from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sft.common.errors import InputError, SftError
+from sft.common.interval import Interval
+from sft.sources import BadTile, Cached, Cropped, LabelSource, Normalized, Raster, Source
+from sft.sources.image import Image
+from sft.sources.views import RasterView
+from sft.tissue import Masked
+from sft.tissue.mask import Box
+from sft.wsi.config import Config
+from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
+from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
+from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
+from sft.wsi.data.table import SlideRecord
+from sft.wsi.data.tissue import PackedMask, TissueArea, area_bounding_box, find_area, paint_outside, read_area, read_mask, rescale_area
+from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured
+
+__all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
+
+#: Pixels of a label map that count for nothing.
+IGNORED_LABEL = 255
+_ROWS_CHECKED = 1024
+_STAIN_PX = 1024
+
+
+class SlideDataset:
+    """Opens the slides of a run. Keeps each slide's size, stains and, packed, the tissue that it found.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        #: (width, height) in px of the slides that were checked and found good
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self._stains: dict[str, ColourAffine] = {}
+        self._masks: dict[str, PackedMask] = {}
+        # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
+        # its use, so that few files are open. The lock is for the thread that opens ahead.
+        self._lock = threading.Lock()
+        self._bad_tiles: dict[str, set[BadTile]] = {}
+        self._watched: list[tuple[str, Raster]] = []
+
+    def image(self, record: SlideRecord) -> Raster:
+        """The slide at the run's resolution, with what its mask leaves out painted over, cropped where the run says so.
+
+        Raises:
+            InputError: its resolution is unknown or too coarse, its mask does not fit, or no tissue is found.
+            SourceError: it cannot be read.
+        """
+        image, box = self._view(record)
+        return image if box is None else Cropped(image, x=box.x, y=box.y, w=box.w, h=box.h)
+
+    def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Normalized:
+        """What the network reads. Its decoded rows stay in host memory, up to ``data.host_budget``, for as long as it is used.
+
+        Raises:
+            InputError, SourceError: as :meth:`image`.
+        """
+        normalised, stain = self._normalised(record)
+        image = augmentation.apply(normalised, stain=stain)
+        budget = self._config.data.host_budget
+        if budget is not None:
+            image = Cached(image, host_budget_bytes=budget)
+        return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.get_default_dtype())
+
+    def coloured(self, record: SlideRecord) -> Image:
+        """The slide as the network sees it, before its pixels are normalised.
+
+        Raises:
+            InputError, SourceError: as :meth:`image`.
+        """
+        image, stain = self._normalised(record)
+        return image if stain == IDENTITY else Recoloured(image, density=stain)
+
+    def labels(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> LabelSource:
+        """The label map of a slide, cropped and turned with it.
+
+        Raises:
+            InputError: it has another size than the slide.
+            SourceError: it cannot be read.
+        """
+        mask = self._label_map(record)
+        turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
+        return LabelSource(turned)
+
+    def _label_map(self, record: SlideRecord) -> npt.NDArray[Any]:
+        assert record.mask is not None  # the table was read for segmentation
+        mask, (image, box) = read_mask(record.mask), self._view(record)
+        if mask.shape != (image.height_px, image.width_px):
+            raise InputError(
+                f"label map {record.mask} has {mask.shape[1]} x {mask.shape[0]} px, its slide {image.width_px} x {image.height_px} at this "
+                "resolution. Give one label for each pixel."
+            )
+        return mask if box is None else mask[box.y : box.y + box.h, box.x : box.x + box.w]
+
+    @property
+    def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
+        """The tiles that were filled so far (``train.on_error: fill``), by slide, in the order of level, row and column."""
+        with self._lock:
+            self._note_bad_tiles()
+            found = sorted(self._bad_tiles.items())
+            return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in found if tiles}
+
+    def check(self, record: SlideRecord) -> str | None:
+        """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
+        try:
+            image = self.image(record)
+            self._stain(record)
+            if self._config.task.kind == "segmentation" and record.mask is not None:
+                self.labels(record)  # whole numbers, of the slide's size
+                problem = _label_problem(self._label_map(record), len(self._config.task.classes or ()))
+                if problem is not None:
+                    return f"label map {record.mask} {problem}"
+        except SftError as error:
+            return " ".join(str(error).split())
+        self.sizes[record.name] = (image.width_px, image.height_px)
+        return None
+
+    def _normalised(self, record: SlideRecord) -> tuple[Image, ColourAffine]:
+        """The slide, and the map of its optical densities that is still to be applied."""
+        image, stain = self.image(record), self._stain(record)
+        return (ColourTransferred(image, stain), IDENTITY) if self._config.augment.stain == "reinhard" else (image, stain)
+
+    def _stain(self, record: SlideRecord) -> ColourAffine:
+        if self._config.augment.stain == "none":
+            return IDENTITY
+        if record.name not in self._stains:
+            # Of the file's own levels: the image at the run's resolution would have to be read whole.
+            slide = self._open(record)
+            small, factor = make_thumbnail(slide.whole, _STAIN_PX)
+            area = self._area(record, slide)
+            if area is not None and self._paints(record):
+                small = paint_outside(small, area, factor, slide.whole.background)
+            fitted_to = fit_reinhard if self._config.augment.stain == "reinhard" else fit_macenko
+            self._stains[record.name] = fitted_to(small, record.name)
+        return self._stains[record.name]
+
+    def _open(self, record: SlideRecord) -> OpenedSlide:
+        policy = self._config.train.on_error
+        slide = open_slide(record.path, mpp=self._config.data.mpp, slide_mpp=record.mpp, on_error=policy)
+        if policy == "fill":
+            with self._lock:
+                self._note_bad_tiles()
+                others = [name for name, _ in self._watched if name != record.name]
+                kept = {record.name, *others[-1:]}
+                self._watched = [(name, image) for name, image in self._watched if name in kept]
+                self._watched.append((record.name, slide.whole))
+        return slide
+
+    def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:
+        """The slide at the run's resolution, and what is to be cropped from it."""
+        slide = self._open(record)
+        area = self._area(record, slide)
+        if area is None:
+            return slide.image, None
+        area = rescale_area(area, slide.image, slide.scale)
+        box = None if self._config.data.tissue == "none" else area_bounding_box(area, slide.image)
+        return Masked(slide.image, area) if self._paints(record) else slide.image, box
+
+    def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
+        """What is tissue, in px of the largest level; None where nobody asks."""
+        if self._has_tissue_mask(record) and record.mask is not None:
+            return read_area(record.mask, slide.whole)
+        if self._config.data.tissue == "none":
+            return None
+        if record.name not in self._masks:
+            self._masks[record.name] = PackedMask.of(find_area(slide.whole, mpp=self._config.data.mpp))
+        return self._masks[record.name].mask()
+
+    def _has_tissue_mask(self, record: SlideRecord) -> bool:
+        return record.mask is not None and self._config.task.kind != "segmentation"
+
+    def _paints(self, record: SlideRecord) -> bool:
+        return self._config.data.tissue == "mask" or self._has_tissue_mask(record)
+
+    def _note_bad_tiles(self) -> None:
+        for name, image in self._watched:
+            self._bad_tiles.setdefault(name, set()).update(RasterView(image).bad_tiles)
+
+
+def _label_problem(labels: npt.NDArray[Any], num_classes: int) -> str | None:
+    """What is wrong with a label map, which may be a mapped file larger than the memory."""
+    is_labelled = False
+    for start in range(0, len(labels), _ROWS_CHECKED):
+        rows = labels[start : start + _ROWS_CHECKED]
+        wrong = (rows < 0) | ((rows >= num_classes) & (rows != IGNORED_LABEL))
+        if wrong.any():
+            return f"holds {int(rows[wrong][0])}; labels are 0 to {num_classes - 1}, and {IGNORED_LABEL} for none"
+        is_labelled |= bool((rows != IGNORED_LABEL).any())
+    return None if is_labelled else f"labels nothing of what is read of its slide: {IGNORED_LABEL}, for none, everywhere"
+
+
+#: What a network is called with.
+Inputs = tuple[Any, ...]
+
+THREAD_NAME = "sft-next-slide"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrefetchTask:
+    """What is being opened: for whom, where the result will be, and what ends the work on it behind that."""
+
+    key: Hashable
+    result: Future[Inputs]
+    enough: threading.Event
+    thread: threading.Thread
+
+    def end(self) -> None:
+        """Wait until it is opened and nothing works on it any more."""
+        self.enough.set()
+        self.thread.join()
+
+
+class SlidePrefetcher:
+    """Opens one slide ahead of its use.
+
+    >>> ahead = SlidePrefetcher()
+    >>> ahead.start("b", lambda: ("the slide b",))
+    >>> ahead.take("a", lambda: ("the slide a",)), ahead.take("b", lambda: ("b, opened again",))
+    (('the slide a',), ('b, opened again',))
+    >>> ahead.start("b", lambda: ("the slide b",))
+    >>> ahead.take("b", lambda: ("b, opened again",))
+    ('the slide b',)
+
+    Attributes:
+        waited_seconds: how long takers stood still, for slides that were opened ahead and for those that were not.
+    """
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0
+        self._started: _PrefetchTask | None = None
+
+    def start(self, key: Hashable, opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None = None) -> None:
+        """Begin to open a slide; what was begun before and not taken is dropped.
+
+        Args:
+            key: says which slide it is.
+            opened: opens it; what it raises comes out of :meth:`take`.
+            further: gets it more and more ready, a little with each element, until somebody takes it. Default: `None`
+        """
+        self.drop()
+        result: Future[Inputs] = Future()
+        enough = threading.Event()
+        thread = threading.Thread(target=_open_inputs, args=(opened, further, result, enough), name=THREAD_NAME, daemon=True)
+        self._started = _PrefetchTask(key=key, result=result, enough=enough, thread=thread)
+        thread.start()
+
+    def take(self, key: Hashable, opened: Callable[[], Inputs]) -> Inputs:
+        """The slide, opened: the one that was begun if it is that one, and else one that is opened now.
+
+        Raises:
+            Exception: what ``opened`` raises.
+        """
+        since = time.perf_counter()
+        try:
+            started, self._started = self._started, None
+            if started is not None:
+                started.end()
+                if started.key == key:
+                    return started.result.result()
+            return opened()
+        finally:
+            self.waited_seconds += time.perf_counter() - since
+
+    def drop(self) -> None:
+        """Wait for what was begun, and forget it, with what it may have raised."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.end()
+
+
+def _open_inputs(
+    opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None, result: Future[Inputs], enough: threading.Event
+) -> None:
+    try:
+        inputs = opened()
+    except BaseException as error:  # it belongs to whoever takes the slide
+        result.set_exception(error)
+        return
+    result.set_result(inputs)
+    if further is not None:
+        # What cannot be read now raises again where somebody reads it for use.
+        with contextlib.suppress(Exception):
+            for _ in further(inputs):
+                if enough.is_set():
+                    return
+
+
+def decode_first_rows(source: Source) -> None:
+    """Have a source decode the rows that its first strip begins with, as far as it keeps them: a block of `sft.sources.Normalized`.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    batch, channels, _, *rest = source.shape
+    source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype, device="cpu"))
+
+
+def decode_ahead(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:
+    """Decode rows of a slide that its cache keeps, block by block, from the top.
+
+    Args:
+        inputs: of the slide; those whose image is `sft.sources.Cached` are decoded.
+        beside: those of the slide in use. Its caches may come to hold all of its rows, and the two slides share the budget.
+        num_bands: ranks that share a slide. Each reads its own rows only, whichever these are, so with several nothing is decoded.
+
+    Raises:
+        SourceError: rows cannot be read.
+    """
+    if num_bands > 1:
+        return
+    taken = sum(math.prod(source.shape) for source in beside if _normalized_cache(source) is not None)  # a byte for each channel of a pixel
+    for source in inputs:
+        cache = _normalized_cache(source)
+        if cache is not None:
+            yield from cache.decode(max(0, cache.host_budget_bytes - taken))
+            taken += cache.kept_bytes
+
+
+def _normalized_cache(source: Source) -> Cached | None:
+    image = getattr(source, "image", None)
+    return image if isinstance(image, Cached) else None

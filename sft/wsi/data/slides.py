@@ -1,0 +1,142 @@
+"""Every access to slide files: the one place that knows how a slide is opened, at which resolution, and what it looks like small."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sft.common.errors import InputError
+from sft.sources import OnError, Raster, at_mpp, open_image
+from sft.sources.image import Image, Pixels, read_strips
+from sft.sources.views import AtLevel, RasterView
+
+__all__ = ["OpenedSlide", "SlideInfo", "make_thumbnail", "open_slide", "slide_info"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlideInfo:
+    """What a slide file says.
+
+    Attributes:
+        path: of the file, or of the folder of a Zarr.
+        num_bytes: of all that is there.
+        levels: (width, height) of each level, in px.
+        mpp: micrometres per px of the largest level; None where the file does not say.
+        level_mpp: of each level.
+        background: colour of what was not scanned, one number a channel.
+    """
+
+    path: Path
+    num_bytes: int
+    levels: tuple[tuple[int, int], ...]
+    mpp: float | None
+    level_mpp: tuple[float | None, ...]
+    background: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSlide:
+    """A slide at one resolution.
+
+    Attributes:
+        image: its pixels at the resolution asked for.
+        whole: the same file with all of its levels, for what is looked at small.
+    """
+
+    image: Raster
+    whole: Raster
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Px of ``whole`` per px of ``image``, (x, y)."""
+        if self.image.mpp is None or self.whole.mpp is None:
+            return 1.0, 1.0
+        return self.image.mpp[0] / self.whole.mpp[0], self.image.mpp[1] / self.whole.mpp[1]
+
+
+def slide_info(path: Path) -> SlideInfo:
+    """Read what a slide file says of itself.
+
+    Raises:
+        SourceError: it is no slide.
+    """
+    slide = open_image(path)
+    try:
+        mpp = None if slide.mpp is None else math.sqrt(slide.mpp[0] * slide.mpp[1])
+        files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
+        return SlideInfo(
+            path=path,
+            num_bytes=sum(file.stat().st_size for file in files),
+            levels=slide.level_dimensions,
+            mpp=mpp,
+            level_mpp=tuple(None if mpp is None else mpp * downsample for downsample in slide.level_downsamples),
+            background=slide.background,
+        )
+    finally:
+        slide.close()
+
+
+def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None = None, on_error: OnError = "raise") -> OpenedSlide:
+    """Open a slide at a resolution, whatever its levels are; see `sft.sources.open_image`.
+
+    Args:
+        path: of the file.
+        mpp: micrometres per px wanted. Default: `None` (the largest level)
+        slide_mpp: micrometres per px of the largest level, where the file is wrong or silent. Default: `None`
+        on_error: what to do about damage; see `sft.sources.error_policy`. Default: ``"raise"``
+
+    Raises:
+        InputError: the resolution cannot be had, or the image is not RGB.
+        SourceError: it cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
+    """
+    whole = open_image(path, slide_mpp=slide_mpp, on_error=on_error)
+    if whole.num_channels != 3:
+        raise InputError(f"cannot use {path}: it has {whole.num_channels} channels. Give RGB images.")
+    if mpp is not None and whole.mpp is None:
+        raise InputError(f"cannot open {path} at {mpp} um/px: the file has no resolution. Give it in the column mpp of the table.")
+    return OpenedSlide(image=whole if mpp is None else at_mpp(whole, mpp), whole=whole)
+
+
+def make_thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
+    """The image averaged down by a whole factor, so that no side is longer than ``max_px``.
+
+    Averages of whole blocks, read in strips; where the image has a pyramid, of its smallest level that is large enough. Incomplete blocks
+    at the lower and right border are averages of what there is.
+
+    Returns:
+        uint8 ``[height, width, channels]``, and the factor.
+    """
+    least = max(1, math.ceil(max(image.height_px, image.width_px) / max_px))
+    smaller, downsample = _nearest_level(image, least)
+    step = -(-least // downsample)
+    rows = step * max(1, 256 // step)
+    return np.concatenate([_block_average(strip, step) for strip in read_strips(smaller, rows)]), step * downsample
+
+
+def _nearest_level(image: Image, factor: int) -> tuple[Image, int]:
+    """The smallest level that is not smaller than by the factor, and its downsample; the image itself where it has no pyramid."""
+    view, best = RasterView(image), (0, 1)
+    for level in view.exact_levels:
+        downsample = view.level_downsamples[level]
+        whole = round(downsample)
+        # 4.0001 is what becomes of 4 where the last tile of a level is cut; 4.3 would shift everything.
+        if abs(downsample / whole - 1) < 1e-3 and best[1] < whole <= factor:
+            best = (level, whole)
+    return (AtLevel(image, best[0]) if best[0] else image), best[1]
+
+
+def _block_average(pixels: Pixels, factor: int) -> Pixels:
+    """Means of blocks, rounded."""
+    if factor == 1:
+        return pixels
+    rows = np.arange(0, pixels.shape[0], factor)
+    cols = np.arange(0, pixels.shape[1], factor)
+    sums = np.add.reduceat(np.add.reduceat(pixels.astype(np.uint32), rows, axis=0), cols, axis=1)
+    heights = np.minimum(factor, pixels.shape[0] - rows)
+    widths = np.minimum(factor, pixels.shape[1] - cols)
+    counts = (heights[:, None] * widths[None, :])[..., None]
+    means: Pixels = ((sums + counts // 2) // counts).astype(np.uint8)
+    return means

@@ -1,0 +1,128 @@
+"""Training, validation and test slides that share no patient, stratified by what is predicted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from sklearn.model_selection import StratifiedGroupKFold
+
+from sft.wsi.config import DataConfig, TaskKind
+from sft.wsi.data.table import SlideRecord, SlideTable, Split
+from sft.wsi.errors import DatasetError
+from sft.wsi.train.optim import philox_generator
+
+__all__ = ["assign_splits"]
+
+
+def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: int) -> SlideTable:
+    """The table with a split for each slide: its own where it has them, else folds, else shares of the patients.
+
+    Args:
+        table: the slides.
+        config: folds or shares.
+        kind: what is predicted; classes are stratified by class, values by quarters, survival by events.
+        seed: of the shuffling.
+
+    Raises:
+        DatasetError: there are too few patients, or a split lacks slides or classes that it needs.
+    """
+    where = str(config.csv)
+    records = list(table.records)
+    if config.num_folds is not None and any(record.split is not None for record in records):
+        raise DatasetError(where, [f"data.num_folds {config.num_folds}, but the table has splits; leave out one of the two"])
+    if not any(record.split is not None for record in records):
+        splits = _derive_splits(records, config, kind, seed, where)
+        records = [replace(record, split=split) for record, split in zip(records, splits, strict=True)]
+    problems = []
+    training = [record for record in records if record.split == "train"]
+    if not training:
+        problems.append("no slides to train on; give some the split train")
+    if kind == "classification" and training:
+        seen = {int(record.target[0]) for record in training if record.target}
+        problems += [f"class {name!r} has no training slide" for index, name in enumerate(table.classes) if index not in seen]
+        if len(table.classes) < 2:
+            problems.append(f"one class ({', '.join(table.classes)}) leaves nothing to learn; give two or more")
+    if kind in ("cox", "hazard") and training and not any(record.target and record.target[1] for record in training):
+        problems.append("no training slide has an event; survival cannot be learnt from censored slides alone")
+    if problems:
+        raise DatasetError(where, problems)
+    return SlideTable(records=tuple(records), classes=table.classes)
+
+
+def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind, seed: int, where: str) -> list[Split]:
+    if config.num_folds is not None:
+        folds = _folds(records, kind, config.num_folds, seed, where)
+        test, val = config.fold, (config.fold + 1) % config.num_folds
+        named: dict[int, Split] = {val: "val", test: "test"}
+        return [named.get(fold, "train") for fold in folds]
+    left = _patients(records, _strata(records, kind), seed)
+    num_patients = sum(map(len, left.values()))
+    shares: dict[Split, float] = {"test": config.test_fraction, "val": config.val_fraction}
+    counts = {split: max(1, round(share * num_patients)) for split, share in shares.items() if share > 0}
+    if sum(counts.values()) >= num_patients:
+        told = " and ".join(f"{count} for {split}" for split, count in counts.items())
+        raise DatasetError(where, [f"{num_patients} patients, {told}: none is left to train on; give more, or smaller shares"])
+    held: dict[str, Split] = {}
+    for split, count in counts.items():
+        for patient in _sample_stratified(left, count):
+            held[patient] = split
+    return [held.get(record.patient, "train") for record in records]
+
+
+def _patients(records: Sequence[SlideRecord], strata: Sequence[str], seed: int) -> dict[str, list[str]]:
+    """The patients whose slides are of the same strata, in a random order; both in one that does not depend on the order of rows."""
+    of_patient: dict[str, set[str]] = {}
+    for record, stratum in zip(records, strata, strict=True):
+        of_patient.setdefault(record.patient, set()).add(stratum)
+    names = sorted(of_patient)
+    found: dict[str, list[str]] = {}
+    for number in philox_generator(seed, "splits").permutation(len(names)).tolist():
+        found.setdefault(" ".join(sorted(of_patient[names[number]])), []).append(names[number])
+    return dict(sorted(found.items()))
+
+
+def _sample_stratified(left: dict[str, list[str]], count: int) -> list[str]:
+    """Take so many patients, of each stratum its share as nearly as whole patients allow; the last of a stratum only if all others are."""
+    sizes = {stratum: len(patients) for stratum, patients in left.items()}
+    share = count / sum(sizes.values())
+    found: list[str] = []
+    for _ in range(count):
+        stratum = max(
+            (stratum for stratum, patients in left.items() if patients),
+            key=lambda name: (len(left[name]) > 1, share * sizes[name] - (sizes[name] - len(left[name]))),
+        )
+        found.append(left[stratum].pop())
+    return found
+
+
+def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed: int, where: str) -> list[int]:
+    patients = [record.patient for record in records]
+    if len(set(patients)) < num_folds:
+        problem = f"{len(set(patients))} patients for {num_folds} folds; give data.num_folds or data.val_fraction that they suffice for"
+        raise DatasetError(where, [problem])
+    folds = [0] * len(records)
+    splitter = StratifiedGroupKFold(n_splits=num_folds, shuffle=True, random_state=seed)
+    strata = _strata(records, kind)
+    if max(strata.count(stratum) for stratum in set(strata)) < num_folds:
+        strata = [""] * len(records)  # none has a slide for each fold
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a class with fewer slides than folds: some folds lack it, which is no mistake
+        for number, (_, held) in enumerate(splitter.split(np.zeros(len(records)), strata, patients)):
+            for index in held:
+                folds[int(index)] = number
+    return folds
+
+
+def _strata(records: Sequence[SlideRecord], kind: TaskKind) -> list[str]:
+    """What is balanced between the splits, for each slide."""
+    targets = [record.target for record in records]
+    if kind == "regression":
+        values = np.array([target[0] if target else np.nan for target in targets])
+        edges = np.nanquantile(values, (0.25, 0.5, 0.75))
+        return [str(np.searchsorted(edges, value)) for value in values]
+    if kind in ("cox", "hazard"):
+        return [str(target[1]) if target else "" for target in targets]
+    return [str(target) for target in targets]

@@ -1,0 +1,193 @@
+"""Which part of a slide a run looks at: masks of the table or found by colour, brought to the resolution of the run.
+
+A mask file is a small picture of the whole slide (PNG, any other image, ``.npy``; zero is left out), or polygons in px of the largest level
+(GeoJSON, as QuPath exports them). Both are looked up in rectangles, so neither is ever as large as the slide.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image as PillowImage
+
+from sft.common.errors import InputError, SourceError
+from sft.sources import ArrayImage, Raster
+from sft.sources.image import Pixels
+from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
+from sft.tissue.mask import Box
+from sft.wsi.run.files import atomic_write_with_parents
+
+__all__ = [
+    "PackedMask",
+    "TissueArea",
+    "area_bounding_box",
+    "draw_tissue",
+    "find_area",
+    "paint_outside",
+    "read_area",
+    "read_mask",
+    "rescale_area",
+]
+
+#: What is tissue, in px of some image.
+TissueArea: TypeAlias = TissueMask | Regions
+_GEOJSON = (".geojson", ".json")
+_MASK_MPP = 8.0
+_OUTLINE_RGB = (20, 150, 40)
+
+
+def read_mask(path: Path) -> npt.NDArray[Any]:
+    """A mask or label map ``[height, width]``: a mapped ``.npy`` file, or an image of one channel.
+
+    Raises:
+        SourceError: it cannot be read.
+        InputError: it has channels, or several images of one size.
+    """
+    num_images = 1
+    try:
+        if path.suffix == ".npy":
+            mask: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        else:
+            with PillowImage.open(path) as opened:
+                mask = np.asarray(opened)
+                for number in range(1, getattr(opened, "n_frames", 1)):
+                    opened.seek(number)  # the levels of a pyramid are smaller
+                    num_images += opened.size == mask.shape[1::-1]
+    except Exception as error:  # a damaged file raises almost anything
+        raise SourceError(f"cannot read mask {path}: {error}. Give a .npy file or an image.") from error
+    if mask.ndim != 2 or mask.dtype.kind not in "bui" or 0 in mask.shape:
+        raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].")
+    if num_images > 1:
+        raise InputError(f"mask {path} has {num_images} images of {mask.shape[1]} x {mask.shape[0]} px. Give the one that is the mask.")
+    return mask
+
+
+def read_area(path: Path, slide: Raster) -> TissueArea:
+    """A mask file of a slide, in px of its largest level.
+
+    Raises:
+        InputError: it has channels, or its sides have another ratio than the slide's, by more than one px of the mask.
+        SourceError: it cannot be read, or a library for it is missing.
+    """
+    if path.suffix.lower() in _GEOJSON:
+        return read_geojson(path)
+    mask, width_px, height_px = read_mask(path), slide.width_px, slide.height_px
+    scale = width_px / mask.shape[1], height_px / mask.shape[0]
+    if abs(scale[0] / scale[1] - 1) > 1 / min(mask.shape):
+        raise InputError(
+            f"mask {path} of {mask.shape[1]} x {mask.shape[0]} px for {slide!r} of {width_px} x {height_px} px: the sides have another "
+            "ratio. Give the mask of this slide."
+        )
+    return TissueMask(pixels=_resample_mask(mask != 0, width_px, height_px), width_px=width_px, height_px=height_px)
+
+
+def find_area(slide: Raster, *, mpp: float | None = None) -> TissueMask:
+    """Tissue by its colour, looked for at 8 um/px or, where the run is coarser than that, at its ``mpp``; see `sft.tissue.find_tissue`.
+
+    Raises:
+        InputError: there is none.
+        SourceError: the slide cannot be read, or scikit-image is not installed.
+    """
+    mask = find_tissue(slide, mpp=max(_MASK_MPP, mpp or 0.0))
+    if not mask.pixels.any():
+        raise InputError(f"no tissue is found on {slide!r}. Look at it; leave it out, or give a mask in the column mask of the table.")
+    return mask
+
+
+def rescale_area(area: TissueArea, image: Raster, scale: tuple[float, float]) -> TissueArea:
+    """The area in px of the same slide at another resolution.
+
+    Args:
+        area: in px of the largest level.
+        image: the slide at the other resolution.
+        scale: px of the largest level per px of the image, (x, y).
+    """
+    if isinstance(area, Regions):
+        return area if scale == (1.0, 1.0) else area.scaled(1 / scale[0], 1 / scale[1])
+    width_px, height_px = image.width_px, image.height_px
+    return TissueMask(pixels=_resample_mask(area.pixels, width_px, height_px), width_px=width_px, height_px=height_px)
+
+
+def area_bounding_box(area: TissueArea, image: Raster) -> Box:
+    """The smallest rectangle of an image that holds an area in px of it.
+
+    Raises:
+        InputError: nothing of the area is inside.
+    """
+    if isinstance(area, TissueMask):
+        box = area.bounding_box()
+    else:
+        left, top, right, bottom = area.bounding_box() or (0.0, 0.0, 0.0, 0.0)
+        x, y = max(0, math.floor(left)), max(0, math.floor(top))
+        box = Box(x=x, y=y, w=min(image.width_px, math.ceil(right)) - x, h=min(image.height_px, math.ceil(bottom)) - y)
+    if box is None or min(box.w, box.h) < 1:
+        raise InputError(f"cannot crop {image!r} to its tissue: the mask has none there. Mend the mask, or leave the slide out.")
+    return box
+
+
+def paint_outside(small: Pixels, area: TissueArea, factor: int, background: tuple[int, ...]) -> Pixels:
+    """A slide made smaller by ``factor``, with everything outside of the area (in px of the largest level) painted over."""
+    image = ArrayImage(small, layout="HWC", background=background)
+    return Masked(image, rescale_area(area, image, (factor, factor))).read(0, 0, image.width_px, image.height_px)
+
+
+def draw_tissue(path: Path, small: Pixels, mask: TissueMask) -> None:
+    """Draw a slide with what is no tissue paler, and the border between both as a line.
+
+    Args:
+        path: of the picture.
+        small: the slide, uint8 ``[height, width, 3]``.
+        mask: of the slide, of any resolution.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    height, width = small.shape[:2]
+    inside = _gather_pixels(mask.pixels, height, width)
+    border = np.zeros_like(inside)
+    border[1:] |= inside[1:] != inside[:-1]
+    border[:, 1:] |= inside[:, 1:] != inside[:, :-1]
+    picture = np.where(inside[..., None], small, small // 2 + 128).astype(np.uint8)
+    picture[border] = _OUTLINE_RGB
+    with atomic_write_with_parents(path) as temporary:
+        PillowImage.fromarray(picture).save(temporary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMask:
+    """A mask that waits to be used again: some ten kilobytes for a slide, where a bit for each px would be a megabyte."""
+
+    shape: tuple[int, int]  #: (rows, columns)
+    width_px: int
+    height_px: int
+    data: bytes  #: bits, compressed
+
+    @classmethod
+    def of(cls, mask: TissueMask) -> PackedMask:
+        """Pack."""
+        rows, columns = mask.pixels.shape
+        packed = zlib.compress(np.packbits(mask.pixels).tobytes(), 1)
+        return cls(shape=(rows, columns), width_px=mask.width_px, height_px=mask.height_px, data=packed)
+
+    def mask(self) -> TissueMask:
+        """Unpack."""
+        bits = np.unpackbits(np.frombuffer(zlib.decompress(self.data), np.uint8), count=self.shape[0] * self.shape[1])
+        return TissueMask(pixels=bits.astype(bool).reshape(self.shape), width_px=self.width_px, height_px=self.height_px)
+
+
+def _resample_mask(pixels: npt.NDArray[np.bool_], width_px: int, height_px: int) -> npt.NDArray[np.bool_]:
+    """The mask with no more px than the image has: those under the centres of the image's."""
+    rows, columns = min(height_px, pixels.shape[0]), min(width_px, pixels.shape[1])
+    return pixels if (rows, columns) == pixels.shape else _gather_pixels(pixels, rows, columns)
+
+
+def _gather_pixels(pixels: npt.NDArray[np.bool_], rows: int, columns: int) -> npt.NDArray[np.bool_]:
+    row, column = ((2 * np.arange(count) + 1) * extent // (2 * count) for count, extent in zip((rows, columns), pixels.shape, strict=True))
+    found: npt.NDArray[np.bool_] = pixels[row[:, None], column]
+    return found

@@ -1,0 +1,183 @@
+"""Slides turned, mirrored and recoloured. Each view reads just the rectangle that it is asked for.
+
+A network that reads an image in strips must see the same bits that it would see in the whole image, forwards and again backwards. Moving
+pixels is exact. Colours are changed pixel by pixel with tables for what is no plain arithmetic (logarithms, exponentials) and with single
+multiplications and additions otherwise; so a pixel's result does not depend on which others are computed beside it, as it may in a
+matrix product or a vectorised exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.common.interval import Interval
+from sft.sources.image import Image, Pixels, Size
+from sft.sources.source import BoolArray, image_equal_rows
+from sft.sources.views import OneLevelView, RasterView
+
+__all__ = ["IDENTITY", "ColourAffine", "Recoloured", "Turned"]
+
+_Floats = npt.NDArray[np.float32]
+#: Pixels that are recoloured at a time: the working memory is some 50 times as many bytes.
+_PIECE_PX = 1 << 18
+#: Steps of the table of optical densities to intensities, per unit of density. Half a step is 0.06 grey levels.
+_DENSITY_STEPS = 2048
+_MAX_DENSITY = 8.0
+#: Columns of an image without known tiles (resampled, cropped) that are read at least, where they become rows.
+_COLUMNS_PX = 256
+
+
+class Turned(OneLevelView):
+    """An image mirrored left to right, or not, and then turned counter-clockwise by quarters; as ``np.rot90`` does.
+
+    Args:
+        image: the image; its level 0 counts.
+        quarters: how often to turn.
+        mirrored: whether to mirror before.
+    """
+
+    def __init__(self, image: Image, *, quarters: int = 0, mirrored: bool = False) -> None:
+        super().__init__(image)
+        self.quarters, self.mirrored = quarters % 4, mirrored
+
+    def __repr__(self) -> str:
+        return f"Turned({self.image!r}, quarters={self.quarters}, mirrored={self.mirrored})"
+
+    def _size_px(self) -> Size:
+        return self._turned(super()._size_px())
+
+    def _tile_px(self) -> Size | None:
+        """Rows that were columns cost whole tiles below, also where none are known."""
+        tile = super()._tile_px()
+        return self._turned(tile or (_COLUMNS_PX, self.image.height_px)) if self.quarters % 2 else tile
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y)."""
+        mpp = super().mpp
+        return mpp if mpp is None or self.quarters % 2 == 0 else (mpp[1], mpp[0])
+
+    def _turned(self, size: Size) -> Size:
+        return (size[1], size[0]) if self.quarters % 2 else size
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
+        """As the image below says; see `sft.sources.source.RepeatingImage`."""
+        width, height, quarters = self.image.width_px, self.image.height_px, self.quarters
+        # Lines along one axis of the view are lines of the image, in its order or backwards, and so are the places along them.
+        of_columns = columns != bool(quarters % 2)
+        turned = quarters in ((2, 3) if columns else (1, 2))
+        across_turned = quarters in ((1, 2) if columns else (2, 3))
+        lines_back, places_back = turned != (self.mirrored and of_columns), across_turned != (self.mirrored and not of_columns)
+        extent = height if of_columns else width
+        found = image_equal_rows(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
+        # A line equals the one before it as that one equals it: read backwards, each answer belongs to its other neighbour.
+        return np.concatenate([found[:1], found[:0:-1]]) if lines_back else found
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        width, height = self.image.width_px, self.image.height_px
+        if self.quarters == 0:
+            left, top, cols, rows = x, y, w, h
+        elif self.quarters == 1:
+            left, top, cols, rows = width - y - h, x, h, w
+        elif self.quarters == 2:
+            left, top, cols, rows = width - x - w, height - y - h, w, h
+        else:
+            left, top, cols, rows = y, height - x - w, h, w
+        if self.mirrored:
+            left = width - left - cols
+        pixels = self.image.read(left, top, cols, rows)
+        turned: Pixels = np.ascontiguousarray(np.rot90(pixels[:, ::-1] if self.mirrored else pixels, self.quarters))
+        return turned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColourAffine:
+    """``y = matrix x + offset`` of three channels.
+
+    Attributes:
+        matrix: rows of three numbers.
+        offset: three numbers.
+    """
+
+    matrix: tuple[tuple[float, ...], ...]
+    offset: tuple[float, ...]
+
+    @staticmethod
+    def of(matrix: npt.ArrayLike, offset: npt.ArrayLike = (0.0, 0.0, 0.0)) -> ColourAffine:
+        """From arrays."""
+        rows = np.asarray(matrix, np.float64)
+        return ColourAffine(matrix=tuple(tuple(map(float, row)) for row in rows), offset=tuple(map(float, np.asarray(offset, np.float64))))
+
+    def after(self, other: ColourAffine) -> ColourAffine:
+        """``self(other(x))``."""
+        mine, theirs = np.array(self.matrix), np.array(other.matrix)
+        return ColourAffine.of(mine @ theirs, mine @ np.array(other.offset) + np.array(self.offset))
+
+    def apply(self, channels: Sequence[_Floats]) -> list[_Floats]:
+        """To planes of float32, one multiplication or addition after another."""
+        results = []
+        for row, shift in zip(self.matrix, self.offset, strict=True):
+            total = np.full(channels[0].shape, np.float32(shift))
+            for weight, channel in zip(row, channels, strict=True):
+                total += channel * np.float32(weight)
+            results.append(total)
+        return results
+
+
+IDENTITY = ColourAffine.of(np.eye(3))
+
+
+class Recoloured(RasterView):
+    """An image with other colours: an affine map of optical densities, and then one of intensities in 0..1.
+
+    Stains absorb, so they add up in optical density, ``-log((pixel + 1) / 256)`` (Ruifrok and Johnston, 2001).
+
+    Args:
+        image: the image.
+        density: of the three channels' optical densities. Default: none
+        intensity: of the three channels. Default: none
+    """
+
+    def __init__(self, image: Image, *, density: ColourAffine = IDENTITY, intensity: ColourAffine = IDENTITY) -> None:
+        super().__init__(image)
+        self.density, self.intensity = density, intensity
+
+    def __repr__(self) -> str:
+        return f"Recoloured({self.image!r})"
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
+        """As the image below says: a pixel's colour depends on that pixel alone."""
+        return image_equal_rows(self.image, part, columns=columns)
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        pixels = self.image.read(x, y, w, h, level)
+        if self.density == IDENTITY and self.intensity == IDENTITY:
+            return pixels
+        out = np.empty_like(pixels)
+        rows = max(1, _PIECE_PX // w)
+        for top in range(0, h, rows):
+            out[top : top + rows] = self._recolour(pixels[top : top + rows])
+        return out
+
+    def _recolour(self, pixels: Pixels) -> Pixels:
+        planes: list[npt.NDArray[np.generic]] = [pixels[..., channel] for channel in range(3)]
+        if self.density != IDENTITY:
+            densities = self.density.apply([_TO_DENSITY[plane] for plane in planes])
+            top = np.float32(len(_FROM_DENSITY) - 1)
+            steps = [np.rint(np.clip(density * np.float32(_DENSITY_STEPS), 0, top)).astype(np.int32) for density in densities]
+            planes = [_FROM_DENSITY[step] for step in steps]
+        if self.intensity != IDENTITY:
+            shares = self.intensity.apply([_TO_SHARE[plane] for plane in planes])
+            planes = [np.rint(np.clip(share * np.float32(255), 0, 255)).astype(np.uint8) for share in shares]
+        return np.stack(planes, axis=-1).astype(np.uint8, copy=False)
+
+
+_TO_DENSITY: _Floats = (-np.log((np.arange(256) + 1) / 256)).astype(np.float32)
+_TO_SHARE: _Floats = (np.arange(256) / 255).astype(np.float32)
+_FROM_DENSITY: Pixels = np.clip(
+    np.rint(256 * np.exp(-np.arange(int(_MAX_DENSITY * _DENSITY_STEPS) + 1) / _DENSITY_STEPS) - 1), 0, 255
+).astype(np.uint8)

@@ -1,0 +1,201 @@
+"""How good predictions are, with intervals: resampled by patient, since slides of one patient are no independent evidence."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, confusion_matrix, mean_absolute_error, r2_score, roc_auc_score
+
+from sft.wsi.model.tasks import Task
+from sft.wsi.train.optim import philox_generator
+
+__all__ = [
+    "Estimate",
+    "Prediction",
+    "concordance_index",
+    "confusion_counts",
+    "evaluate_predictions",
+    "is_measurable",
+    "patient_predictions",
+]
+
+_Floats = npt.NDArray[np.float64]
+_Metric = Callable[[_Floats, _Floats], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one slide, or one patient.
+
+    Attributes:
+        name: of the slide or patient.
+        patient: whose it is.
+        split: of the slide.
+        target: of its record; None where unknown.
+        output: what `Task.probabilities` gives; for segmentation pixels that are right, predicted and true, class after class.
+        loss: of the slide; nan where the target is unknown, or the loss is one of groups.
+    """
+
+    name: str
+    patient: str
+    split: str
+    target: tuple[float, ...] | None
+    output: tuple[float, ...]
+    loss: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number and its 95 % interval (percentiles of the bootstrap); nan where it cannot be told."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed: int = 0, num_draws: int = 1000) -> dict[str, Estimate]:
+    """Metrics of the predictions that have a target.
+
+    Args:
+        task: what was predicted.
+        predictions: of slides or patients.
+        seed: of the bootstrap.
+        num_draws: of the bootstrap; 0 for none.
+    """
+    known = [prediction for prediction in predictions if prediction.target is not None]
+    losses = [prediction.loss for prediction in known if not math.isnan(prediction.loss)]
+    found: dict[str, Estimate] = {}
+    if losses:
+        found["loss"] = Estimate(value=float(np.mean(losses)))
+    if not known:
+        return found
+    targets = np.array([prediction.target for prediction in known], np.float64)
+    outputs = np.array([prediction.output for prediction in known], np.float64)
+    draws = _bootstrap_rows([prediction.patient for prediction in known], seed, num_draws)
+    for name, metric in _metrics(task).items():
+        value = metric(targets, outputs)
+        with warnings.catch_warnings():  # of what a draw lacks sklearn warns for each, and few slides have many that lack something
+            warnings.simplefilter("ignore", UserWarning)
+            drawn = [metric(targets[rows], outputs[rows]) for rows in draws]
+        drawn = [number for number in drawn if not math.isnan(number)]
+        # An interval from a few draws that had both classes would look surer than it is.
+        low, high = np.percentile(drawn, (2.5, 97.5)).tolist() if len(drawn) > num_draws / 2 else (math.nan, math.nan)
+        found[name] = Estimate(value=value, low=low, high=high)
+    return found
+
+
+def patient_predictions(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """One prediction for each patient: the average over the slides. The target is what all of them share, else unknown."""
+    grouped: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        grouped.setdefault(prediction.patient, []).append(prediction)
+    result = []
+    for patient, parts in grouped.items():
+        targets = {part.target for part in parts}
+        output = tuple(np.mean([part.output for part in parts], axis=0).tolist())
+        target = parts[0].target if len(targets) == 1 else None
+        result.append(replace(parts[0], name=patient, target=target, output=output, loss=math.nan))
+    return result
+
+
+def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -> bool:
+    """Whether slides with these targets tell a metric, whatever is predicted: an AUC takes both classes, Cox's loss an event."""
+    if task.kind == "segmentation":
+        return True
+    if name == "loss":
+        return task.kind != "cox" or any(target[1] for target in targets)
+    value = _metrics(task)[name](np.array(targets, np.float64), np.zeros((len(targets), task.num_outputs)))
+    return not math.isnan(value)
+
+
+def confusion_counts(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.int64]:
+    """Counts ``[true class, predicted class]``."""
+    known = [prediction for prediction in predictions if prediction.target is not None]
+    truth = [int(prediction.target[0]) for prediction in known if prediction.target is not None]
+    guesses = [int(np.argmax(prediction.output)) for prediction in known]
+    counts: npt.NDArray[np.int64] = confusion_matrix(truth, guesses, labels=range(len(task.classes)))
+    return counts
+
+
+def concordance_index(times: _Floats, events: _Floats, risks: _Floats) -> float:
+    """Harrell's C (1982): the share of comparable pairs whose higher risk has the earlier event; ties of risk count half.
+
+    Who is censored at the time of another's event has outlived it.
+
+    >>> concordance_index(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 1.0]), np.array([3.0, 2.0, 1.0]))
+    1.0
+    """
+    outlived = (times[:, None] < times[None, :]) | ((times[:, None] == times[None, :]) & (events[None, :] <= 0))
+    comparable = outlived & (events[:, None] > 0)
+    if not comparable.any():
+        return math.nan
+    right = (risks[:, None] > risks[None, :]) + 0.5 * (risks[:, None] == risks[None, :])
+    return float(right[comparable].mean())
+
+
+def _metrics(task: Task) -> dict[str, _Metric]:
+    if task.kind == "classification" and len(task.classes) == 2:
+        return {"auc": _column(_auc, 1), "auprc": _column(_auprc, 1), "balanced_accuracy": _balanced_accuracy}
+    if task.kind == "classification":
+        each = [(lambda y, p, k=k: _auc((y[:, 0] == k).astype(float), p[:, k])) for k in range(len(task.classes))]
+        precise = [(lambda y, p, k=k: _auprc((y[:, 0] == k).astype(float), p[:, k])) for k in range(len(task.classes))]
+        by_class = {f"auc_{name}": metric for name, metric in zip(task.classes, each, strict=True)}
+        return {"auc": _mean(each), "auprc": _mean(precise), "balanced_accuracy": _balanced_accuracy, **by_class}
+    if task.kind == "multilabel":
+        each = [(lambda y, p, k=k: _auc(y[:, k], p[:, k])) for k in range(len(task.classes))]
+        precise = [(lambda y, p, k=k: _auprc(y[:, k], p[:, k])) for k in range(len(task.classes))]
+        by_class = {f"auc_{name}": metric for name, metric in zip(task.classes, each, strict=True)}
+        return {"auc": _mean(each), "auprc": _mean(precise), **by_class}
+    if task.kind == "regression":
+        return {
+            "r2": lambda y, p: float(r2_score(y, p)) if len(np.unique(y)) > 1 else math.nan,
+            "mae": lambda y, p: float(mean_absolute_error(y, p)),
+        }
+    if task.kind == "segmentation":
+        dice = [(lambda y, p, k=k: _dice(p, k)) for k in range(len(task.classes))]
+        return {"dice": _mean(dice), **{f"dice_{name}": metric for name, metric in zip(task.classes, dice, strict=True)}}
+    return {"c_index": lambda y, p: concordance_index(y[:, 0], y[:, 1], p[:, 0])}
+
+
+def _auc(truth: _Floats, scores: _Floats) -> float:
+    return float(roc_auc_score(truth, scores)) if 0 < truth.sum() < len(truth) else math.nan
+
+
+def _auprc(truth: _Floats, scores: _Floats) -> float:
+    return float(average_precision_score(truth, scores)) if 0 < truth.sum() < len(truth) else math.nan
+
+
+def _balanced_accuracy(targets: _Floats, outputs: _Floats) -> float:
+    return float(balanced_accuracy_score(targets[:, 0], outputs.argmax(1))) if len(np.unique(targets)) > 1 else math.nan
+
+
+def _dice(counts: _Floats, number: int) -> float:
+    right, predicted, true = counts[:, 3 * number : 3 * number + 3].sum(0)
+    return float(2 * right / (predicted + true)) if predicted + true else math.nan
+
+
+def _column(metric: _Metric, number: int) -> _Metric:
+    return lambda targets, outputs: metric(targets[:, 0], outputs[:, number])
+
+
+def _mean(metrics: Sequence[_Metric]) -> _Metric:
+    """The mean over classes for which there is a number."""
+
+    def mean(targets: _Floats, outputs: _Floats) -> float:
+        values = [value for value in (metric(targets, outputs) for metric in metrics) if not math.isnan(value)]
+        return float(np.mean(values)) if values else math.nan
+
+    return mean
+
+
+def _bootstrap_rows(patients: Sequence[str], seed: int, num_draws: int) -> list[npt.NDArray[np.intp]]:
+    """Rows of each bootstrap sample: patients drawn with replacement, with all of their slides."""
+    names, owners = np.unique(np.array(patients), return_inverse=True)
+    rows = [np.flatnonzero(owners == number) for number in range(len(names))]
+    draw = philox_generator(seed, "bootstrap")
+    return [np.concatenate([rows[number] for number in draw.integers(len(names), size=len(names))]) for _ in range(num_draws)]

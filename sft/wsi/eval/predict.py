@@ -1,0 +1,332 @@
+"""Predictions of slides, one after another, with what is wrong with those that cannot be read.
+
+Trained models, and the slides that are wanted for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sft.api.weight_placement import available_device
+from sft.common.errors import InputError
+from sft.nn import WithLoss
+from sft.wsi.config import Config, ModelConfig
+from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_first_rows
+from sft.wsi.data.table import SlideRecord, SlideTable, read_table
+from sft.wsi.errors import RunFolderError, TrainingError
+from sft.wsi.eval.metrics import Prediction
+from sft.wsi.model.backbones import backbone_library
+from sft.wsi.model.heads import set_training
+from sft.wsi.model.tasks import Task, cox_gradients
+from sft.wsi.run.folder import RunFolder
+from sft.wsi.run.progress import Reporter
+from sft.wsi.train.checkpoint import restore_weights
+from sft.wsi.train.distributed import SINGLE_RANK, Ranks
+from sft.wsi.train.experiment import (
+    Experiment,
+    autocast_context,
+    check_records,
+    compile_model,
+    load_experiment,
+    segmentation_counts,
+    segmentation_loss,
+)
+from sft.wsi.train.rank_sync import SlideFailed, gather_results, next_items, open_on_all_ranks, reading_slide, scatter_items
+from sft.wsi.train.signals import Interruption
+
+__all__ = ["InferenceRequest", "LoadedModel", "Predictor", "config_path", "load_trained", "mean_loss"]
+
+
+class Predictor:
+    """A model that predicts slides inside the budget.
+
+    Args:
+        experiment: whose model, slides and task.
+        net: what is compiled already: the model (or, for segmentation, the model with its loss). Default: `None`
+        ranks: those that share the work. Default: this process alone
+        ahead: opens slides ahead of their use, also for others that take turns with this. Default: `None` (one of its own)
+    """
+
+    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = SINGLE_RANK, ahead: SlidePrefetcher | None = None) -> None:
+        self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlidePrefetcher()
+        self._segments = experiment.task.kind == "segmentation"
+        model, config = experiment.model, experiment.config
+        if self._segments:
+            skips = experiment.paints
+            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
+            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
+        else:
+            self._net = net or compile_model(model, config, skip_repeats=experiment.paints, ranks=ranks)
+
+    def predict(self, record: SlideRecord) -> Prediction:
+        """One slide, as it is: without augmentation. The ranks that share it call this together.
+
+        Raises:
+            SourceError: it cannot be read.
+            BudgetError: it does not fit.
+        """
+        try:
+            return gather_results(lambda: self._predict(record, None, None), self._ranks, among="bands")[0]
+        except SlideFailed as failure:
+            raise failure.error from None
+
+    def _predict(self, record: SlideRecord, upcoming: SlideRecord | None, interruption: Interruption | None) -> Prediction:
+        """The prediction of a slide, while the one that comes after it is opened."""
+        experiment = self._experiment
+        set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
+        inputs = open_on_all_ranks(
+            record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption
+        )
+        if upcoming is not None:
+            further = partial(decode_ahead, beside=inputs, num_bands=self._ranks.shape.num_bands)
+            self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming), further)
+        with reading_slide(record, self._ranks):
+            return self._predicted(record, inputs)
+
+    def _begun(self, record: SlideRecord) -> Inputs:
+        feed = self._experiment.feed
+        inputs: Inputs = (feed.source(record), feed.labels(record)) if self._segments else (feed.source(record),)
+        for source in inputs:
+            decode_first_rows(source)
+        return inputs
+
+    def _predicted(self, record: SlideRecord, inputs: Inputs) -> Prediction:
+        experiment = self._experiment
+        loss = math.nan
+        with torch.no_grad(), autocast_context(experiment.config):
+            if self._segments:
+                loss = float(self._net.eval()(*inputs))
+                output = tuple(self._counts.eval()(*inputs).double().tolist())
+            else:
+                scores = self._net.eval()(*inputs)
+                output = experiment.task.probabilities(scores)
+                if not all(map(math.isfinite, output)):
+                    raise TrainingError(
+                        f"the prediction for {record.name} is {output}: the weights have grown beyond bounds. Lower train.lr."
+                    )
+                if record.target is not None and experiment.task.kind != "cox":
+                    loss = float(experiment.task.slide_loss(scores, record.target))
+        return Prediction(
+            name=record.name, patient=record.patient, split=record.split or "", target=record.target, output=output, loss=loss
+        )
+
+    def predict_all(
+        self,
+        records: Sequence[SlideRecord],
+        failed: dict[str, str],
+        *,
+        after: Callable[[], None] | None = None,
+        interruption: Interruption | None = None,
+    ) -> list[Prediction]:
+        """All slides that can be read; the others are added to ``failed``. Every rank gets all predictions.
+
+        Args:
+            records: the slides.
+            failed: what is wrong with slides, by name; these are left out.
+            after: called after each slide of this rank.
+            interruption: asks to end. Default: `None` (nobody does)
+
+        Raises:
+            EndRequested: somebody asked to end.
+            SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
+            BudgetError: one does not fit.
+        """
+        mine = scatter_items([record for record in records if record.name not in failed], self._ranks)
+        try:
+            parts = gather_results(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
+        except SlideFailed as failure:
+            raise failure.error from None
+        finally:
+            self._ahead.drop()  # what was begun when the last slide failed
+        found: dict[str, Prediction] = {}
+        problems: dict[str, str] = {}
+        for predictions, unreadable in parts:
+            found |= predictions
+            problems |= unreadable
+        failed |= {record.name: problems[record.name] for record in records if record.name in problems}
+        return [found[record.name] for record in records if record.name in found]
+
+    def _predict_some(
+        self, mine: Sequence[SlideRecord], after: Callable[[], None] | None, interruption: Interruption | None
+    ) -> tuple[dict[str, Prediction], dict[str, str]]:
+        """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
+        found, problems = {}, {}
+        for record, upcoming in zip(mine, next_items(mine), strict=True):
+            try:
+                # Bands that have lost each other over a slide meet again before the next.
+                found[record.name] = gather_results(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]
+            except SlideFailed as failure:
+                if self._experiment.config.train.on_error != "skip":
+                    raise
+                problems[record.name] = failure.slides[record.name].problem
+            if after is not None:
+                after()
+        return found, problems
+
+
+def mean_loss(kind: str, predictions: Sequence[Prediction]) -> float:
+    """The loss over slides: their mean, or Cox's of all of them together."""
+    known = [prediction for prediction in predictions if prediction.target is not None]
+    if kind == "cox":
+        targets = [p.target for p in known if p.target is not None]
+        return cox_gradients([p.output[0] for p in known], targets)[0] if any(target[1] for target in targets) else math.nan
+    losses = [prediction.loss for prediction in known]
+    return sum(losses) / len(losses) if losses else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """A trained model, and slides for it.
+
+    Attributes:
+        run: folder of the run.
+        config: of the run.
+        split: of the run's table.
+        csv: another table, instead.
+        slides: folder of its slides.
+        checkpoint: "best" or "last".
+        device, budget: instead of the run's.
+        out: folder for results.
+    """
+
+    run: Path
+    config: Config
+    split: str = "val"
+    csv: Path | None = None
+    slides: Path | None = None
+    checkpoint: str = "best"
+    device: str | None = None
+    budget: str | None = None
+    out: Path | None = None
+
+    def folder(self, name: str) -> Path:
+        """Where results go: where that was asked for, else a folder of this name in the run's; what the last weights give, beside it.
+
+        Raises:
+            InputError: results would lie among the run's own files.
+        """
+        if self.out is not None and os.path.realpath(self.out) == os.path.realpath(self.run):
+            raise InputError(f"--out {self.out} is the run's own folder, whose results it would replace; name another, or leave it out")
+        return self.out or self.run / (name if self.checkpoint == "best" else f"{name}-{self.checkpoint}")
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights, and its slides.
+
+    Attributes:
+        experiment: with the model.
+        records: the slides that were asked for.
+        epoch: that the weights are of.
+        failed: what is wrong with slides that are left out, by name.
+    """
+
+    experiment: Experiment
+    records: list[SlideRecord]
+    epoch: int
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def config_path(run: Path) -> Path:
+    """The configuration of a run.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{run} is no folder of a run: it has no config.yaml. Give the folder that train wrote to.")
+    return path
+
+
+def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
+    """What a run's task.json holds, and the task.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
+        return saved, Task(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
+
+
+def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) -> LoadedModel:
+    """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
+
+    Raises:
+        RunFolderError: the run is not complete enough.
+        InputError: its table has changed.
+    """
+    saved, task = ranks.from_first(lambda: _task_of(selection.run / "task.json"))
+    config = selection.config
+    config = replace(
+        config,
+        train=replace(config.train, device=selection.device or config.train.device),
+        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config.model)),
+    )
+    available_device(config.train.device)
+    ranks.use_device(config.train.device)
+    if selection.csv is not None:
+        settings = replace(config.task, classes=list(task.classes) or None)
+        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
+        config = replace(config, data=replace(config.data, csv=selection.csv, slides=selection.slides))
+        experiment = load_experiment(config, table=SlideTable(records=table.records, classes=task.classes), task=task)
+        records = list(table.records)
+    else:
+        if selection.slides is not None:
+            config = replace(config, data=replace(config.data, slides=selection.slides))
+        experiment = load_experiment(config, task=task)
+        if experiment.table.digest() != saved["table"]:
+            raise InputError(f"{config.data.csv} has changed since the run was trained, and its splits with it. Give slides with --csv.")
+        records = [r for r in experiment.table.records if selection.split in ("all", r.split)]
+    if not records:
+        raise InputError(f"the run has no slides of split {selection.split!r}; choose another with --split, or give --csv")
+    with_weights = ranks.from_first(lambda: RunFolder(selection.run).checkpoints.load(selection.checkpoint))
+    if with_weights is None:
+        raise RunFolderError(
+            f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
+        )
+    restore_weights(experiment.model, with_weights.weights, selection.run)
+    state = with_weights.state
+    loaded = LoadedModel(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
+    with Reporter(console, 0) as reporter:
+        loaded.failed |= check_records(experiment, records, ranks, reporter)
+    if loaded.failed and config.train.on_error != "skip":
+        raise InputError("; ".join(loaded.failed.values()))
+    return loaded
+
+
+#: What torchvision's builders set where weights are given.
+_BUILT_WITH_WEIGHTS: dict[str, dict[str, Any]] = {
+    "googlenet": {"transform_input": True, "aux_logits": False},
+    "inception_v3": {"transform_input": True},
+}
+
+
+def _without_download(model: ModelConfig) -> dict[str, Any]:
+    """The backbone's options, but for pretrained weights: a trained model brings its own.
+
+    What a library builds otherwise where weights are asked for is asked for by name. Options of other backbones are their own.
+    """
+    library, _, name = model.backbone.rpartition(":")
+    options = model.options
+    if library not in ("", "timm", "torchvision"):
+        return options
+    kept = {key: value for key, value in options.items() if key not in ("pretrained", "weights")}
+    is_pretrained = any(options.get(key) for key in ("pretrained", "weights"))
+    if is_pretrained and name in _BUILT_WITH_WEIGHTS and (library or backbone_library(name)) == "torchvision":
+        return {**_BUILT_WITH_WEIGHTS[name], **kept}
+    return kept

@@ -1,0 +1,150 @@
+"""What the commands of ``python -m sft.wsi`` do that need no network: look at the installation, at slides, and for tissue."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sft.common.byte_units import format_bytes
+from sft.common.errors import InputError, SftError
+from sft.sources import open_image
+from sft.tissue import find_tissue, write_geojson
+from sft.wsi.commands import CommandResult
+from sft.wsi.data.slides import make_thumbnail, slide_info
+from sft.wsi.data.tissue import draw_tissue
+from sft.wsi.errors import RunFolderError
+from sft.wsi.run.files import atomic_write_with_parents, safe_name
+
+__all__ = ["doctor", "slide_information", "tissue"]
+
+_NEEDED = (
+    "torch", "numpy", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "simplejpeg", "scikit-image", "shapely",
+    "scikit-learn", "safetensors", "jsonargparse", "matplotlib", "pillow",
+)  # fmt: skip
+#: By what installs them: an extra of ours, or nothing.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    'pip install "sft-engine[zarr]"': ("zarr",),
+    'pip install "sft-engine[tensorboard]"': ("tensorboard",),
+    "": ("triton", "torchvision", "timm"),
+}
+_OVERLAY_PX = 2048
+
+
+def doctor(console: Console) -> CommandResult:
+    """What is installed, and what is missing."""
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    extras = {name: extra for extra, names in _OPTIONAL.items() for name in names}
+    for name in (*_NEEDED, *extras):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    missing = [name for name in _NEEDED if found[name] is None]
+    found["threads"] = torch.get_num_threads()
+    found["cuda"] = torch.version.cuda
+    found["devices"] = [
+        {"name": torch.cuda.get_device_name(number), "memory_bytes": torch.cuda.get_device_properties(number).total_memory}
+        for number in range(torch.cuda.device_count())
+    ]
+    for name, value in found.items():
+        told = f"not installed{f' ({extras[name]})' if extras.get(name) else ''}" if value is None else value
+        console.print(f"{name:18} {told}", markup=False, highlight=False, soft_wrap=True)
+    if missing:
+        raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
+    return CommandResult(value=found)
+
+
+def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
+    """What slides say of themselves; a file that is none does not keep the others from being told."""
+    values: list[dict[str, Any]] = []
+    failed = 0
+    for path in paths:
+        try:
+            info = slide_info(path)
+        except SftError as error:
+            failed += 1
+            message = " ".join(str(error).split())
+            values.append({"path": str(path), "error": message})
+            console.print(f"{path}: {message}", markup=False, highlight=False, soft_wrap=True)
+            continue
+        levels = [
+            {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
+        ]
+        values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
+        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False, soft_wrap=True)
+        for number, level in enumerate(levels):
+            text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return CommandResult(value=values, num_failed=failed)
+
+
+def tissue(
+    paths: Sequence[Path], folder: Path, console: Console, *, mpp: float = 8.0, slide_mpp: float | None = None, overwrite: bool = False
+) -> CommandResult:
+    """Find the tissue on slides; for each write NAME-mask.png, NAME.geojson (px of the largest level) and NAME-overlay.png.
+
+    Args:
+        paths: of the slides; one that cannot be used does not keep the others from being done.
+        folder: where; made if it is not there.
+        console: is told what was found.
+        mpp: micrometres per px of the mask. Default: 8
+        slide_mpp: of the slides' largest level, where files are wrong or silent. Default: `None`
+        overwrite: whether masks that are there already, which somebody may have mended, are found anew. Default: `False`
+
+    Raises:
+        InputError: ``mpp`` is no resolution.
+        RunFolderError: a file cannot be written.
+    """
+    if not 0 < mpp < 1000:
+        raise InputError(f"--mpp {mpp}: give micrometres per pixel of the mask, such as 8")
+    stems = Counter(safe_name(path.stem) for path in paths)
+    values: list[dict[str, Any]] = []
+    for path in paths:
+        name = safe_name(path.stem if stems[safe_name(path.stem)] == 1 else str(path))
+        try:
+            values.append(_find(path, folder / name, mpp, slide_mpp, overwrite))
+            told = f"{path}: {values[-1]['share']:.1%} tissue, {values[-1]['files'][-1]}"
+        except RunFolderError:
+            raise
+        except SftError as error:
+            values.append({"path": str(path), "error": " ".join(str(error).split())})
+            told = f"{path}: {values[-1]['error']}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    return CommandResult(value=values, num_failed=sum("error" in value for value in values))
+
+
+def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite: bool) -> dict[str, Any]:
+    files = [base.with_name(base.name + ending) for ending in ("-mask.png", ".geojson", "-overlay.png")]
+    there = [file.name for file in files[:2] if file.exists() and not overwrite]
+    if there:
+        raise InputError(f"{' and '.join(there)} in {base.parent} may have been mended: name another --out, or give --overwrite")
+    slide = open_image(path, slide_mpp=slide_mpp)
+    try:
+        mask = find_tissue(slide, mpp=mpp)
+        small, _ = make_thumbnail(slide, _OVERLAY_PX)
+    finally:
+        slide.close()
+    with atomic_write_with_parents(files[0]) as temporary:
+        mask.save_png(temporary)
+    with atomic_write_with_parents(files[1]) as temporary:
+        write_geojson(temporary, mask)
+    draw_tissue(files[2], small, mask)
+    box = mask.bounding_box()
+    return {
+        "path": str(path),
+        "share": mask.share,
+        "box_px": None if box is None else {"x": box.x, "y": box.y, "w": box.w, "h": box.h},
+        "files": [str(file) for file in files],
+    }
+
+
+def _resolution(mpp: float | None) -> str:
+    return "resolution unknown" if mpp is None else f"{mpp:.4g} um/px"

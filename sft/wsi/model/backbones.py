@@ -1,0 +1,247 @@
+"""Backbones by name, cut before their pooling, so that they map an image of any size to a feature map.
+
+timm gives feature maps itself. Any other network is traced one level deep (Reed et al., torch.fx, 2022): its ``forward`` becomes a
+list of calls of its children, which stay the modules that they are (dropout, norms and ``train()`` included). Run at two image sizes, the
+last value that the result depends on, and whose height and width follow the image's, is the feature map; all behind it (pooling, flatten,
+classifier) is left out, with its parameters. Names of parameters stay, so published weights load.
+
+Networks are traced in eval mode, since auxiliary classifiers (Szegedy et al., 2015) are part of the result in training mode only. What is
+kept must be the same in both modes: a trace cannot follow ``self.training``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sft.common.errors import InputError, SourceError
+from sft.common.model_zoo import ModelFactory, ModelName
+
+__all__ = ["backbone_library", "cut_before_pooling", "load_backbone", "load_weights", "num_features"]
+
+_SIZES_PX = (128, 192)
+_MAX_DEPTH = 3
+
+
+def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
+    """A network from an image to a feature map.
+
+    Args:
+        name: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
+        options: keyword arguments of its maker.
+
+    Raises:
+        InputError: there is no such network, its maker fails, or no feature map is found in it.
+    """
+    maker = _maker(name)
+    if maker.library == "timm":
+        return maker.make({"num_classes": 0, "global_pool": "", **options})
+    options = dict(options)
+    if maker.library == "torchvision" and options.pop("pretrained", False):
+        options.setdefault("weights", "DEFAULT")
+    return cut_before_pooling(maker.make(options), name)
+
+
+def backbone_library(name: str) -> str:
+    """Who makes a backbone: "timm", "torchvision", or a module of the caller's.
+
+    Raises:
+        InputError: there is no such network.
+    """
+    return _maker(name).library
+
+
+def _maker(name: str) -> ModelFactory:
+    return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
+
+
+def num_features(backbone: nn.Module, name: str) -> int:
+    """Channels of the feature map.
+
+    Raises:
+        InputError: the backbone does not give one.
+    """
+    found = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in found]
+    small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in found)
+    if small is None or large is None or small[1] != large[1] or not (small[2] < large[2] and small[3] < large[3]):
+        told = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
+        raise InputError(
+            f"model.backbone {name!r} ({type(backbone).__name__}) gives {told} instead of feature maps [N, C, H, W] whose height and width "
+            'follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
+        )
+    return small[1]
+
+
+def load_weights(backbone: nn.Module, path: Path) -> None:
+    """Load a backbone's weights; what belongs to its pooling and classifier is left.
+
+    Raises:
+        SourceError: the file cannot be read.
+        InputError: parameters are missing, or have another shape.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SourceError(f"cannot read weights from {path}: {error}. Give a .safetensors file or a state_dict.") from error
+    state = state.get("state_dict", state)
+    for prefix in ("module.", "backbone."):
+        if any(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    own = backbone.state_dict()
+    missing = [key for key in own if key not in state]
+    misfit = [
+        f"{key} {tuple(state[key].shape)} for {tuple(own[key].shape)}" for key in own if key in state and state[key].shape != own[key].shape
+    ]
+    if missing or misfit:
+        listed = ", ".join([*missing[:3], *misfit[:3]])
+        raise InputError(f"weights {path}: {len(missing)} missing, {len(misfit)} of another shape ({listed}). Give those of this backbone.")
+    backbone.load_state_dict({key: state[key] for key in own})
+
+
+def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
+    """The part of a network up to its last feature map; the network itself where that is all of it.
+
+    Raises:
+        InputError: none is found.
+    """
+    results = [_run(network, size, name) for size in _SIZES_PX]
+    if all(isinstance(result, Tensor) and result.dim() == 4 for result in results) and results[0].shape[2:] != results[1].shape[2:]:
+        return network
+    reasons = []
+    for depth in range(1, _MAX_DEPTH + 1):
+        try:
+            found = _cut(network, depth)
+        except Exception as error:  # tracing runs the network's own code, which may raise anything
+            reasons.append(f"{type(error).__name__}: {error}".split("\n")[0])
+            continue
+        if found is not None:
+            return found
+        reasons.append("no value follows the image's size")
+    raise InputError(
+        f"model.backbone {name!r}: no feature map found ({reasons[-1]}). Name a callable whose network ends in a feature map [N, C, H, W]."
+    )
+
+
+class _ShallowTracer(fx.Tracer):
+    """Traces modules down to a depth; deeper ones are called."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth = depth
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name.count(".") + 1 >= self._depth
+
+
+class _ShapeRecorder(fx.Interpreter):
+    """Runs a traced network and notes what each node gives."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.sizes: dict[str, tuple[int, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.dim() == 4:
+            self.sizes[n.name] = tuple(value.shape[2:])
+        return value
+
+
+def _cut(network: nn.Module, depth: int) -> nn.Module | None:
+    with _EvalMode(network):
+        graph = _ShallowTracer(depth).trace(network)
+    traced = fx.GraphModule(network, graph, type(network).__name__)
+    sizes = []
+    with torch.no_grad(), _EvalMode(traced):
+        for size in _SIZES_PX:
+            shapes = _ShapeRecorder(traced)
+            shapes.run(torch.zeros(1, 3, size, size))
+            sizes.append(shapes.sizes)
+    output = next(node for node in graph.nodes if node.op == "output")
+    needed = _ancestors(output)
+    image = next(node for node in graph.nodes if node.op == "placeholder")
+    maps = [
+        node
+        for node in graph.nodes
+        if node in needed and node is not image and node.name in sizes[0] and sizes[0][node.name] != sizes[1].get(node.name)
+    ]
+    # Backwards: the last one that all that follows depends on the image through.
+    for node in reversed(maps):
+        if image not in _ancestors(output, without=node):
+            if not _same_in_training(network, node, depth):
+                raise InputError("what it computes before its feature map depends on the flag training of the network itself")
+            output.args = (node,)
+            graph.eliminate_dead_code()
+            cut = fx.GraphModule(network, graph, type(network).__name__)
+            cut.delete_all_unused_submodules()
+            return cut
+    return None
+
+
+def _same_in_training(network: nn.Module, node: fx.Node, depth: int) -> bool:
+    """Whether a value of the trace in eval mode is computed in the same way in training mode."""
+    flags = [(module, module.training) for module in network.modules()]
+    try:
+        network.train()
+        other = _ShallowTracer(depth).trace(network)
+    finally:
+        for module, flag in flags:
+            module.training = flag
+    numbers: dict[str, int] = {}
+    in_training = set(_value_numbers(other, numbers).values())
+    return _value_numbers(node.graph, numbers)[node] in in_training
+
+
+def _value_numbers(graph: fx.Graph, numbers: dict[str, int]) -> dict[fx.Node, int]:
+    """A number for each node; the same for those that compute the same, also of another graph with the same ``numbers``."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{found[operand]}")
+        found[node] = numbers.setdefault(f"{node.op} {node.target} {operands!r}", len(numbers))
+    return found
+
+
+def _ancestors(node: fx.Node, *, without: fx.Node | None = None) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent is not without and parent not in found:
+                found.add(parent)
+                waiting.append(parent)
+    return found
+
+
+class _EvalMode:
+    """A network in eval mode for a while, each module's flag put back after."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._flags = [(module, module.training) for module in network.modules()]
+        self._network = network
+
+    def __enter__(self) -> None:
+        self._network.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, flag in self._flags:
+            module.training = flag
+
+
+def _run(network: nn.Module, size_px: int, name: str) -> Any:
+    with torch.no_grad(), _EvalMode(network):
+        try:
+            return network(torch.zeros(1, 3, size_px, size_px))
+        except Exception as error:
+            raise InputError(
+                f"model.backbone {name!r} does not take an image of {size_px} x {size_px} px ({type(error).__name__}: {error}). Name a "
+                "convolutional network for images of any size with three channels."
+            ) from error

@@ -1,0 +1,221 @@
+"""Heads on a feature map, and the network of backbone and head that a run trains.
+
+All of it streams: a global average, a maximum, and the softmax of the attention over all positions are values that `sft` collects from
+strip to strip, so the feature map is never needed whole. All pooled heads weight positions and sum up. The logit of a class is therefore a
+sum over positions, plus a bias, and `Evidence` returns the summands: the class-activation map is the decision itself, not an estimate.
+
+BatchNorm where a batch is one slide.
+
+A slide has no batch statistics to speak of, so they are frozen, the custom in slide training: those that pretrained weights bring, or, for
+weights that bring none, statistics measured once on crops of the training slides ("calibrated"; Wu and Johnson, "Rethinking Batch", 2021).
+Scales and shifts train in either case. Frozen norms also are no barrier to streaming. With ``train`` the statistics are those of each
+whole slide, exactly; every such norm then keeps its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "AttentionHead",
+    "Evidence",
+    "MaximumHead",
+    "PooledHead",
+    "SegmentationHead",
+    "SlideModel",
+    "build_model",
+    "calibrate_batch_norms",
+    "set_training",
+]
+
+
+class PooledHead(nn.Module):
+    """Global average pooling and a linear layer."""
+
+    def __init__(self, num_features: int, num_outputs: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(num_features, num_outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[N, C, h, w]`` to ``[N, K]``."""
+        scores: Tensor = self.classifier(self.dropout(features.mean((2, 3))))
+        return scores
+
+    def weights(self, features: Tensor) -> Tensor:
+        """The share of each position in the pooled features, ``[N, 1, h, w]``; the shares sum to 1."""
+        rows, cols = features.shape[2:]
+        return torch.ones_like(features[:, :1]) / (rows * cols)
+
+
+class MaximumHead(nn.Module):
+    """The maximum of each feature over all positions, and a linear layer: for what is at one place of a slide."""
+
+    def __init__(self, num_features: int, num_outputs: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(num_features, num_outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[N, C, h, w]`` to ``[N, K]``."""
+        scores: Tensor = self.classifier(self.dropout(features.amax((2, 3))))
+        return scores
+
+    def weights(self, features: Tensor) -> Tensor:
+        """The share of each position in each pooled feature, ``[N, C, h, w]``: that of the maximum, divided where it is there twice."""
+        highest = (features == features.amax((2, 3), keepdim=True)).to(features.dtype)
+        return highest / highest.sum((2, 3), keepdim=True)
+
+
+class AttentionHead(nn.Module):
+    """Gated attention over all positions (Ilse, Tomczak and Welling, 2018, equation 9) and a linear layer."""
+
+    def __init__(self, num_features: int, num_outputs: int, *, hidden: int = 128, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.value = nn.Conv2d(num_features, hidden, 1)
+        self.gate = nn.Conv2d(num_features, hidden, 1)
+        self.score = nn.Conv2d(hidden, 1, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(num_features, num_outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[N, C, h, w]`` to ``[N, K]``."""
+        pooled = (features.flatten(2) * self._shares(features)).sum(2)
+        scores: Tensor = self.classifier(self.dropout(pooled))
+        return scores
+
+    def weights(self, features: Tensor) -> Tensor:
+        """The share of each position in the pooled features, ``[N, 1, h, w]``; the shares sum to 1."""
+        shares: Tensor = self._shares(features).unflatten(2, tuple(features.shape[2:]))
+        return shares
+
+    def _shares(self, features: Tensor) -> Tensor:
+        hidden = torch.tanh(self.value(features)) * torch.sigmoid(self.gate(features))
+        scores: Tensor = self.score(hidden)
+        return scores.flatten(2).softmax(2)
+
+
+class SegmentationHead(nn.Module):
+    """A linear layer for each position, interpolated to the size of the image."""
+
+    def __init__(self, num_features: int, num_outputs: int) -> None:
+        super().__init__()
+        self.classifier = nn.Conv2d(num_features, num_outputs, 1)
+
+    def forward(self, features: Tensor, size: tuple[int, int]) -> Tensor:
+        """Map ``[N, C, h, w]`` to ``[N, K, *size]``."""
+        scores: Tensor = self.classifier(features)
+        return scores if tuple(scores.shape[2:]) == size else F.interpolate(scores, size, mode="bilinear", align_corners=False)
+
+
+class SlideModel(nn.Module):
+    """Backbone and head.
+
+    Args:
+        backbone: image to feature map.
+        head: one of this module's.
+    """
+
+    def __init__(self, backbone: nn.Module, head: PooledHead | MaximumHead | AttentionHead | SegmentationHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Map ``[N, 3, H, W]`` to ``[N, K]``, or ``[N, K, H, W]`` for segmentation."""
+        features = self.backbone(image)
+        if isinstance(self.head, SegmentationHead):
+            segmented: Tensor = self.head(features, (image.shape[2], image.shape[3]))
+            return segmented
+        scores: Tensor = self.head(features)
+        return scores
+
+
+class Evidence(nn.Module):
+    """The output of a model with a pooled head, and what each position adds to it.
+
+    Without dropout, ``output = evidence.sum((2, 3)) + head.classifier.bias``.
+    """
+
+    def __init__(self, model: SlideModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Map ``[N, 3, H, W]`` to ``[N, K]`` and ``[N, K, h, w]``."""
+        head = self.model.head
+        assert not isinstance(head, SegmentationHead)
+        features = self.model.backbone(image)
+        scores = head(features)
+        # Shares of many positions are too small for 16 bits.
+        with torch.autocast(image.device.type, enabled=False):
+            weight = head.classifier.weight
+            wide = features.to(torch.promote_types(features.dtype, weight.dtype))
+            evidence = F.conv2d(wide * head.weights(wide), weight[:, :, None, None])
+        return scores, evidence
+
+
+def build_model(
+    backbone: nn.Module,
+    num_features: int,
+    num_outputs: int,
+    *,
+    head: Literal["gap", "max", "attention", "segmentation"],
+    attention_dim: int = 128,
+    dropout: float = 0.0,
+) -> SlideModel:
+    """Put a head on a backbone; its initial weights come from torch's generator."""
+    if head == "gap":
+        return SlideModel(backbone, PooledHead(num_features, num_outputs, dropout=dropout))
+    if head == "max":
+        return SlideModel(backbone, MaximumHead(num_features, num_outputs, dropout=dropout))
+    if head == "attention":
+        return SlideModel(backbone, AttentionHead(num_features, num_outputs, hidden=attention_dim, dropout=dropout))
+    return SlideModel(backbone, SegmentationHead(num_features, num_outputs))
+
+
+def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> None:
+    """``model.train(training)``, with BatchNorms in eval mode where their statistics are frozen."""
+    model.train(training)
+    if freeze_norms:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+
+
+def calibrate_batch_norms(network: nn.Module, crops: Iterable[Tensor]) -> int:
+    """Set the statistics of all BatchNorms to the averages over crops.
+
+    Args:
+        network: what the crops go through, whole: keep them small.
+        crops: ``[N, 3, h, w]`` each, wherever they are.
+
+    Returns:
+        How many norms there are.
+    """
+    norms = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    flags = [(module, module.training) for module in network.modules()]
+    momenta = [norm.momentum for norm in norms]
+    network.eval()
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average
+            norm.train()
+        if norms:
+            device = next(norm.running_mean.device for norm in norms if norm.running_mean is not None)
+            with torch.no_grad():
+                for crop in crops:
+                    network(crop.to(device))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, flag in flags:
+            module.training = flag
+    return len(norms)

@@ -1,0 +1,88 @@
+"""The files of a run's folder: whole or not there (`sft.common.atomic_files`), and what a crash left unfinished is removed by the next
+run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import sft.common.atomic_files
+from sft.common.atomic_files import PARTIAL_MARK, fsync_file, fsync_folder
+from sft.wsi.errors import RunFolderError
+
+__all__ = ["atomic_write_with_parents", "clear_partial", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
+
+#: File systems end at 255 bytes; four for a character, and room for what stands around it.
+_MAX_NAME_CHARACTERS = 50
+
+
+def atomic_write_with_parents(path: Path) -> AbstractContextManager[Path]:
+    """Let a block write a file, and its folders where there are none: see `sft.common.atomic_files.atomic_write`.
+
+    Raises:
+        RunFolderError: it cannot be written; ``path`` is as it was.
+    """
+    remedy = "Make room, or give a run folder that is writable."
+    return sft.common.atomic_files.atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file of a folder, and the folder, to the disk."""
+    for path in sorted(folder.iterdir()):
+        fsync_file(path)
+    fsync_folder(folder)
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what an interrupted run left unfinished."""
+    for path in folder.glob(f"{PARTIAL_MARK}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text."""
+    with atomic_write_with_parents(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON for people."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=True) + "\n")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table; floats in as many digits as bring the same number back."""
+    with atomic_write_with_parents(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows([repr(value) if isinstance(value, float) else value for value in row] for row in rows)
+
+
+def safe_name(text: str) -> str:
+    """A file name made of a slide's name.
+
+    >>> safe_name("a/b: c.svs"), safe_name("..")
+    ('a_b_c.svs', '_')
+    """
+    kept = "".join(character if character.isalnum() or character in "-." else "_" for character in text)
+    while "__" in kept:
+        kept = kept.replace("__", "_")
+    return kept if kept.strip(".") else "_"
+
+
+def safe_names(texts: Sequence[str]) -> list[str]:
+    """A part of a file name for each of some labels, which may be anything; numbered where two would be the same file on some system.
+
+    >>> safe_names(["grade 3/4", "grade 5"]), safe_names(["a/b", "A b", "c"])
+    (['grade_3_4', 'grade_5'], ['a_b-0', 'A_b-1', 'c-2'])
+    """
+    names = [safe_name(text)[:_MAX_NAME_CHARACTERS] for text in texts]
+    if len({name.casefold() for name in names}) == len(names):
+        return names
+    return [f"{name}-{number}" for number, name in enumerate(names)]

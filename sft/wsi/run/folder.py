@@ -1,0 +1,229 @@
+"""The folder of a run: found usable before anything is computed, used by one process at a time, and never half-written."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+from torch import nn
+
+from sft.common.byte_units import format_bytes
+from sft.sources import BadTile
+from sft.wsi.errors import RunFolderError
+from sft.wsi.run.files import atomic_write_with_parents, clear_partial, write_csv, write_text
+from sft.wsi.train.checkpoint import CheckpointFolder
+
+__all__ = ["NullRunFolder", "RunFolder", "append_bad_tiles"]
+
+_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "skipped_share", "slides")
+_DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
+
+
+class RunFolder:
+    """A folder that belongs to this process for as long as the ``with`` block lasts.
+
+    ====================  ======================================================================
+    config.yaml           what was asked; reads as ``--config``
+    splits.csv            slide, patient, split, target
+    plan.txt, plan.json   how the largest slide is computed
+    steps.csv             a row for each optimizer step
+    metrics.csv           a row for each epoch
+    damaged.csv           tiles that were filled, where there are any
+    checkpoints/          ``last-*``: to go on from; ``best-*``: the best validation
+    ====================  ======================================================================
+
+    Args:
+        path: of the folder; made if it is not there.
+        needed_bytes: what must be free on its disk.
+
+    Raises:
+        RunFolderError: it cannot be written, has no room, holds other files, or another process uses it.
+    """
+
+    def __init__(self, path: Path, *, needed_bytes: int = 0) -> None:
+        self.path = path
+        self._needed_bytes = needed_bytes
+        self._lock: IO[str] | None = None
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
+
+    def __enter__(self) -> RunFolder:
+        self._refuse_others_files()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            probe = self.path / f".probe-{os.getpid()}"
+            try:
+                with probe.open("wb") as file:
+                    file.write(b"0" * 4096)
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                probe.unlink(missing_ok=True)
+            free_bytes = shutil.disk_usage(self.path).free
+        except OSError as error:
+            self._close()
+            raise RunFolderError(
+                f"cannot write to the run folder {self.path}: {error.strerror or error}. Give another with --run."
+            ) from error
+        if free_bytes < self._needed_bytes:
+            self._close()
+            raise RunFolderError(
+                f"the run folder {self.path} has {format_bytes(free_bytes)} free, and checkpoints need {format_bytes(self._needed_bytes)}. "
+                "Make room, or give another with --run."
+            )
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._close()
+            raise RunFolderError(
+                f"the run folder {self.path} is in use by another process. Wait for it, or give another with --run."
+            ) from error
+        clear_partial(self.path)
+        if self.checkpoints.path.is_dir():
+            self.checkpoints.clear_partial()
+        return self
+
+    def _refuse_others_files(self) -> None:
+        """A run writes over what is in its folder: that must be a run, or nothing."""
+        if (self.path / ".lock").exists() or self.checkpoints.path.is_dir() or not self.path.is_dir():
+            return
+        found = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        if found:
+            held = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise RunFolderError(
+                f"the folder {self.path} holds other files ({held}), which a run might write over, and no run. Give a new one with --run."
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # the lock goes with the file, also when the process is killed
+            self._lock = None
+
+    def write_yaml(self, name: str, value: Any) -> None:
+        """Write YAML.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        write_text(self.path / name, yaml.safe_dump(value, sort_keys=False))
+
+    def start_steps(self, last_step: int) -> None:
+        """Leave only the rows of steps up to ``last_step``: those behind it are computed again.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        path = self.path / "steps.csv"
+        rows: list[list[str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                reader = csv.reader(file)
+                header = next(reader, [])
+                # A row that the crash cut short has fewer cells; one of an earlier version has fewer columns.
+                whole = [dict(zip(header, row, strict=True)) for row in reader if len(row) == len(header)]
+                kept = [row for row in whole if row.get("step", "").isdigit() and int(row["step"]) <= last_step]
+                rows = [[row.get(name, "") for name in _STEP_COLUMNS] for row in kept]
+        with atomic_write_with_parents(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([_STEP_COLUMNS, *rows])
+
+    def add_step(self, row: Mapping[str, Any]) -> None:
+        """Append a row to steps.csv.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        try:
+            with (self.path / "steps.csv").open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow([_cell(row[name]) for name in _STEP_COLUMNS])
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self.path / 'steps.csv'}: {error.strerror}. The last checkpoint is complete: make room and start the same "
+                "command again."
+            ) from error
+
+    def write_epochs(self, epochs: Sequence[Mapping[str, Any]]) -> None:
+        """Write metrics.csv.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        columns = list(dict.fromkeys(name for epoch in epochs for name in epoch))
+        with atomic_write_with_parents(self.path / "metrics.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *([_cell(epoch.get(name, "")) for name in columns] for epoch in epochs)])
+
+    def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+        """Note filled tiles in damaged.csv; see :func:`append_bad_tiles`."""
+        return append_bad_tiles(self.path / "damaged.csv", tiles)
+
+
+class NullRunFolder(RunFolder):
+    """What the folder of a run is to ranks that do not write it: the first one does, perhaps on another machine.
+
+    Args:
+        path: of the folder, as the first rank knows it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.checkpoints = _NullCheckpointFolder(path / "checkpoints")
+
+    def __enter__(self) -> NullRunFolder:
+        return self
+
+    def write_yaml(self, name: str, value: Any) -> None:
+        pass
+
+    def start_steps(self, last_step: int) -> None:
+        pass
+
+    def add_step(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def write_epochs(self, epochs: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+        return 0
+
+
+class _NullCheckpointFolder(CheckpointFolder):
+    def save(self, kind: str, number: int, model: nn.Module, state: Mapping[str, Any], *, keep: int) -> Path:
+        return self.path
+
+
+def append_bad_tiles(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+    """Add filled tiles, by slide, to a table of them; what is in it already stays and is not repeated.
+
+    Returns:
+        How many the table then has. Without any there is none.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    before: dict[tuple[str, ...], str] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = {tuple(row[:-1]): row[-1] for row in list(csv.reader(file))[1:]}
+    found = {
+        tuple(map(str, (name, tile.level, tile.x, tile.y, tile.width_px, tile.height_px))): " ".join(tile.reason.split())
+        for name, some in tiles.items()
+        for tile in some
+    }
+    if not found.keys() <= before.keys():
+        rows = sorted({**before, **found}.items(), key=lambda row: (row[0][0], *map(int, row[0][1:])))
+        write_csv(path, _DAMAGE_COLUMNS, [[*place, reason] for place, reason in rows])
+    return len({**before, **found})
+
+
+def _cell(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) else value

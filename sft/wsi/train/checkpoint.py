@@ -1,0 +1,182 @@
+"""Checkpoints from which a run goes on as if nothing had happened.
+
+A checkpoint is a folder: the weights (safetensors, usable on their own) and the rest of the state (a file that ``torch.load`` reads with
+``weights_only=True``, so that it cannot run code). It is written under another name, flushed to the disk and renamed; only then are older
+ones removed. Whatever moment a process dies at, the newest folder with a proper name is complete. The state holds a hash of the weights,
+so that a file damaged later is noticed and the checkpoint before is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sft.common.atomic_files import PARTIAL_MARK, fsync_folder
+from sft.wsi.errors import RunFolderError
+from sft.wsi.run.files import clear_partial, sync_tree
+from sft.wsi.train.optim import counter_seed
+
+__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "restore_weights", "seed_everything", "set_random_state"]
+
+_WEIGHTS, _STATE = "weights.safetensors", "state.pt"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What was read from a folder.
+
+    Attributes:
+        path: of the folder.
+        weights: parameters and buffers by name.
+        state: everything else: numbers, texts, tensors, and lists and dictionaries of these.
+    """
+
+    path: Path
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class CheckpointFolder:
+    """The checkpoints of a run: ``<kind>-<number>``, the highest number being the newest.
+
+    Args:
+        path: of the folder that holds them; made at the first save.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def save(self, kind: str, number: int, model: nn.Module, state: Mapping[str, Any], *, keep: int) -> Path:
+        """Write a checkpoint, and remove all of its kind but the newest ``keep``.
+
+        Raises:
+            RunFolderError: it cannot be written; the ones before are as they were.
+        """
+        target = self.path / f"{kind}-{number:08d}"
+        temporary = self.path / f"{PARTIAL_MARK}{os.getpid()}-{target.name}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            # Clones: safetensors refuses tensors that share memory.
+            save_file(
+                {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}, temporary / _WEIGHTS
+            )
+            digest = _sha256(temporary / _WEIGHTS)
+            torch.save({**state, "format": _FORMAT, "weights_sha256": digest}, temporary / _STATE)
+            sync_tree(temporary)
+            if target.exists():  # the same step again, after a crash behind its save: the same bits
+                shutil.rmtree(target)
+            os.rename(temporary, target)
+            fsync_folder(self.path)
+        except Exception as error:  # safetensors and torch.save have errors of their own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            before = "The checkpoint before is complete" if self._numbers(kind) else "It is the first one"
+            raise RunFolderError(
+                f"cannot write checkpoint {target}, as on a full disk: {error}. {before}: make room and start the same command again."
+            ) from error
+        for old in self._numbers(kind)[:-keep]:
+            shutil.rmtree(self.path / f"{kind}-{old:08d}", ignore_errors=True)
+        return target
+
+    def load(self, kind: str) -> Checkpoint | None:
+        """The newest checkpoint of a kind that is undamaged; None where there is none.
+
+        Raises:
+            RunFolderError: there are some, and all are damaged.
+        """
+        numbers = self._numbers(kind)
+        for number in reversed(numbers):
+            path = self.path / f"{kind}-{number:08d}"
+            try:
+                return _read(path)
+            except Exception as error:  # a damaged file raises almost anything
+                message = f"checkpoint {path} is damaged ({type(error).__name__}: {error}); taking the one before"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if numbers:
+            raise RunFolderError(
+                f"all {len(numbers)} checkpoints of kind {kind!r} in {self.path} are damaged. Copy them again, or start again in another "
+                "folder."
+            )
+        return None
+
+    def clear_partial(self) -> None:
+        """Remove what a process that died has left unfinished."""
+        clear_partial(self.path)
+
+    def _numbers(self, kind: str) -> list[int]:
+        names = [path.name.removeprefix(f"{kind}-") for path in self.path.glob(f"{kind}-*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+
+def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], run: Path) -> None:
+    """Put a checkpoint's weights into the model that its run describes.
+
+    Raises:
+        RunFolderError: they are of another model; it was changed in the configuration, or in its code.
+    """
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunFolderError(
+            f"{run}: its weights are not those of the model that its config.yaml describes, which was changed since, or its code: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _read(path: Path) -> Checkpoint:
+    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    if state["format"] != _FORMAT:
+        raise ValueError(f"format {state['format']}, expected {_FORMAT}")
+    if _sha256(path / _WEIGHTS) != state["weights_sha256"]:
+        raise ValueError(f"{_WEIGHTS} is not what was written")
+    return Checkpoint(path=path, weights=load_file(path / _WEIGHTS), state=state)
+
+
+def seed_everything(seed: int) -> None:
+    """Put every global generator where a run begins: nothing of ours draws from them, but a network may."""
+    torch.manual_seed(counter_seed(seed, "torch"))
+    np.random.seed(counter_seed(seed, "numpy") % 2**32)
+    random.seed(counter_seed(seed, "python"))
+
+
+def get_random_state() -> dict[str, Any]:
+    """The state of every global generator, of plain numbers and tensors."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, numbers, next_gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys, np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(numbers), next_gauss],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put every global generator where it was."""
+    torch.set_rng_state(state["torch"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, numbers, next_gauss = state["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

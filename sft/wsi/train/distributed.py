@@ -1,0 +1,350 @@
+"""What the ranks of a run say to each other: one process has nothing to say, several deal out slides and add up gradients.
+
+Ranks come in *replicas*, which have slides of their own, of *bands*, which share one slide. The slides of a group are dealt out to the
+replicas like cards, so that what one process does one after another, in order, is done side by side, and put back into that order.
+
+Everything is said over one link of the program's own (`sft.distributed.process_link`), from the memory of the host: a rank that fails
+tells the others why, and all of them fail, with a :class:`sft.common.errors.RankError`. Sums are taken in the order of the replicas, so
+all ranks have the same bits. What is said beside gradients is pickled; all ranks are processes of one program, started by one person.
+
+Where ranks meet: a part of torchrun's store that no earlier start of theirs has written to.
+
+torchrun keeps its store when it starts ranks again, and with it the addresses of processes that are gone; a count of restarts, which each
+machine keeps for itself, does not tell one start from another (https://github.com/pytorch/pytorch/issues/135712). So the first rank draws
+a name for this start, and the others take a name only when the first has confirmed that it saw *them*: each writes a word of its own
+under the name that it found, and waits until the first rank has repeated it. A name of an earlier start repeats other words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sft.common.errors import InputError, RankError
+from sft.distributed.all_reduce import DenseBuffer, all_reduce_buffers
+from sft.distributed.link import RankGroup
+from sft.distributed.mesh import LiveMesh, MeshShape
+from sft.distributed.rank_context import RankContext
+from sft.wsi.config import RanksConfig
+
+__all__ = ["SINGLE_RANK", "Ranks", "SingleRank", "World", "connect_ranks", "joined", "rendezvous_ranks"]
+
+_POLL_SECONDS = 0.02
+
+
+def connect_ranks(rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Start ``torch.distributed`` (gloo) among the processes that torchrun started, for the first time or again.
+
+    Raises:
+        RankError: they do not find each other.
+    """
+    from torch.distributed.rendezvous import rendezvous  # not there in every build of torch
+
+    try:
+        store, _, _ = next(iter(rendezvous("env://", rank, num_ranks, timeout=timeout)))
+        own = dist.distributed_c10d.PrefixStore(f"sft/{rendezvous_ranks(store, rank, num_ranks, timeout)}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+    except (RuntimeError, ValueError) as error:  # DistError and its like; a variable of the environment that is missing
+        if isinstance(error, RankError):
+            raise
+        raise RankError(f"rank {rank} of {num_ranks} cannot connect to the others: {error}. Start all of them with torchrun.") from error
+
+
+def rendezvous_ranks(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> str:
+    """The name of this start, on all ranks.
+
+    Args:
+        store: a ``torch.distributed.Store`` that all ranks share, with whatever earlier starts have left in it.
+        rank: this one.
+        num_ranks: all.
+        timeout: how long to wait for the others.
+
+    Raises:
+        RankError: ranks have not come.
+    """
+    own, late = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        store.set("sft/start", own)
+        missing = list(range(1, num_ranks))
+        while missing := [other for other in missing if not store.check([f"sft/{own}/here/{other}"])]:
+            _wait(late, f"ranks {missing} have not come within {timeout}")
+        store.set(f"sft/{own}/seen", json.dumps({str(other): _text(store, f"sft/{own}/here/{other}") for other in range(1, num_ranks)}))
+        return own
+    name = ""
+    while True:
+        if store.check(["sft/start"]) and _text(store, "sft/start") != name:
+            name = _text(store, "sft/start")
+            store.set(f"sft/{name}/here/{rank}", own)
+        if name and store.check([f"sft/{name}/seen"]) and json.loads(_text(store, f"sft/{name}/seen")).get(str(rank)) == own:
+            return name
+        _wait(late, f"rank 0 has not come within {timeout}")
+
+
+def _text(store: Any, key: str) -> str:
+    return bytes(store.get(key)).decode()
+
+
+def _wait(late: float, problem: str) -> None:
+    if time.monotonic() > late:
+        raise RankError(f"{problem}. Find out why, and start all ranks again.")
+    time.sleep(_POLL_SECONDS)
+
+
+T = TypeVar("T")
+#: All ranks, or those that share this rank's slide.
+RankScope = Literal["all", "bands"]
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The processes of this program, as torchrun started them.
+
+    Attributes:
+        num_ranks: how many there are.
+        rank: which of them this one is.
+        local_rank: likewise, of those on this machine.
+        num_local: how many are on this machine.
+    """
+
+    num_ranks: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    num_local: int = 1
+
+    @classmethod
+    def here(cls) -> World:
+        """From ``torch.distributed`` where it runs, and else from the environment."""
+        if dist.is_available() and dist.is_initialized():
+            num_ranks, rank = dist.get_world_size(), dist.get_rank()
+        else:
+            num_ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(num_ranks=num_ranks, rank=rank, local_rank=local_rank, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+class Ranks(Protocol):
+    """One rank among those of a run."""
+
+    @property
+    def shape(self) -> MeshShape:
+        """How many replicas of how many bands."""
+
+    @property
+    def rank(self) -> int:
+        """This one; replica by replica, band by band."""
+
+    @property
+    def mesh(self) -> Any:
+        """What ``sft.compile`` is given: the ranks that share a slide; None where each has its own."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long one rank waits for another."""
+
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
+        """Everybody's value, in the order of the ranks."""
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first rank makes; the others do not make it."""
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make each ``.grad`` the sum over replicas; one that no replica has stays None."""
+
+    def take_buffers(self, model: nn.Module) -> None:
+        """Give the buffers of the first replica to all."""
+
+    def use_device(self, device: str) -> None:
+        """Let ``cuda`` be the device that is this rank's.
+
+        Raises:
+            InputError: this machine has fewer devices than ranks.
+        """
+
+
+class SingleRank:
+    """The only rank.
+
+    Args:
+        mesh: to plan for. Default: `None`
+    """
+
+    shape, rank, timeout_seconds = MeshShape(), 0, 1800.0
+
+    def __init__(self, mesh: tuple[int, int] | None = None) -> None:
+        self.mesh = mesh
+
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
+        return [value]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def take_buffers(self, model: nn.Module) -> None:
+        pass
+
+    def use_device(self, device: str) -> None:
+        pass
+
+
+SINGLE_RANK = SingleRank()
+
+
+class _MultiRank:
+    """One of several ranks.
+
+    Each message is guarded by itself, beside all that is done :meth:`together`: when a rank dies, torchrun sends SIGTERM to the others
+    at once, and they find out whom they miss while that is still noted, not obeyed.
+
+    Args:
+        world: the processes.
+        settings: of the run.
+    """
+
+    def __init__(self, world: World, settings: RanksConfig) -> None:
+        self.shape = MeshShape(num_replicas=world.num_ranks // settings.bands, num_bands=settings.bands)
+        self.rank, self.timeout_seconds = world.rank, settings.timeout_seconds
+        self._world = world
+        self.mesh: Any = None
+        if settings.bands > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            # The mesh says who is where; what the network sends goes from the device that its weights are on.
+            extents = (self.shape.num_replicas, self.shape.num_bands)
+            self.mesh = init_device_mesh("cpu", extents, mesh_dim_names=("replica", "band"))["band"]
+        replica, band = divmod(world.rank, settings.bands)
+        ranks = tuple(range(world.num_ranks))
+        live = LiveMesh(shape=self.shape, replica=replica, band=band, ranks=ranks, timeout=timedelta(seconds=settings.timeout_seconds))
+        self._rank_context = RankContext(live, _HOST)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that fails on all ranks if it fails on one, and that nobody leaves before all are through."""
+        with self._rank_context.link.guarded():
+            self.gathered(None)  # connections are there from the beginning, so that whoever dies is missed at once
+            yield
+            self.gathered(None)
+
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
+        link, over = self._rank_context.link, _over(among)
+        own = _bytes_of(value)
+        with link.guarded():
+            sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()], device="cpu"))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            padded[: own.numel()] = own
+            everybody = link.gathered(over, padded)
+        return [_value_of(other[:size]) for other, size in zip(everybody, sizes, strict=True)]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        told: T = self._spread("mesh", make() if self.rank == 0 else None)
+        return told
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.shape.num_replicas == 1:
+            return  # the bands have added up theirs
+        present = self.gathered([parameter.grad is not None for parameter in parameters])
+        staged: list[tuple[Tensor, Tensor]] = []
+        for number, parameter in enumerate(parameters):
+            if any(theirs[number] for theirs in present):
+                if parameter.grad is None:  # this replica had no slide
+                    parameter.grad = torch.zeros_like(parameter)
+                # In the order of the indices, whatever layout each rank's gradient has.
+                staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
+        sums = [DenseBuffer(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
+        with self._rank_context.link.guarded():
+            all_reduce_buffers(self._rank_context.machine(_HOST), sums, "replica", "parameters")
+        for gradient, host in staged:
+            gradient.copy_(host)
+
+    def take_buffers(self, model: nn.Module) -> None:
+        if self.shape.num_replicas == 1:
+            return
+        buffers = dict(model.named_buffers())
+        first = self._spread("replica", {name: buffer.cpu() for name, buffer in buffers.items()})
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(first[name])
+
+    def use_device(self, device: str) -> None:
+        if torch.device(device) != torch.device("cuda") or not torch.cuda.is_available():
+            return  # the CPU, or a device that was chosen by its number
+        count = torch.cuda.device_count()
+        if self._world.num_local > count:
+            raise InputError(
+                f"{self._world.num_local} ranks on a machine with {count} CUDA device(s): start at most {count} (--nproc-per-node {count})"
+            )
+        torch.cuda.set_device(self._world.local_rank)
+
+    def _spread(self, over: RankGroup, value: Any) -> Any:
+        """The value of a group's first member, on all of them."""
+        link = self._rank_context.link
+        own = _bytes_of(value)
+        size = torch.tensor([own.numel()], device="cpu")
+        with link.guarded():
+            link.broadcast(over, size)
+            data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            link.broadcast(over, data)
+        return _value_of(data)
+
+
+@contextmanager
+def joined(settings: RanksConfig, *, plans_only: bool = False) -> Iterator[Ranks]:
+    """This process among those that torchrun started; alone where it did not.
+
+    What fails on one rank inside of the context fails on all of them.
+
+    Args:
+        settings: of the run.
+        plans_only: whether one process may stand for the ranks of a slide, because nothing runs. Default: `False`
+
+    Raises:
+        InputError: there are not as many ranks as the bands need.
+        RankError: another rank failed, or did not come.
+    """
+    world = World.here()
+    if world.num_ranks % settings.bands and not (plans_only and world.num_ranks == 1):
+        started = "one process" if world.num_ranks == 1 else f"{world.num_ranks} processes"
+        raise InputError(
+            f"ranks.bands {settings.bands}, and {started}: start a multiple of {settings.bands} with torchrun (--nproc-per-node), or "
+            "change ranks.bands"
+        )
+    if world.num_ranks == 1:
+        yield SingleRank((1, settings.bands)) if settings.bands > 1 else SINGLE_RANK
+        return
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise InputError(f"{world.num_ranks} processes, and this build of torch has no gloo to connect them: start one")
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        connect_ranks(world.rank, world.num_ranks, timedelta(seconds=settings.timeout_seconds))
+    ranks = _MultiRank(world, settings)
+    with ranks.together():
+        yield ranks
+    if is_ours:
+        dist.destroy_process_group()
+
+
+def _over(among: RankScope) -> RankGroup:
+    return "mesh" if among == "all" else "band"
+
+
+def _bytes_of(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _value_of(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

@@ -1,0 +1,308 @@
+"""Everything that a run is made of, from its configuration: the slides, the task, the network, the compiled network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sft
+from sft.api.plan_search import resident_bytes
+from sft.common.errors import InputError, SourceError
+from sft.common.interval import Interval
+from sft.sources.image import Image
+from sft.wsi.config import Config
+from sft.wsi.data.dataset import IGNORED_LABEL, SlideDataset
+from sft.wsi.data.splits import assign_splits
+from sft.wsi.data.table import SlideRecord, SlideTable, read_table
+from sft.wsi.errors import DatasetError
+from sft.wsi.eval.metrics import is_measurable
+from sft.wsi.model.backbones import load_backbone, load_weights, num_features
+from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms, set_training
+from sft.wsi.model.tasks import Task, make_task
+from sft.wsi.run.progress import Reporter
+from sft.wsi.train.distributed import SINGLE_RANK, Ranks
+from sft.wsi.train.optim import counter_seed, make_optimizer, philox_generator
+
+__all__ = [
+    "Experiment",
+    "autocast_context",
+    "calibrate_norms",
+    "check_records",
+    "check_slides",
+    "compile_model",
+    "load_experiment",
+    "plan_of_size",
+    "segmentation_counts",
+    "segmentation_loss",
+]
+
+_CALIBRATION_CROPS = 8
+_CALIBRATION_PX = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Experiment:
+    """What a run is made of.
+
+    Attributes:
+        config: what was asked.
+        table: the slides, each with its split.
+        task: what is predicted.
+        model: the network, with its initial weights.
+        feed: opens slides.
+        freezes_norms: whether statistics of BatchNorms stay as they are.
+    """
+
+    config: Config
+    table: SlideTable
+    task: Task
+    model: SlideModel
+    feed: SlideDataset
+    freezes_norms: bool
+
+    def records(self, split: str) -> list[SlideRecord]:
+        """The slides of a split, in the order of the table."""
+        return [record for record in self.table.records if record.split == split]
+
+    @property
+    def paints(self) -> bool:
+        """Whether slides are painted over outside of a mask: strips of that colour need not run."""
+        by_table = self.task.kind != "segmentation" and any(record.mask is not None for record in self.table.records)
+        return self.config.data.tissue == "mask" or by_table
+
+
+def load_experiment(config: Config, *, table: SlideTable | None = None, task: Task | None = None) -> Experiment:
+    """Read the table, and make the network with its initial weights (the same for the same configuration).
+
+    Args:
+        config: what was asked.
+        table: slides with splits, instead of those of the configuration. Default: `None`
+        task: instead of one made for the training slides. Default: `None`
+
+    Raises:
+        DatasetError: the table is wrong.
+        InputError: the network cannot be made.
+        SourceError: weights cannot be read.
+    """
+    if table is None:
+        table = read_table(config.data.csv, config.task, root=config.data.slides)
+        table = assign_splits(table, config.data, config.task.kind, config.train.seed)
+    if task is None:
+        task = make_task(config.task, table.classes, [record for record in table.records if record.split == "train"])
+    settings = config.model
+    torch.manual_seed(counter_seed(config.train.seed, "weights"))
+    backbone = load_backbone(settings.backbone, settings.options)
+    if settings.weights is not None:
+        load_weights(backbone, settings.weights)
+    model = build_model(
+        backbone,
+        num_features(backbone, settings.backbone),
+        task.num_outputs,
+        head=settings.head,
+        attention_dim=settings.attention_dim,
+        dropout=settings.dropout,
+    )
+    return Experiment(config=config, table=table, task=task, model=model, feed=SlideDataset(config), freezes_norms=settings.norm != "train")
+
+
+def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
+    """Open slides, each on one of the ranks; returns what is wrong, by the slide's name, and leaves the sizes of the others in the feed."""
+    feed = experiment.feed
+    mine = records[ranks.rank :: ranks.shape.num_ranks]
+    reporter.start_checks(len(mine))
+    problems: dict[str, str] = {}
+    for record in mine:
+        problem = feed.check(record)
+        if problem is not None:
+            problems[record.name] = problem
+        reporter.advance()
+    for theirs, sizes in ranks.gathered((problems, feed.sizes)):
+        problems |= theirs
+        feed.sizes |= sizes
+    reporter.note(f"{len(records)} slides checked, {len(problems)} cannot be used")
+    return {record.name: problems[record.name] for record in records if record.name in problems}
+
+
+def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> dict[str, str]:
+    """Open every slide.
+
+    Args:
+        experiment: whose slides.
+        ranks: those that share the work.
+        reporter: is told how far it is.
+
+    Returns:
+        What is wrong, by the slide's name; empty unless such slides are to be left out.
+
+    Raises:
+        DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
+        InputError: those that are left to validate on do not tell ``train.monitor``.
+    """
+    found = check_records(experiment, experiment.table.records, ranks, reporter)
+    if found and experiment.config.train.on_error != "skip":
+        problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
+        raise DatasetError(str(experiment.config.data.csv), problems)
+    if all(record.name in found for record in experiment.records("train")):
+        raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *found.values()])
+    monitor = experiment.config.train.monitor
+    known = [r.target for r in experiment.records("val") if r.name not in found and r.target is not None]
+    if known and not is_measurable(experiment.task, monitor, known):
+        raise InputError(
+            f"train.monitor {monitor}: validation slides ({len(known)}) do not tell it, with one class, one value, or no pair to compare; "
+            "validate on more or other slides, or set train.monitor to loss"
+        )
+    return found
+
+
+def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
+    """Measure the statistics of norms on crops of the training slides, where the configuration wants that; returns how many norms.
+
+    Raises:
+        SourceError: slides cannot be read.
+    """
+    settings = experiment.config.model
+    brings_own = settings.weights is not None or bool(settings.options.get("pretrained") or settings.options.get("weights"))
+    if settings.norm not in ("calibrated", "auto") or (settings.norm == "auto" and brings_own):
+        return 0
+    records = [record for record in experiment.records("train") if record.name not in failed]
+    draw = philox_generator(experiment.config.train.seed, "calibration")
+    chosen = [records[int(number)] for number in draw.integers(len(records), size=_CALIBRATION_CROPS)]
+    return calibrate_batch_norms(experiment.model.backbone, _crops(experiment, chosen, draw))
+
+
+def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.random.Generator) -> Iterator[Tensor]:
+    """A crop of each slide; none of one that is damaged there and may be left out, which training will find."""
+    for record in records:
+        try:
+            yield _crop(experiment, record, draw)
+        except SourceError:
+            if experiment.config.train.on_error != "skip":
+                raise
+
+
+def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator) -> Tensor:
+    """A crop of a slide, the one with the most different pixels of four places: half of a slide may be glass."""
+    image: Image = experiment.feed.coloured(record)
+    width_px, height_px = min(_CALIBRATION_PX, image.width_px), min(_CALIBRATION_PX, image.height_px)
+    crops = []
+    for _ in range(4):
+        left, top = int(draw.integers(image.width_px - width_px + 1)), int(draw.integers(image.height_px - height_px + 1))
+        crops.append(image.read(left, top, width_px, height_px))
+    pixels = max(crops, key=lambda crop: float(crop.std()))
+    mean, std = (
+        torch.tensor(values, device="cpu").view(1, 3, 1, 1) for values in (experiment.config.model.mean, experiment.config.model.std)
+    )
+    return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
+
+
+def compile_model(
+    model: nn.Module,
+    config: Config,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    num_inputs: int = 1,
+    skip_repeats: bool = False,
+    ranks: Ranks = SINGLE_RANK,
+) -> Any:
+    """The model inside the budget, for slides of any size.
+
+    The optimizer's state counts as what it will be, not as what it is so far. So a plan does not depend on when in a
+    run it is made, and a run that is started again computes the same bits.
+
+    Args:
+        model: `SlideModel`, or what holds one.
+        config: of the run.
+        optimizer: whose state counts; one that has not made a step.
+        num_inputs: of the model; label maps come behind the image.
+        skip_repeats: whether strips of background need not run; see `sft.Options`.
+        ranks: those that share each slide. Default: this process alone
+
+    Raises:
+        UnsupportedError: the network has operators without an exact rule.
+    """
+    state_bytes = resident_bytes(model, optimizer) - resident_bytes(model, None)
+    shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
+    return sft.compile(
+        model,
+        shapes if num_inputs > 1 else shapes[0],
+        budget=config.model.budget,
+        device=config.train.device,
+        optimizer=state_bytes,
+        mesh=ranks.mesh,
+        options=sft.Options(
+            skip_repeats=skip_repeats,
+            mesh_timeout_seconds=ranks.timeout_seconds,
+            tile=None if config.model.tile is None else (config.model.tile[0], config.model.tile[1]),
+        ),
+    )
+
+
+def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = SINGLE_RANK) -> sft.Plan:
+    """The plan of a training step on a slide of (height, width) px that need not exist.
+
+    Args:
+        experiment: whose network and budget.
+        size_px: of the slide.
+        ranks: those that share it. Default: this process alone
+
+    Raises:
+        UnsupportedError, BudgetError: as `sft.plan`.
+        InputError: the size is none, or the task is segmentation.
+    """
+    if min(size_px) < 1 or experiment.task.kind == "segmentation":
+        raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
+    optimizer = make_optimizer(experiment.model, experiment.config.train)
+    net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
+    set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
+    with autocast_context(experiment.config):
+        found: sft.Plan = net.plan_for(_PlaceholderSlide((1, 3, *size_px)))
+    return found
+
+
+class _PlaceholderSlide:
+    """A slide of which only the size is known: enough to plan for."""
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        self.shape, self.dtype = shape, torch.get_default_dtype()
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Never called.
+
+        Raises:
+            SourceError: always.
+        """
+        raise SourceError(f"rows [{interval.start}, {interval.stop}) of a slide of {self.shape} that is only planned for")
+
+
+def autocast_context(config: Config) -> contextlib.AbstractContextManager[Any]:
+    """The precision of the run."""
+    if config.train.precision == "fp32":
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float16
+    return torch.autocast(torch.device(config.train.device).type, dtype=dtype)
+
+
+def segmentation_loss(prediction: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of the pixels that have a label."""
+    return F.cross_entropy(prediction, target, ignore_index=IGNORED_LABEL)
+
+
+def segmentation_counts(prediction: Tensor, target: Tensor) -> Tensor:
+    """Pixels that are right, predicted and true, class after class: ``[3 K]`` sums that stream, in 32 bits at least."""
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    labels = target.unsqueeze(1) if target.dim() == prediction.dim() - 1 else target
+    counted = (labels != IGNORED_LABEL).to(dtype)
+    guess = prediction.argmax(1, keepdim=True)
+    sums = []
+    for number in range(prediction.shape[1]):
+        predicted = (guess == number).to(dtype) * counted
+        true = (labels == number).to(dtype)
+        sums += [(predicted * true).sum(), predicted.sum(), true.sum()]
+    return torch.stack(sums)

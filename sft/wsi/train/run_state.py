@@ -1,0 +1,143 @@
+"""Where a run is, and whether a checkpoint is of the same run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.distributed.mesh import MeshShape
+from sft.wsi.config import Config
+from sft.wsi.data.table import SlideTable, file_bytes
+from sft.wsi.errors import RunFolderError
+
+__all__ = ["RunProgress", "check_same_run", "config_fingerprint", "run_environment"]
+
+#: Settings that a run may change when it goes on: none of them changes a number.
+_NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
+
+#: Settings that errors of a run advise to change: it goes on with others, and its later steps are those of the new ones.
+_CHANGEABLE = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
+
+#: What decodes slides, where it is installed.
+_PACKAGES = ("sft-engine", "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
+
+_SINGLE_RANK = MeshShape()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """How far a run is.
+
+    Attributes:
+        serial: checkpoints written so far.
+        step: optimizer steps done.
+        epoch: passes done.
+        position: slides of this epoch that are done.
+        loss_sum, loss_weight: of this epoch's groups.
+        best: the best value of what is monitored, and its epoch; None before the first.
+        epochs: rows of metrics.csv.
+        failed: slides that cannot be read, with what is wrong.
+        stopped: whether patience has run out.
+    """
+
+    serial: int = 0
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
+    best: tuple[float, int] | None = None
+    epochs: tuple[dict[str, Any], ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    stopped: bool = False
+
+
+def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable, shape: MeshShape = _SINGLE_RANK) -> None:
+    """Refuse to go on with another run; warn where the bits cannot be the same.
+
+    Args:
+        folder: of the run.
+        state: of its checkpoint.
+        config: what is asked now.
+        table: the slides now.
+        shape: the ranks now. Default: one
+
+    Raises:
+        RunFolderError: settings, slides, labels or splits are others.
+    """
+    before, now = state["settings"], config_fingerprint(config)
+    different = _changed_settings(before, now)
+    refused = [told for name, told in different.items() if name not in _CHANGEABLE]
+    if refused:
+        listed = ", ".join(refused)
+        raise RunFolderError(
+            f"the run folder {folder} holds a run with other settings: {listed}. Put them back to go on, or give another folder with --run."
+        )
+    if state["table"] != table.digest():
+        raise RunFolderError(
+            f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
+            "another folder with --run."
+        )
+    now = run_environment(shape, config.train.device)
+    before = {**run_environment(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
+    different |= _changed_settings(before, now)
+    sizes = _changed_settings(state.get("file_bytes", {}), file_bytes(table)) if "file_bytes" in state else {}
+    if sizes:
+        different["slides"] = f"{len(sizes)} slide file(s) of another size, bytes of {next(iter(sizes.values()))}"
+    if different:
+        listed = ", ".join(different.values())
+        warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)
+
+
+def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What is no longer as it was, by name, in words."""
+    return {
+        name: f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in {**before, **now} if before.get(name) != now.get(name)
+    }
+
+
+def config_fingerprint(config: Config) -> dict[str, Any]:
+    """The settings that decide what a run computes, as ``group.name``."""
+    settings = config.to_dict()
+    found = {
+        f"{group}.{name}": value
+        for group in ("data", "task", "model", "augment", "train")
+        for name, value in settings[group].items()
+        if name not in _NEUTRAL.get(group, ())
+    }
+    found["train.device"] = torch.device(config.train.device).type
+    return found
+
+
+def run_environment(shape: MeshShape = _SINGLE_RANK, device: str = "cpu") -> dict[str, Any]:
+    """What else decides the bits of a run: how pixels are decoded, and in which order sums are taken.
+
+    Args:
+        shape: its ranks. Default: one
+        device: that it trains on. Default: the CPU
+    """
+    on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    return {
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "num_replicas": shape.num_replicas,
+        "num_bands": shape.num_bands,
+        **{name: _version(name) for name in _PACKAGES},
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

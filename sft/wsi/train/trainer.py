@@ -1,0 +1,324 @@
+"""The training loop, which may be killed at any moment and goes on to the same bits.
+
+All that decides a step is either in the last checkpoint (weights, optimizer, loss scale, position) or follows from counters (order of the
+slides, augmentation, dropout, learning rate: functions of seed, epoch, slide and step). What a killed process had computed since its last
+checkpoint is computed again, from the same numbers, in the same order. A slide of its own never changes the model: ``.grad`` and the
+buffers of an unfinished group are dropped.
+
+Several ranks run this loop side by side. What they decide, they decide from numbers that are the same on all of them: those of a group are
+gathered (`sft.wsi.train.grad_accumulation`), those of a validation are the first rank's, who also reads and writes the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.common.errors import RankError
+from sft.nn import WithLoss
+from sft.planner.plan import Plan
+from sft.wsi.data.augment import draw_augmentation
+from sft.wsi.data.dataset import SlidePrefetcher
+from sft.wsi.data.table import SlideRecord, file_bytes
+from sft.wsi.errors import RunInterrupted, TrainingError
+from sft.wsi.eval.metrics import Prediction, evaluate_predictions
+from sft.wsi.eval.predict import Predictor, mean_loss
+from sft.wsi.run.folder import RunFolder
+from sft.wsi.run.progress import Reporter
+from sft.wsi.train.checkpoint import get_random_state, restore_weights, seed_everything, set_random_state
+from sft.wsi.train.distributed import SINGLE_RANK, Ranks
+from sft.wsi.train.experiment import Experiment, autocast_context, calibrate_norms, compile_model, segmentation_loss
+from sft.wsi.train.grad_accumulation import GradientAccumulator, StepCost
+from sft.wsi.train.optim import learning_rate, make_optimizer, philox_generator
+from sft.wsi.train.rank_sync import scatter_items
+from sft.wsi.train.run_state import RunProgress, check_same_run, config_fingerprint, run_environment
+from sft.wsi.train.signals import EndRequested, Interruption
+
+__all__ = ["Trainer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InitialState:
+    """What a run begins with, or goes on with.
+
+    Attributes:
+        weights: parameters and buffers by name.
+        state: the rest of a checkpoint; None at the beginning.
+        num_norms: whose statistics were measured.
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any] | None = None
+    num_norms: int = 0
+
+
+class Trainer:
+    """A run.
+
+    Args:
+        experiment: what is trained.
+        folder: what it writes to, opened.
+        failed: slides to leave out, with what is wrong.
+        reporter: is told what happens.
+        ranks: those that share the work. Default: this process alone
+    """
+
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, failed: dict[str, str], reporter: Reporter, ranks: Ranks = SINGLE_RANK
+    ) -> None:
+        self.experiment, self._folder, self._reporter, self._ranks = experiment, folder, reporter, ranks
+        self._config, self._task, self._model = experiment.config, experiment.task, experiment.model
+        config = self._config
+        self._model.to(config.train.device)
+        self._optimizer = make_optimizer(self._model, config.train)
+        segments = self._task.kind == "segmentation"
+        self._net = compile_model(
+            WithLoss(self._model, segmentation_loss) if segments else self._model,
+            config,
+            optimizer=self._optimizer,
+            num_inputs=2 if segments else 1,
+            skip_repeats=experiment.paints,
+            ranks=ranks,
+        )
+        self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
+        ahead = SlidePrefetcher()
+        #: predicts with the model as it is, through plans that training has made already
+        self.predictor = Predictor(experiment, self._net, ranks, ahead)
+        self._groups = GradientAccumulator(experiment, self._net, self._scaler, ranks, reporter, ahead)
+        self._epoch_cost = StepCost()
+        self._records = experiment.records("train")
+        self.progress = RunProgress(failed=tuple(failed.items()))
+        self._saved: RunProgress | None = None
+        self._file_bytes = file_bytes(experiment.table)
+        num_groups = math.ceil(len(self._records) / config.train.accumulate)
+        self._num_steps = num_groups * config.train.epochs
+
+    def plan(self, record: SlideRecord, *, turned: bool = False) -> Plan:
+        """The plan of a training step on a slide.
+
+        Raises:
+            BudgetError: it does not fit.
+            SourceError: the slide cannot be opened.
+        """
+        self._groups.set_training()
+        augmentation = replace(draw_augmentation(self._config.augment, 0, 0, record.name), quarters=int(turned))
+        with autocast_context(self._config):
+            found: Plan = self._net.plan_for(*self._groups.inputs(record, augmentation))
+        return found
+
+    def restore(self) -> None:
+        """Go to where the run in the folder is, or to its beginning.
+
+        Raises:
+            RunFolderError: the folder is of another run, damaged, or cannot be written.
+            SourceError: slides to measure statistics on cannot be read.
+        """
+        start = self._ranks.from_first(self._start)
+        restore_weights(self._model, start.weights, self._folder.path)
+        if start.state is None:
+            seed_everything(self._config.train.seed)
+            if start.num_norms:
+                self._reporter.note(f"statistics of {start.num_norms} norms measured on crops of the training slides, then frozen")
+            self._folder.start_steps(0)
+            self._save()
+            return
+        self._optimizer.load_state_dict(start.state["optimizer"])
+        self._scaler.load_state_dict(start.state["scaler"])
+        set_random_state(start.state["random"])
+        failed = {**dict(self.progress.failed), **{name: problem for name, problem in start.state["progress"]["failed"]}}
+        reached = RunProgress(**start.state["progress"])
+        # Patience may have changed since.
+        self.progress = replace(reached, failed=tuple(failed.items()), stopped=self._patience_exhausted(reached.epoch, reached.best))
+        self._saved = self.progress
+        self._folder.start_steps(self.progress.step)
+        self._folder.write_epochs(self.progress.epochs)
+        if self.progress.stopped or self.progress.epoch >= self._config.train.epochs:
+            self._reporter.note(f"trained already: {self.progress.step} steps, {self.progress.epoch} epochs")
+        elif self.progress.step or self.progress.epoch:
+            self._reporter.note(
+                f"going on from step {self.progress.step}, epoch {self.progress.epoch + 1}, slide {self.progress.position + 1}"
+            )
+
+    def _start(self) -> _InitialState:
+        """What the folder holds, or what a run begins with."""
+        checkpoint = self._folder.checkpoints.load("last")
+        if checkpoint is not None:
+            check_same_run(self._folder.path, checkpoint.state, self._config, self.experiment.table, self._ranks.shape)
+            return _InitialState(weights=checkpoint.weights, state=checkpoint.state)
+        seed_everything(self._config.train.seed)
+        num_norms = calibrate_norms(self.experiment, dict(self.progress.failed))
+        return _InitialState(weights={name: value.cpu() for name, value in self._model.state_dict().items()}, num_norms=num_norms)
+
+    def run(self, interruption: Interruption) -> RunProgress:
+        """Train from where the run is to the end; :meth:`restore` comes before.
+
+        Raises:
+            RunInterrupted: it was asked to end; its state is saved.
+            RunFolderError: the folder cannot be written.
+            SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
+            BudgetError: a slide does not fit.
+            TrainingError: the loss is no number.
+            RankError: another rank failed.
+        """
+        settings = self._config.train
+        try:
+            while self.progress.epoch < settings.epochs and not self.progress.stopped:
+                started = time.perf_counter()
+                self._train_epoch(interruption)
+                self._validate(interruption, started)
+        except EndRequested as asked:
+            if self.progress != self._saved:
+                self._save()
+            # A rank that has left makes torchrun end the others: nobody leaves before the first has saved.
+            self._ranks.gathered(None)
+            raise RunInterrupted(
+                f"{asked.signal.name}: saved at step {self.progress.step}, epoch {self.progress.epoch + 1}. Start the same "
+                "command again to go on."
+            ) from None
+        return self.progress
+
+    def _train_epoch(self, interruption: Interruption) -> None:
+        settings, epoch = self._config.train, self.progress.epoch
+        self._epoch_cost = StepCost()
+        order = philox_generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
+        self._reporter.start_epoch(epoch, len(order), self.progress.position)
+        while self.progress.position < len(order):
+            started = time.perf_counter()
+            start = self.progress.position
+            group = [self._records[number] for number in order[start : start + settings.accumulate]]
+            later = [self._records[number] for number in order[start + settings.accumulate :]]
+            failed = dict(self.progress.failed)
+            found = self._groups.accumulate(group, later, failed, interruption, epoch=epoch, step=self.progress.step)
+            reached = replace(
+                self.progress,
+                position=min(start + settings.accumulate, len(order)),
+                failed=tuple({**failed, **found.failed}.items()),
+            )
+            if found.loss is not None:
+                rate = learning_rate(settings, reached.step, self._num_steps)
+                norm = self._step(rate)
+                reached = replace(
+                    reached,
+                    step=reached.step + 1,
+                    loss_sum=reached.loss_sum + found.loss * found.weight,
+                    loss_weight=reached.loss_weight + found.weight,
+                )
+                row = {"step": reached.step, "epoch": epoch, "loss": found.loss, "lr": rate, "grad_norm": norm}
+                told = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(found.cost.waited_seconds, 3)}
+                told |= {"skipped_share": round(found.cost.skipped_share, 4)}
+                self._folder.add_step({**row, **told, "slides": " ".join(found.names)})
+                self._reporter.step(row)
+                self._epoch_cost += found.cost
+            self.progress = reached
+            if reached.step % settings.checkpoint_every == 0 or reached.position == len(order):
+                self._save()
+            self._end_if_asked(interruption)
+
+    def _step(self, rate: float) -> float:
+        """One optimizer step; returns the norm of the gradient."""
+        settings = self._config.train
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._scaler.unscale_(self._optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.clip_norm or math.inf)
+        if not torch.isfinite(norm) and not self._scaler.is_enabled():
+            raise TrainingError(
+                f"step {self.progress.step + 1}: the gradient's norm is {norm.item()}. Lower train.lr, or set train.clip_norm; the "
+                "run goes on from its last checkpoint."
+            )
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def _validate(self, interruption: Interruption, started: float) -> None:
+        """Predict the validation slides, note the epoch, keep the best model."""
+        progress, settings = self.progress, self._config.train
+        failed = dict(progress.failed)
+        records = self.experiment.records("val")
+        self._check_same_weights()
+        self._reporter.start_validation(len(scatter_items(records, self._ranks)))
+        predictions = self.predictor.predict_all(records, failed, after=self._reporter.advance, interruption=interruption)
+        train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
+        row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}
+        if records:
+            row |= self._ranks.from_first(lambda: self._measured(predictions))
+        # Without slides to validate on, the training loss is all there is.
+        monitored = settings.monitor if records else "loss"
+        value = row.get(f"val_{monitored}", math.nan) if records else train_loss
+        score = -value if monitored == "loss" else value
+        best = progress.best
+        if not math.isnan(score) and (best is None or score > best[0]):
+            best = (score, progress.epoch + 1)
+            self._folder.checkpoints.save("best", progress.epoch + 1, self._model, {"epoch": progress.epoch + 1, "value": value}, keep=1)
+        self.progress = replace(
+            progress,
+            epoch=progress.epoch + 1,
+            position=0,
+            loss_sum=0.0,
+            loss_weight=0.0,
+            best=best,
+            epochs=(*progress.epochs, row),
+            failed=tuple(failed.items()),
+            stopped=self._patience_exhausted(progress.epoch + 1, best),
+        )
+        self._save()
+        self._folder.write_epochs(self.progress.epochs)
+        self._reporter.epoch({**row, "seconds": round(time.perf_counter() - started, 1)})
+        if self._epoch_cost.skipped_flops:
+            share = self._epoch_cost.skipped_share
+            self._reporter.note(f"  background: {100 * share:.1f} % of the FLOPs of its training steps were left out")
+
+    def _patience_exhausted(self, epoch: int, best: tuple[float, int] | None) -> bool:
+        """Whether so many passes are enough, the best of which was ``best``."""
+        patience = self._config.train.patience
+        return patience is not None and epoch - (best[1] if best else 0) >= patience
+
+    def _measured(self, predictions: list[Prediction]) -> dict[str, float]:
+        """What metrics.csv says of predictions of validation slides."""
+        estimates = evaluate_predictions(self._task, predictions, num_draws=0)
+        row = {"val_loss": mean_loss(self._task.kind, predictions)}
+        return row | {f"val_{name}": estimate.value for name, estimate in estimates.items() if name != "loss"}
+
+    def _check_same_weights(self) -> None:
+        """Refuse ranks that have come apart, as unlike devices may."""
+        digest = hashlib.sha256()
+        for value in self._model.state_dict().values():
+            digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digests = self._ranks.gathered(digest.hexdigest())
+        differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if differing:
+            raise RankError(
+                f"step {self.progress.step}: ranks {differing} have other weights than rank 0, though all took the same steps: their "
+                "devices or versions of torch differ. Use the same ones on all ranks, and go on from the last checkpoint."
+            )
+
+    def _end_if_asked(self, interruption: Interruption) -> None:
+        asked = [signal for signal in self._ranks.gathered(interruption.received) if signal is not None]
+        if asked:
+            raise EndRequested(asked[0])
+
+    def _save(self) -> None:
+        self.progress = replace(self.progress, serial=self.progress.serial + 1)
+        state = {
+            "progress": asdict(self.progress),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "random": get_random_state(),
+            "settings": config_fingerprint(self._config),
+            "table": self.experiment.table.digest(),
+            "file_bytes": self._file_bytes,
+            "surroundings": run_environment(self._ranks.shape, self._config.train.device),
+        }
+        # Before the checkpoint: what is computed again is noted again.
+        if self._config.train.on_error == "fill":
+            for tiles in self._ranks.gathered(self.experiment.feed.bad_tiles):
+                self._folder.add_damage(tiles)
+        self._folder.checkpoints.save("last", self.progress.serial, self._model, state, keep=2)
+        self._saved = self.progress

@@ -1,0 +1,100 @@
+"""The shape of a sample at a grid of places is known without its formula, and the graph is the one that the formula makes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._decomp import decompositions
+from torch.nn import functional as F
+
+import sft
+from sft.analysis.frontend.capture import Capture, capture
+from sft.analysis.frontend.torch_patches import use_grid_sample_meta
+from sft.common.errors import InputError
+from tests.helpers.capture_cache import numbered
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import image, seeded
+
+_SHAPE = (2, 3, 20, 24)
+
+
+class _Warped(nn.Module):
+    """A convolution sampled where another one says, in several ways, on a grid of another size, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.places = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.values(x)
+        grid = self.places(x).permute(0, 2, 3, 1).tanh()
+        y = F.grid_sample(y, grid, align_corners=True)
+        y = F.grid_sample(y, grid, mode="nearest", padding_mode="border", align_corners=False)
+        return F.grid_sample(y, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
+
+
+class _Volume(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.places = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(2, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grid_sample(self.values(x), self.places(x).permute(0, 2, 3, 4, 1).tanh(), align_corners=False)
+
+
+def _captured(model: nn.Module) -> Capture:
+    return capture(model.float(), [_SHAPE], [torch.float32], torch.device("cpu"))
+
+
+def test_the_graph_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Warped()
+    found = _captured(model)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.frontend.export"), "grid_samples_by_shape", contextlib.nullcontext)
+    monkeypatch.setattr(
+        importlib.import_module("sft.analysis.frontend.functionalize"), "functionalize_by_rewriting", lambda *arguments: None
+    )
+    assert numbered(found.graph) == numbered(_captured(model).graph)
+    assert [node.target for node in found.graph.operators].count("aten.grid_sampler.default") == 3
+
+
+def test_the_formula_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(*arguments: object) -> None:
+        raise AssertionError("the formula was run")
+
+    formula.__signature__ = inspect.signature(decompositions._grid_sampler_2d)  # type: ignore[attr-defined]
+    monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
+    monkeypatch.setattr(
+        importlib.import_module("sft.analysis.frontend.functionalize"), "_functionalize_by_decomposition", formula
+    )  # nor does it go the long way
+    assert _captured(_Warped()).graph.operators
+
+
+def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(values: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
+    with use_grid_sample_meta():
+        assert getattr(decompositions, "_grid_sampler_2d") is formula  # noqa: B009 (mypy believes its declared type)
+
+
+@pytest.mark.parametrize(("batch", "coordinates"), [(1, 2), (2, 3)])
+def test_a_grid_that_does_not_fit_is_refused(batch: int, coordinates: int) -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.grid_sample(x, x[:batch, :coordinates].permute(0, 2, 3, 1), align_corners=False)
+
+    with pytest.raises(InputError, match="refuses"):
+        _captured(Wrong())
+
+
+@pytest.mark.parametrize("make", [_Warped, _Volume])
+def test_samples_are_exact(make: type[nn.Module]) -> None:
+    x = image(2, 2, 6, 9, 8) if make is _Volume else image(*_SHAPE)
+    assert_exact(seeded(make), x)
+    assert_exact(seeded(make), x, options=sft.Options(tile=(4, None)))

@@ -1,0 +1,191 @@
+"""Listing 4: the halo of an independent tile, against the rows that eager PyTorch turns out to read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from examples.models import unet
+from sft.analysis.frontend.capture import capture
+from sft.analysis.passes.infer_attributes import infer_attributes
+from sft.analysis.tiling.independent_tiles import independent_tile, tile_lengths
+from sft.analysis.tiling.phases import find_phases
+from sft.analysis.tiling.strips import NodeRows, OperandRead
+from sft.common.interval import Interval
+from sft.lower.lower_strip import lower_strip
+from sft.planner.plan import SegmentChoice
+from sft.planner.region_builder import build_region
+from tests.helpers.dag_nets import AvgPool, Conv, Dag, DagNet, MaxPool
+from tests.helpers.dags import dags
+from tests.helpers.dependence import row_dependence, rows_behind
+from tests.helpers.graphs import Built, GraphBuilder, every_value, graph_of
+from tests.helpers.problems import problem_of
+
+
+def _tile(built: Built, wanted: dict[str, Interval], axis: int = 0) -> dict[str, NodeRows]:
+    step = independent_tile(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    return {node.name: node for node in step.nodes}
+
+
+def _paper() -> Built:
+    """The forward half of the paper's figure 7: two 3x3 convolutions, each behind it a pool of stride 2."""
+    b = GraphBuilder((1, 3, 1024, 512))
+    b.conv("c1", "x", 4)
+    b.max_pool("p1", "c1", 2, 2)
+    b.conv("c2", "p1", 4)
+    b.max_pool("p2", "c2", 2, 2)
+    return b.build()
+
+
+def test_sizes_of_the_papers_example() -> None:
+    """64 wanted, hence 128 behind the second convolution, 130 before, 260 behind the first, 262 of the input."""
+    found = _tile(_paper(), {"p2": Interval(64, 128)})
+    assert {name: len(node.new) for name, node in found.items()} == {"x": 262, "c1": 260, "p1": 130, "c2": 128, "p2": 64}
+
+
+def test_clipped_at_the_border_in_full() -> None:
+    """The first and the last tile lack one row of halo at each convolution, and have padding instead."""
+    first, last = _tile(_paper(), {"p2": Interval(0, 64)}), _tile(_paper(), {"p2": Interval(192, 256)})
+    assert first["c2"].reads == (OperandRead(operand="p1", rows=Interval(0, 129), pad_low=1, pad_high=0),)
+    assert first["c1"].reads == (OperandRead(operand="x", rows=Interval(0, 259), pad_low=1, pad_high=0),)
+    assert last["c2"].reads == (OperandRead(operand="p1", rows=Interval(383, 512), pad_low=0, pad_high=1),)
+    assert last["x"].new == Interval(765, 1024)
+    node = first["c1"]
+    assert (node.held, node.kept, node.carried) == (node.new, Interval(258, 258), Interval(0, 0))
+
+
+def test_axes_are_independent() -> None:
+    assert _tile(_paper(), {"p2": Interval(100, 128)}, axis=1)["x"].new == Interval(397, 512)
+
+
+def test_several_results_and_a_reduction() -> None:
+    """A value is needed for the hull of its readers; the mean takes the tile's own share and no halo."""
+    b = GraphBuilder((1, 3, 32, 24))
+    b.conv("c1", "x", 4)
+    b.mean("g", "c1")
+    b.conv("c2", "c1", 4, 5)
+    built = b.build("c2", "g")
+    found = _tile(built, {"c1": Interval(8, 16), "c2": Interval(8, 16)})
+    assert found["c1"].new == Interval(6, 18) and found["x"].new == Interval(5, 19)
+    assert found["g"].reads == (OperandRead(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
+    shares = [_tile(built, {"c1": i, "c2": i})["g"].reads[0].rows for i in (Interval(0, 10), Interval(10, 20), Interval(20, 32))]
+    assert shares == [Interval(0, 10), Interval(10, 20), Interval(20, 32)]
+
+
+def test_upsampled_values_come_by_whole_input_rows() -> None:
+    """The kernel asks for rows 8 to 14 of the upsampled value; rows 6 to 15 are what input rows 2 to 4 become."""
+    b = GraphBuilder((1, 3, 10, 10))
+    b.upsample("up", "x", 3)
+    b.conv("c", "up", 4)
+    found = _tile(b.build(), {"c": Interval(9, 13)})
+    assert found["c"].reads == (OperandRead(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
+    assert (found["up"].new, found["x"].new) == (Interval(6, 15), Interval(2, 5))
+
+
+@pytest.mark.parametrize("kind", ["forward", "joint"])
+def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
+    """What a recompute policy will do with a tile: its program takes no carried rows, and tiles together do redundant work."""
+    problem = problem_of(unet(2, levels=3, width=4), (1, 3, 64, 16), training=True)
+    run, phases = problem.phases.phases[0].streamed, problem.phases
+    segment = build_region(problem, (SegmentChoice(nodes=run, mode="tiled", strip_rows=64, batch_tile=1),)).segments[0]
+    extents = {name: problem.shapes[name][2] for name in phases.streamed}
+
+    def flops(*tiles: Interval) -> int:
+        total = 0
+        for number, part in enumerate(tiles):
+            step = independent_tile(problem.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
+            program = lower_strip(segment.scope, step, kind)
+            assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
+            total += program.flops
+        return total
+
+    assert 1.5 < flops(*(Interval(start, start + 16) for start in range(0, 64, 16))) / flops(Interval(0, 64)) < 3
+
+
+def test_nothing_wanted_needs_nothing() -> None:
+    found = _tile(_paper(), {"p2": Interval(7, 7)})
+    assert not any(node.new or node.reads for node in found.values())
+
+
+class _Net(nn.Module):
+    """Every kind of path: a strided stem, a skip around a pool and an upsampling, a wide and a dilated kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 3, 5, stride=2, padding=1)
+        self.down = nn.Conv2d(3, 3, 3, padding=1)
+        self.pool = nn.AvgPool2d(2)
+        self.up = nn.Upsample(scale_factor=2)
+        self.last = nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stem = torch.sigmoid(self.stem(x))
+        out: torch.Tensor = self.last(torch.cat([self.up(self.down(self.pool(stem))), stem], 1))
+        return out
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
+    """The rows of the input that a sum over a tile of the output has a gradient in, found by autograd."""
+    torch.manual_seed(0)
+    model = _Net().double()
+    image = torch.randn(1, 2, 42, 26, dtype=torch.float64, requires_grad=True)
+    phases = find_phases(infer_attributes(capture(model, [(1, 2, 42, 26)], [torch.float64], torch.device("cpu")).graph))
+    run = phases.phases[0].streamed
+    # All but the pooled level has the stem's extent; every other extent follows from the table.
+    extents = {phases.graph.inputs[0]: image.shape[2 + axis]}
+    for name in run:
+        node = phases.graph[name]
+        operand = next(o for o in node.operands if o in phases.streamed)
+        extents[name] = phases.rows[name].extent(node, axis, extents[operand])
+    output = model(image)
+    height = output.shape[2 + axis]
+    for start in range(height):
+        for stop in range(start + 1, height + 1):
+            (gradient,) = torch.autograd.grad(output.narrow(2 + axis, start, stop - start).sum(), image, retain_graph=True)
+            touched = gradient.abs().amax(dim=(0, 1, 3 - axis)).nonzero().flatten()
+            step = independent_tile(phases.graph, run, phases.rows, phases.streamed, extents, {run[-1]: Interval(start, stop)}, axis=axis)
+            assert step.nodes[0].new == Interval(int(touched[0]), int(touched[-1]) + 1), (start, stop)
+
+
+@st.composite
+def _tiles(draw: st.DrawFn) -> tuple[Dag, int, int, Interval]:
+    """A network, an axis, one of its values, and a part of it."""
+    dag = draw(dags())
+    axis, value = draw(st.integers(0, 1)), draw(st.integers(1, len(dag.nodes)))
+    extent = graph_of(dag).extents(axis)[f"v{value}"]
+    start = draw(st.integers(0, extent - 1))
+    return dag, axis, value, Interval(start, draw(st.integers(start + 1, extent)))
+
+
+@given(case=_tiles())
+def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
+    """A tile has every input row that its results depend on; where no kernel has holes, it has no other at its ends."""
+    dag, axis, value, part = case
+    built = graph_of(dag)
+    net = DagNet(every_value(dag))
+    dependence = row_dependence(net, dag.shape[1:], axis)[value - 1]
+    touched = rows_behind(dependence, part)
+    wanted = {f"v{value}": part}
+    step = _tile(built, wanted, axis)
+    lengths = tile_lengths(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    assert lengths == {name: len(node.new) for name, node in step.items() if node.new}
+    rows = step["x"].new
+    if touched:
+        assert rows.contains(Interval(touched[0], touched[-1] + 1))
+    if not any(_has_holes(node) for node in dag.nodes):
+        assert rows == (Interval(touched[0], touched[-1] + 1) if touched else Interval(rows.start, rows.start))
+
+
+def _has_holes(node: object) -> bool:
+    """Whether the node's windows skip rows or columns, or may lie in the padding altogether."""
+    if isinstance(node, Conv | MaxPool | AvgPool):
+        dilation = (1, 1) if isinstance(node, AvgPool) else node.dilation
+        wide = node.padding != "same" and any(p >= k for p, k in zip(node.padding, node.kernel, strict=True))
+        return wide or dilation != (1, 1) or any(s > k for s, k in zip(node.stride, node.kernel, strict=True))
+    return False

@@ -1,0 +1,314 @@
+"""Tables of measured kernels, and how they are made: with a benchmarker that answers from a list."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import sft
+from sft.backends.autotune.benchmark import RelativeErrors, compiler_version
+from sft.backends.autotune.cases import TuningCase
+from sft.backends.autotune.loop import tune
+from sft.backends.autotune.table import KernelTable, TableEntry, TableSelector, find_table, table_name
+from sft.backends.kernel_call import kernel_call_of
+from sft.backends.selector import ShapeClass, launch_variants
+from sft.cli.main import main
+from sft.cli.tune import TuneRequest, collect_tuning_cases, show_tune
+from tests.helpers.triton_process import needs_triton
+
+_CLASS = ShapeClass(
+    operator="conv2d",
+    fused=("bias", "relu"),
+    numbers="bfloat16",
+    channels=(64, 64),
+    kernel=(3, 3),
+    stride=(1, 1),
+    dilation=(1, 1),
+    pixels=4**10,
+)
+_ENTRY = TableEntry(shape_class=_CLASS, error=1e-3, aten_error=1e-3, triton_seconds=1e-3, aten_seconds=2e-3)
+_TABLE = KernelTable(device="NVIDIA Test", triton="3.9.0", torch="2.13.0", entries=(_ENTRY,))
+
+
+def test_a_table_survives_json() -> None:
+    other = replace(_ENTRY, shape_class=replace(_CLASS, operator="max pool", fused=()), triton_seconds=3e-3)
+    table = _TABLE.including([other])
+    assert KernelTable.from_json(table.to_json()) == table
+    assert [entry.fastest for entry in table.entries] == ["triton", "aten"]
+
+
+def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
+    slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
+    selector = TableSelector(table=_TABLE.including([slow]))
+    assert [selector.selects_kernel(replace(_CLASS, pixels=4**power)) for power in (4, 5, 7, 8, 9, 10, 12, 13)] == [
+        False,  # nobody measured anything near
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not selector.selects_kernel(replace(_CLASS, numbers="float16"))
+    assert not selector.selects_kernel(replace(_CLASS, fused=("relu",)))
+    assert selector.number_format_of(torch.float64) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"error": 0.5}, "has no place in a table"),
+        ({"error": float("nan")}, "has no place in a table"),
+        ({"triton_seconds": 0.0}, "are no times"),
+        ({"aten_seconds": float("inf")}, "are no times"),
+    ],
+)
+def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(sft.InputError, match=message):
+        replace(_ENTRY, **change)
+    data = json.loads(_TABLE.to_json())
+    data["entries"][0] |= change
+    with pytest.raises(sft.InputError, match=message):
+        KernelTable.from_json(json.dumps(data))
+
+
+def test_a_kernel_may_be_as_far_off_as_aten() -> None:
+    assert replace(_ENTRY, error=0.1, aten_error=0.095).fastest == "triton"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data.pop("format"),
+        lambda data: data.update(format=99),
+        lambda data: data.pop("entries"),
+        lambda data: data.update(more=1),
+        lambda data: data["entries"][0].pop("error"),
+        lambda data: data["entries"][0]["shape_class"].update(numbers="int4"),
+        lambda data: data["entries"][0]["shape_class"].update(pixels="many"),
+        lambda data: data.update(device=3),
+        lambda data: data["entries"].append(data["entries"][0]),
+        lambda data: data.update(entries=[None]),
+    ],
+)
+def test_a_file_that_is_no_table_says_so(spoil: Any, tmp_path: Path) -> None:
+    data = json.loads(_TABLE.to_json())
+    spoil(data)
+    path = tmp_path / table_name(_TABLE.device, _TABLE.triton)
+    path.write_text(json.dumps(data))
+    with pytest.raises(sft.InputError, match="table"):
+        find_table([tmp_path], _TABLE.device, _TABLE.triton)
+
+
+def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    _TABLE.save(second / table_name(_TABLE.device, _TABLE.triton))
+    assert find_table([first, second], _TABLE.device, _TABLE.triton) == _TABLE
+    assert find_table([first, second], _TABLE.device, "3.8.0") is None
+    assert find_table([first], _TABLE.device, _TABLE.triton) is None
+    (second / table_name("NVIDIA Other", "3.9.0")).write_text(_TABLE.to_json())
+    with pytest.raises(sft.InputError, match="is for NVIDIA Test"):
+        find_table([second], "NVIDIA Other", "3.9.0")
+    (second / table_name(_TABLE.device, _TABLE.triton)).write_bytes(b"\xff\xfe")
+    with pytest.raises(sft.InputError, match="cannot read"):
+        find_table([second], _TABLE.device, _TABLE.triton)
+
+
+def _variant(trial: TuningCase) -> str:
+    calls = [kernel_call_of(call.function) for call in trial.kernels]
+    variants: set[str] = {getattr(call, "variant", "default") for call in calls} - {"default"}
+    return next(iter(variants), "default")
+
+
+@needs_triton
+def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where products of computed operands are right is the assembler's to say, not Triton's: another may be named."""
+    from sft.kernels import common_triton as blocks_triton  # not above: it imports Triton
+
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    device = torch.device("cuda", 0)
+    assert re.fullmatch(r"3\.\d+\.\d+-ptxas-\d+\.\d+", compiler_version(device))
+    for version, is_right in (("12.8", False), ("12.9", False), ("13.1", False), ("13.3", True), ("14.0", True)):
+        monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability, version=version: version)
+        assert blocks_triton.can_compute_operands(device) == is_right, version
+        assert blocks_triton.safe_precision("bf16x3", device) == ("bf16x3" if is_right else "ieee")
+        assert compiler_version(device).endswith(f"-ptxas-{version}")
+    capability[:] = [8, 0]
+    monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability: "12.8")
+    assert blocks_triton.can_compute_operands(device) and blocks_triton.safe_precision("bf16x3", device) == "bf16x3"
+
+
+@dataclass
+class ListLaboratory:
+    """Answers from lists: errors and times by operator."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    slow: frozenset[str] = frozenset()
+    fails: str = ""
+    stops: str = ""
+    fast: str = ""
+    """A variant that takes half the time."""
+    wrong: str = ""
+    """A variant that is wrong."""
+    verified: list[tuple[str, str]] = field(default_factory=list)
+    """Operators and variants."""
+    timed: list[tuple[str, str]] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device_name: str = "NVIDIA Test"
+    triton_version: str = "3.9.0"
+    torch_version: str = "2.13.0"
+
+    def verify(self, trial: TuningCase) -> RelativeErrors:
+        operator = trial.shape_class.operator
+        self.verified.append((operator, _variant(trial)))
+        if operator == self.stops:
+            raise KeyboardInterrupt
+        if operator == self.fails:
+            raise RuntimeError("out of registers")
+        if _variant(trial) == self.wrong:
+            return RelativeErrors(kernels=0.5, aten=1e-7)
+        return RelativeErrors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
+
+    def time(self, trial: TuningCase) -> tuple[float, float]:
+        self.timed.append((trial.shape_class.operator, _variant(trial)))
+        seconds = 2e-3 if trial.shape_class.operator in self.slow else 1e-3
+        return (seconds / 2 if _variant(trial) == self.fast else seconds), 3e-3 - seconds
+
+
+def _model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _request(folder: Path | None, **changes: Any) -> TuneRequest:
+    options = sft.Options(tile=(16, None))
+    return TuneRequest(
+        models=[(_model(), ((1, 3, 64, 64),))], dtypes=("float32",), options=options, budget="1GiB", folder=folder, **changes
+    )
+
+
+def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
+    assert len({trial.shape_class for trial in trials}) == len(trials)
+    benchmarker = ListLaboratory(slow=frozenset({"max pool"}))
+    seen: list[str] = []
+    found = tune(trials, benchmarker, tmp_path, advance=seen.append)
+    assert seen == [trial.shape_class.label for trial in trials]
+    ways = [(trial.shape_class.operator, variant) for trial in trials for variant in launch_variants(trial.shape_class)]
+    assert benchmarker.verified == benchmarker.timed == ways
+    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
+    selector = TableSelector(table=found.table)
+    assert all(selector.selects_kernel(trial.shape_class) == (trial.shape_class.operator != "max pool") for trial in trials)
+
+
+def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
+    table = tune(trials, ListLaboratory(fast="deep"), tmp_path).table
+    convolutions = [trial for trial in trials if trial.shape_class.operator.startswith("conv2d")]
+    assert {TableSelector(table=table).launch_variant_of(trial.shape_class) for trial in convolutions} == {"deep"}
+    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == table
+    found = tune(trials, ListLaboratory(fast="deep", wrong="deep"), tmp_path, again=True)
+    assert {entry.variant for entry in found.table.entries} == {"default"}
+    assert len(found.table.entries) == len(trials)
+    assert len(found.refused) == len(convolutions) and all(", deep: wrong" in line for line in found.refused)
+    assert TableSelector(table=found.table).launch_variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
+
+
+def test_ways_to_split_by_class() -> None:
+    assert launch_variants(_CLASS) == ("default", "deep", "small", "rows")
+    assert launch_variants(replace(_CLASS, channels=(128, 64))) == ("default", "deep", "small")
+    assert launch_variants(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
+    assert launch_variants(replace(_CLASS, stride=(2, 1)))[-1] == "small"
+    assert launch_variants(replace(_CLASS, numbers="tf32")) == ("default", "deep", "tall", "wide")
+    assert launch_variants(replace(_CLASS, numbers="tf32", channels=(3, 64))) == ("default", "deep", "wide")
+    assert launch_variants(replace(_CLASS, operator="conv2d weight gradient")) == ("default", "deep")
+    for change in ({"operator": "conv3d"}, {"operator": "max pool"}, {"groups": 64}):
+        assert launch_variants(replace(_CLASS, **change)) == ("default",), change
+
+
+def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
+    benchmarker = ListLaboratory(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
+    found = tune(trials, benchmarker, tmp_path)
+    bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
+    assert bad.isdisjoint(operator for operator, _ in benchmarker.timed)
+    assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
+    wrong = [t for t in trials if t.shape_class.operator in bad - {benchmarker.fails}]
+    assert sum("wrong, error" in line for line in found.refused) == sum(len(launch_variants(t.shape_class)) for t in wrong)
+    assert any("out of registers" in line for line in found.refused)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
+    last = trials[-1].shape_class.operator
+    first = ListLaboratory(stops=last)
+    with pytest.raises(KeyboardInterrupt):
+        tune(trials, first, tmp_path)
+    held = find_table([tmp_path], "NVIDIA Test", "3.9.0")
+    assert held is not None
+    begun = next(place for place, trial in enumerate(trials) if trial.shape_class.operator == last)
+    assert len(held.entries) == begun > 0
+    second = ListLaboratory()
+    found = tune(trials, second, tmp_path)
+    assert found.known == len(held.entries)
+    assert len(found.table.entries) == len(trials)
+    assert len(second.timed) == sum(len(launch_variants(trial.shape_class)) for trial in trials[begun:])
+    third = ListLaboratory()
+    assert tune(trials, third, tmp_path).known == len(trials)
+    assert third.verified == []
+    assert len(tune(trials, third, tmp_path, again=True).measured) == len(trials)
+
+
+def test_time_may_be_short(tmp_path: Path) -> None:
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
+    found = tune(trials, ListLaboratory(), tmp_path, limit_seconds=-1.0)
+    assert found.left == len(trials) and not found.measured and not found.table.entries
+    console = Console(record=True, width=200)
+    show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, benchmarker=ListLaboratory())
+    text = console.export_text()
+    assert f"1 of {len(trials)}: {trials[0].shape_class.label}" in text, "a line for each where there is no terminal"
+    assert f"no time for {len(trials)} more" in text
+    for seconds in ("0", "nan", "-3", "soon"):
+        with pytest.raises(SystemExit):
+            main(["tune", "--seconds", seconds])
+
+
+def test_what_the_command_says(tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    assert show_tune(_request(tmp_path), console, as_json=False, benchmarker=ListLaboratory()) == 0
+    text = console.export_text()
+    assert "conv2d + bias + relu" in text
+    assert "0 refused" in text
+    console = Console(record=True, width=200)
+    wrong = ListLaboratory(errors={"max pool": 1.0})
+    assert show_tune(_request(tmp_path, again=True), console, as_json=True, benchmarker=wrong) == 1
+    data = json.loads(console.export_text())
+    assert data["table"] == str(tmp_path / table_name("NVIDIA Test", "3.9.0"))
+    assert data["refused"]
+    assert all(line.startswith("max pool, ") for line in data["refused"])
+    assert all(item["speedup"] == 2.0 for item in data["measured"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 1
+    assert "run this on a machine with a GPU" in capsys.readouterr().err
+    assert main(["tune", "sft.cli.tune:_UNet"]) == 1
+    assert "give the shape of its input" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_table_of_this_gpu(tmp_path: Path) -> None:
+    console = Console(record=True)
+    assert show_tune(_request(tmp_path), console, as_json=True) == 0

@@ -1,0 +1,189 @@
+"""Kernels in programs, without running any: what is replaced, what is left, what a plan says, and who decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sft
+from sft.backends.conv_calls import ConvolutionCall, DataGradientCall, PooledConvolutionCall, WeightGradientCall
+from sft.backends.kernel_call import kernel_call_of
+from sft.backends.resolve import backend_for
+from sft.backends.rewriter import KernelBackend
+from sft.backends.selector import AlwaysKernel, NumberFormat, ShapeClass, storage_format
+from sft.kernels.common import LaunchVariant
+from sft.lower.program import Program
+from sft.planner.plan import SegmentChoice
+from sft.planner.problem import PlanningProblem
+from sft.planner.region_builder import build_region
+from sft.runtime.tiled_segment import TiledSegment
+from sft.runtime.whole_segment import WholeSegment
+from sft.torch_runtime.profiling import program_hash
+from tests.helpers.problems import problem_of
+
+
+class Never:
+    """Takes no kernel, and notes which it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[ShapeClass] = []
+
+    def selects_kernel(self, wanted: ShapeClass) -> bool:
+        self.asked.append(wanted)
+        return False
+
+    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+        return "default"
+
+    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
+        return storage_format(dtype, allows_tf32=False)
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+@cache
+def _problem(size: int = 32) -> PlanningProblem:
+    return problem_of(_block(), (1, 3, size, 20), training=True)
+
+
+def _segment(problem: PlanningProblem, backend: Any, mode: Any = "tiled") -> Any:
+    problem = replace(problem, backend=backend)
+    nodes = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
+    choice = SegmentChoice(nodes=nodes, mode=mode, strip_rows=8 if mode == "tiled" else 0, batch_tile=1)
+    (segment,) = build_region(problem, [choice]).segments
+    return segment
+
+
+def _programs(segment: Any) -> list[Program]:
+    if isinstance(segment, WholeSegment):
+        return [program for program in segment.programs(True) if program is not None]
+    assert isinstance(segment, TiledSegment)
+    return [segment.program(kind, 1, segment.walks[0]) for kind in ("forward", "restore", "joint")]
+
+
+def _calls(program: Program) -> list[str]:
+    return [i.function.__qualname__ for i in program.instructions if kernel_call_of(i.function) is not None]
+
+
+@pytest.mark.parametrize("mode", ["tiled", "whole"])
+def test_a_program_stays_as_it_is_where_nothing_is_taken(mode: str) -> None:
+    problem, never = _problem(), Never()
+    ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (KernelBackend(selector=never), None))
+    assert [program.instructions for program in ours] == [program.instructions for program in atens]
+    assert [program.peak_bytes for program in ours] == [program.peak_bytes for program in atens]
+    assert {wanted.operator for wanted in never.asked} >= {"conv2d", "conv2d data and weight gradient", "conv2d data gradient", "max pool"}
+
+
+def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
+    forward, restore, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel())))
+    assert _calls(forward) == ["LoadRows.run", "Convolution.run", "PooledConvolution.run"]
+    assert sorted(_calls(restore)) == ["Convolution.run", "LoadRows.run"]
+    of_conv = ["WeightGradient.add_bias", "WeightGradient.add_weight", "WeightGradient.run"]
+    assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradient.run", *of_conv, *of_conv])
+    names = {str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None}
+    # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.
+    assert not any(word in name for name in names for word in ("convolution", "max_pool", "threshold", "constant_pad", "relu"))
+
+
+def test_operations_are_counted_the_same() -> None:
+    problem = _problem()
+    for mode in ("tiled", "whole"):
+        ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (KernelBackend(selector=AlwaysKernel()), None))
+        assert [program.flops for program in ours] == [program.flops for program in atens]
+
+
+def test_a_whole_segment_keeps_taps_instead_of_images() -> None:
+    """What waits for the backward pass of a convolution, ReLU and pool: maxima and two bits each, not the output and its indices."""
+    problem = _problem(size=64)
+    ours, atens = (_programs(_segment(problem, backend, "whole"))[0] for backend in (KernelBackend(selector=AlwaysKernel()), None))
+    assert ours.end_bytes < 0.6 * atens.end_bytes
+
+
+def test_without_computed_operands_no_mask_is_fused() -> None:
+    """On Hopper with an old Triton kernels would make masked gradients in memory, which a program could not count."""
+    _, _, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel(), computes_operands=False)))
+    names = [str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None]
+    assert "PooledConvolution.run" not in _calls(joint)
+    assert sum("threshold_backward" in name for name in names) == 2
+    assert _calls(joint).count("DataGradient.run") == 1
+
+
+def test_a_chooser_may_take_one_gradient_alone() -> None:
+    class Weights(Never):
+        def selects_kernel(self, wanted: ShapeClass) -> bool:
+            return wanted.operator == "conv2d weight gradient"
+
+        def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+            return "deep"
+
+    problem = _problem()
+    _, _, joint = _programs(_segment(problem, KernelBackend(selector=Weights())))
+    _, _, plain = _programs(_segment(problem, None))
+    assert _calls(joint).count("WeightGradient.run") == 2
+    calls = [kernel_call_of(instruction.function) for instruction in joint.instructions]
+    assert {call.variant for call in calls if isinstance(call, WeightGradientCall)} == {"deep"}
+    assert "DataGradient.run" not in _calls(joint)
+    assert joint.flops == plain.flops
+
+
+def test_kernels_get_weights_channels_last() -> None:
+    """A kernel loads inputs of one tap side by side; models seldom have them so."""
+    for program in _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel()))):
+        copied = {i.arguments[0] for i in program.instructions if i.function is torch.ops.aten.copy_.default}
+        for instruction in program.instructions:
+            call = kernel_call_of(instruction.function)
+            if isinstance(call, (ConvolutionCall, DataGradientCall, PooledConvolutionCall)):
+                assert instruction.arguments[3 if isinstance(call, PooledConvolutionCall) else 2] in copied
+
+
+def test_programs_are_data() -> None:
+    first, again = (_programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel())))[2] for _ in range(2))
+    assert repr(first.instructions[-1])
+    assert program_hash(first) is not None
+    assert program_hash(first) == program_hash(again)
+    plain = _programs(_segment(_problem(), None))[2]
+    assert program_hash(first) != program_hash(plain)
+
+
+def test_plans_say_what_kernels_run_and_survive_json() -> None:
+    with torch.device("meta"):
+        model = _block()
+    options = sft.Options(backend="triton", tile=(16, None))
+    plan = sft.plan(model, (1, 3, 64, 64), options=options)
+    assert [segment.backend for segment in plan.segments] == ["mixed"]
+    assert len(plan.segments[0].kernels) == 3
+    assert sft.Plan.from_json(plan.to_json()) == plan
+    assert "Triton kernels" in plan.explain()
+    aten = sft.plan(model, (1, 3, 64, 64), options=replace(options, backend="aten"))
+    assert [segment.backend for segment in aten.segments] == ["aten"]
+    assert aten.segments[0].kernels == ()
+    assert plan.flops == aten.flops
+
+
+def test_double_precision_is_atens() -> None:
+    with torch.device("meta"):
+        model = _block().double()
+    plan = sft.plan(model, (1, 3, 64, 64), options=sft.Options(backend="triton", tile=(16, None)))
+    assert {segment.backend for segment in plan.segments} == {"aten"}
+
+
+def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(sft.InputError, match=r"need a CUDA device|not installed"):
+        sft.compile(_block(), (1, 3, 32, 32), options=sft.Options(backend="triton"))
+    with pytest.raises(sft.InputError, match="choose one of auto, aten, triton"):
+        sft.Options(backend="cuda")
+
+
+def test_auto_is_aten_where_nobody_has_measured(tmp_path: Path) -> None:
+    assert backend_for("auto", torch.device("cpu"), [tmp_path]) is None
+    assert backend_for("aten", torch.device("cpu"), [tmp_path]) is None
+    assert isinstance(backend_for("triton", torch.device("meta"), [tmp_path]), KernelBackend)

@@ -1,0 +1,86 @@
+"""Whole networks with ``backend="triton"`` under Triton's interpreter: as near to fp64 as eager PyTorch, within the projected bytes, of
+equal bits from step to step, and of as many operations as planned. Also every group that a kernel replaces, on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sft
+from tests.helpers.triton_process import interpret_networks, needs_triton
+
+pytestmark = needs_triton
+
+_MOST = 1.1
+"""Our median error over eager's."""
+#: Network, shape, options, number of seeds, and kernels that must be among those that run.
+_STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = {
+    "strips, batch 2": (
+        "vgg",
+        (2, 3, 8, 6),
+        {"tile": (4, None)},
+        1,
+        {"PooledConvolution.run", "Convolution.run", "DataGradient.run", "WeightGradient.add_weight", "WeightGradient.add_bias"},
+    ),
+    "panels": ("vgg", (1, 3, 8, 12), {"tile": (8, 8)}, 1, {"PooledConvolution.run", "Convolution.run"}),
+    "eval norm": (
+        "residual, eval norm",
+        (1, 3, 12, 8),
+        {"tile": (8, None)},
+        3,
+        {"FrozenNorm.run", "FrozenNorm.sum", "FrozenNorm.differentiate", "LoadRows.run"},
+    ),
+    "train norm": ("residual, train norm", (2, 3, 8, 6), {"tile": (4, None)}, 1, {"Moments.run", "Affine.run", "Affine.sum"}),
+    "u-net": ("u-net", (1, 3, 8, 6), {"tile": (4, None)}, 3, {"Resize.run", "MaxPool.run", "MaxPool.differentiate"}),
+    "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, 1, {"Convolution.run", "WeightGradient.run"}),
+    "whole": ("vgg", (1, 3, 9, 8), {"strategy": "none"}, 1, {"PooledConvolution.run", "DataGradient.run", "WeightGradient.add_weight"}),
+    "windows": (
+        "windows",
+        (1, 3, 13, 10),
+        {"tile": (9, None)},
+        7,
+        {"AveragePool.run", "AveragePool.differentiate", "MaxPool.differentiate"},
+    ),
+    "volume": ("volume", (1, 2, 6, 5, 4), {"tile": (4, None)}, 1, {"Convolution.run", "DataGradient.run", "WeightGradient.run"}),
+}
+
+
+@pytest.mark.parametrize("case", _STEPS)
+def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
+    name, shape, options, seeds, wanted = _STEPS[case]
+    (found,) = interpret_networks([{"run": "steps", "name": name, "shape": shape, "options": options, "seeds": seeds}], tmp_path)
+    assert wanted <= found["calls"].keys()
+    assert found["ours"] <= _MOST * found["eager"]
+    assert found["same"]
+    assert found["flops"] == found["planned_flops"]
+    assert found["measured"] <= found["projected"] <= found["measured"] + max(found["measured"] // 100, 64 * 1024)
+    plan = sft.Plan.from_json(found["plan"])
+    assert any(segment.backend == "mixed" for segment in plan.segments)
+    assert plan.total_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(("name", "shape"), [("residual, eval norm", (1, 3, 12, 8)), ("volume, eval norm", (1, 2, 6, 4, 5))], ids=str)
+def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}}
+    (found,) = interpret_networks([job], tmp_path)
+    assert found["calls"].keys() >= {"NormedConvolution.run", "Convolution.run"}
+    assert "FrozenNorm.run" not in found["calls"]
+    assert found["ours"] <= _MOST * found["eager"]
+    assert found["flops"] == found["plain_flops"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_group_equals_what_it_replaces(dtype: str, tmp_path: Path) -> None:
+    """Also in the parts that a measured table may choose alone. The interpreter rounds to bfloat16 by cutting off: one unit in the last
+    place of each number, and so does what it stores between two kernels."""
+    cases = [("residual, eval norm", (1, 3, 8, 6)), ("u-net", (1, 3, 8, 6))] + [("vgg", (1, 3, 8, 6))] * (dtype == "float32")
+    jobs = [{"run": "trials", "name": name, "shape": shape, "options": {"tile": (8, None)}, "dtype": dtype} for name, shape in cases]
+    groups = [group for found in interpret_networks(jobs, tmp_path) for group in found]
+    limit = 2e-6 if dtype == "float32" else 2.0**-6
+    wrong = [f"{label}: {kernels:.2g} (ATen {aten:.2g})" for _, label, kernels, aten in groups if not kernels <= max(limit, 2 * aten)]
+    assert not wrong, "\n".join(wrong)
+    operators = {operator for operator, *_ in groups}
+    assert operators >= {"conv2d", "conv2d data gradient", "conv2d weight gradient", "conv2d data and weight gradient"}
+    assert operators >= {"frozen norm", "frozen norm gradient", "max pool", "resize", "resize gradient"}

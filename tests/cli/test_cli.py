@@ -1,0 +1,224 @@
+"""``python -m sft``, called as a function: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.cli.main import escape_unencodable_output, main
+from sft.cli.plans import load_model
+from sft.planner.options import STRATEGIES
+
+_NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class Refused(nn.Module):
+    """Has a gradient of its own; the command line makes it by its name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = _Doubled.apply(x)  # type: ignore[no-untyped-call]  # as torch leaves it
+        return doubled
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"]
+    assert all(device["self_check"]["ok"] for device in found["devices"])
+    assert main(["doctor"]) == 0
+    assert "self-check" in capsys.readouterr().out
+
+
+def test_doctor_says_no_where_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.cli.doctor.compile", lambda model, *_, **__: nn.Sequential(model, nn.Identity()).half())
+    assert main(["doctor"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_plan_is_that_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", *_NET, "--budget", "4MiB", "--tile", "32"]
+    assert main([*arguments, "--json", "--out", str(file)]) == 0
+    printed = sft.Plan.from_json(capsys.readouterr().out)
+    model = load_model("examples.models:unet", {"num_classes": 2, "width": 4, "levels": 2})
+    assert printed == sft.plan(model, (1, 3, 96, 64), budget="4MiB", options=sft.Options(tile=(32, None)))
+    assert sft.Plan.from_json(file.read_text()) == printed
+    assert main(arguments) == 0
+    assert "training step" in capsys.readouterr().out
+
+
+def test_inference_plans_no_backward_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json", "--inference"]) == 0
+    assert not sft.Plan.from_json(capsys.readouterr().out).training
+
+
+def test_a_plan_may_stream_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json", "--weights", "stream"]) == 0
+    assert json.loads(_lines(capsys)[0])["streamed_weights"] > 0
+
+
+class Labelled(nn.Module):
+    """Token ids, an image and labels, to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.conv, self.head = nn.Embedding(10, 4), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, image: Tensor, labels: Tensor) -> Tensor:
+        found = self.head(self.tokens(ids).mean(1) + self.conv(image).mean((2, 3)))
+        return nn.functional.cross_entropy(found, labels)
+
+
+def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    net = (f"{__name__}:Labelled", "--input", "2x7:int64", "2x3x32x24", "2:int64")
+    assert main(["check", *net]) == 0
+    capsys.readouterr()
+    assert main(["plan", *net, "--json"]) == 0
+    printed = sft.Plan.from_json(capsys.readouterr().out)
+    whole = [torch.zeros(shape, dtype=torch.int64) for shape in ((2, 7), (2,))]
+    assert printed == sft.plan(load_model(f"{__name__}:Labelled", {}), [whole[0], (2, 3, 32, 24), whole[1]])
+    assert main(["plan", *net, "--compare", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert not next(row for row in rows if row["strategy"] == "auto")["error"]
+    apart = (net[0], *(word for shape in net[2:] for word in ("--input", shape)))
+    assert main(["plan", *apart, "--json"]) == 0
+    assert sft.Plan.from_json(capsys.readouterr().out) == printed
+
+
+def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    # The least that whole tensors need is above this budget, and that of strips is not.
+    assert main(["plan", *_NET, "--budget", "750KiB", "--compare", "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert tuple(rows) == STRATEGIES
+    assert rows["none"]["error"] and rows["none"]["total_bytes"] > 750 * 1024
+    assert rows["auto"]["estimated_seconds"] > 0 and rows["auto"]["projected_seconds"] is None
+    assert not rows["auto"]["error"] and rows["auto"]["total_bytes"] <= 750 * 1024 and rows["auto"]["redundancy"] > 1
+    assert main(["plan", *_NET, "--budget", "750KiB", "--compare"]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line and line[0] in rows] == [[name, "no" if rows[name]["error"] else "yes"] for name in rows]
+
+
+def test_a_plan_may_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json"]) == 0
+    assert sft.Plan.from_json(capsys.readouterr().out).projected_seconds is None
+    assert main(["plan", *_NET, "--json", "--time"]) == 0
+    seconds = sft.Plan.from_json(capsys.readouterr().out).projected_seconds
+    assert seconds is not None and seconds > 0
+
+
+def test_a_plan_is_drawn_and_its_costs_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *_NET, "--tile", "32", "--costs", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert "Seconds of a step, estimated" in capsys.readouterr().out
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_is_drawn_against_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["plan", *_NET, "--strategy", "optimal", "--pareto", str(tmp_path / "front.png"), "--budgets", "64MiB", "1500KiB"]
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["strategy"] for row in rows} == {"optimal", "none"} and all(row["total_bytes"] <= row["budget_bytes"] for row in rows)
+    assert main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in ("optimal", "none")] == [row["strategy"] for row in rows]
+    assert lines[1][-1].startswith("~") and any("estimated" in line for line in lines)
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *_NET]) == 0
+    assert "exact" in capsys.readouterr().out
+    assert main(["check", f"{__name__}:Refused", "--input", "1x3x64x64", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"] and "autograd.Function" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "no_such_model", "--input", "1x3x64x64"], ["no_such_model", "package.module:callable"]),
+        (["plan", "no_such_module:net", "--input", "1x3x64x64"], ["no_such_module", "PYTHONPATH"]),
+        (["plan", "torch.nn:NoSuch", "--input", "1x3x64x64"], ["NoSuch"]),
+        (["plan", "torch.nn:Conv2d", "--input", "1x3x64x64"], ["TypeError", "--model-args"]),
+        (["plan", "torch:zeros", "--model-args", "size=(1,)", "--input", "1x3x64x64"], ["Tensor", "nn.Module"]),
+        (["plan", "torch.nn:ReLU", "--input", "64"], ["64", "1x3x20480x20480"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x0x64"], ["1x3x0x64"]),
+        (["plan", "torch.nn:ReLU", "--input", f"1x3x64x{10**25}"], ["1x3x20480x20480"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:float16"], ["float16", "int64"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:int"], ["int64"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["much", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace"], ["inplace", "name=value"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "plan.strange"], ["plan.strange"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--budgets", "1KiB"], ["1.00 KiB", "Raise the budget"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "no/such/folder/plan.json"], ["no/such/folder/plan.json"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--host-budget", "\N{SUPERSCRIPT TWO}"], ["host_budget", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budgets", "1MiB"], ["--budgets", "--pareto"]),
+        (
+            ["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--compare", "--out", "plan.json", "--costs"],
+            ["--out and --costs", "--compare"],
+        ),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--plot", "plan.png"], ["--plot", "--pareto"]),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    out, err = _lines(capsys)
+    assert not out and len(err.splitlines()) == 1
+    assert all(word in err for word in words), err
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(sft.InputError):
+        main(["--debug", "plan", "no_such_model", "--input", "1x3x64x64"])
+
+
+def test_it_is_a_module() -> None:
+    found = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in found.stdout for command in ("doctor", "check", "plan"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(["plan", *_NET, "--json"]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith("error: ") and found.count("\n") == 1 and "No space left" in found
+    with pytest.raises(OSError):
+        full.close()
+
+
+def test_output_of_any_encoding_takes_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    escape_unencodable_output()
+    print("Gewebe ä", flush=True)
+    assert raw.getvalue() == b"Gewebe \\xe4\n"

@@ -1,0 +1,140 @@
+"""Files are replaced whole or stay as they were, and nothing is left beside them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_folder
+from sft.common.errors import SourceError
+from sft.wsi.errors import RunFolderError
+from sft.wsi.run.files import clear_partial, write_text
+from sft.wsi.run.folder import RunFolder
+
+
+class _Lost(Exception):
+    """Raised while writing; no failure of a disk."""
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "mask.png"
+    path.write_text("old")
+    return path
+
+
+def test_a_finished_file_takes_the_place_of_the_old_one(old: Path) -> None:
+    with atomic_write(old) as part:
+        assert part.suffix == ".png" and part.parent == old.parent and part.name.startswith(PARTIAL_MARK)
+        part.write_text("new")
+        assert old.read_text() == "old"
+    assert old.read_text() == "new" and _names(old.parent) == ["mask.png"]
+    fsync_folder(old.parent)
+
+
+def test_a_failure_in_the_block_leaves_the_old_file(old: Path) -> None:
+    with pytest.raises(_Lost), atomic_write(old) as part:
+        part.write_text("half")
+        raise _Lost
+    assert old.read_text() == "old" and _names(old.parent) == ["mask.png"]
+
+
+@pytest.mark.parametrize("where", ["write", "os.fsync", "os.replace"])
+def test_a_full_disk_leaves_the_old_file(where: str, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if where != "write":
+        monkeypatch.setattr(f"sft.common.atomic_files.{where}", full)
+    with (
+        pytest.raises(SourceError, match=r"cannot write .*mask\.png: No space left on device\. Make room") as raised,
+        atomic_write(old) as part,
+    ):
+        part.write_text("half")
+        if where == "write":
+            full()
+    assert raised.type is SourceError
+    assert old.read_text() == "old" and _names(old.parent) == ["mask.png"]
+
+
+def test_a_block_that_writes_nothing_is_refused(old: Path) -> None:
+    with pytest.raises(SourceError, match="No such file"), atomic_write(old):
+        pass
+    assert old.read_text() == "old"
+
+
+def test_a_folder_is_made_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    target = tmp_path / "no" / "plan.json"
+    with pytest.raises(SourceError, match=r"plan\.json: No such file"), atomic_write(target) as part:
+        part.write_text("new")
+    assert _names(tmp_path) == []
+    with atomic_write(target, parents=True) as part:
+        part.write_text("new")
+    assert target.read_text() == "new" and _names(target.parent) == ["plan.json"]
+
+
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
+    target = tmp_path / ("n" * 251 + ".txt")
+    with atomic_write(target) as part:
+        part.write_text("new")
+    assert _names(tmp_path) == [target.name]
+
+
+def test_an_error_of_the_kind_that_is_asked_for_passes(old: Path) -> None:
+    with pytest.raises(SourceError, match=r"^cannot read the slide$"), atomic_write(old):
+        raise SourceError("cannot read the slide")
+    with pytest.raises(RunFolderError, match=r"cannot write .*cannot read the slide"), atomic_write(old, refusal=RunFolderError):
+        raise SourceError("cannot read the slide")
+
+
+def test_a_run_folder_says_that_it_is_one(tmp_path: Path) -> None:
+    write_text(tmp_path / "new" / "plan.txt", "a plan")
+    assert _names(tmp_path / "new") == ["plan.txt"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="give a run folder"):
+        write_text(tmp_path / "file" / "plan.txt", "a plan")
+
+
+def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / f"{PARTIAL_MARK}0.png").write_text("half")
+    (tmp_path / f"{PARTIAL_MARK}best-1").mkdir()
+    (tmp_path / f"{PARTIAL_MARK}best-1" / "weights").write_text("half")
+    (tmp_path / "whole.png").write_text("whole")
+    clear_partial(tmp_path)
+    assert _names(tmp_path) == ["whole.png"]
+
+
+@pytest.mark.parametrize("path", [".", "/", ""])
+def test_a_path_without_a_name(path: str) -> None:
+    with pytest.raises(SourceError, match="it names no file"), atomic_write(path):
+        raise AssertionError("the block runs")
+
+
+def test_a_run_folder_that_cannot_be_written_holds_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFolderError, match="cannot write to the run folder"), RunFolder(tmp_path / "run"):
+        raise AssertionError("the block runs")
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".probe")]
+
+
+def test_a_folder_of_others_files_is_no_run_folder(tmp_path: Path) -> None:
+    """A run would write over a table of that name, or a page."""
+    (tmp_path / "splits.csv").write_text("a table")
+    (tmp_path / ".hidden").write_text("")
+    with pytest.raises(RunFolderError, match=r"holds other files \(splits.csv\).* Give a new one with --run"), RunFolder(tmp_path):
+        raise AssertionError("the block runs")
+    assert _names(tmp_path) == [".hidden", "splits.csv"]
+    (tmp_path / "splits.csv").unlink()
+    for _ in range(2):  # an empty one, and one that holds a run
+        with RunFolder(tmp_path):
+            (tmp_path / "splits.csv").write_text("of the run")

@@ -1,0 +1,105 @@
+"""Records read back from JSON: what was written, or a refusal with its place."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import sft
+from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    name: str
+    kind: Literal["a", "b"] = "a"
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    leaves: tuple[Leaf, ...]
+    pair: tuple[int, float] = (1, 2.0)
+    table: tuple[tuple[str, int], ...] = ()
+    on: bool = False
+    seconds: float | None = None
+    first: Leaf | None = None
+
+
+_LEAVES = st.builds(Leaf, name=st.text(), kind=st.sampled_from(["a", "b"]), numbers=st.lists(st.integers()).map(tuple))
+_NUMBERS = st.floats(allow_nan=False)
+
+
+@given(
+    st.builds(
+        Tree,
+        leaves=st.lists(_LEAVES, max_size=3).map(tuple),
+        pair=st.tuples(st.integers(), _NUMBERS),
+        table=st.lists(st.tuples(st.text(), st.integers()), max_size=3).map(tuple),
+        on=st.booleans(),
+        seconds=st.none() | _NUMBERS,
+        first=st.none() | _LEAVES,
+    )
+)
+def test_what_was_written_is_read(tree: Tree) -> None:
+    assert dataclass_from_dict(Tree, parse_json_object(json.dumps(asdict(tree)))) == tree
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"leaves": 3}, "leaves is 3, expected a list"),
+        ({"leaves": [{"name": "x"}, {"name": 7}]}, r"leaves\[1\].name is 7, expected a text"),
+        ({"leaves": ["x"]}, r"leaves\[0\] is 'x', expected an object"),
+        ({"leaves": [{"kind": "a"}]}, r"leaves\[0\] lacks name"),
+        ({"leaves": [{"name": "x", "kind": "c"}]}, r"leaves\[0\].kind is 'c', expected one of 'a', 'b'"),
+        ({"leaves": [{"name": "x", "kind": []}]}, r"leaves\[0\].kind is \[\], expected one of"),
+        ({"leaves": [{"name": "x", "numbers": [1, True]}]}, r"numbers\[1\] is True, expected a whole number"),
+        ({"pair": [1]}, r"pair is \[1\], expected a list of 2"),
+        ({"pair": [1, "2"]}, r"pair\[1\] is '2', expected a number"),
+        ({"table": [["x", 1.5]]}, r"table\[0\]\[1\] is 1.5, expected a whole number"),
+        ({"on": 1}, "on is 1, expected true or false"),
+        ({"seconds": "1" * 99}, r"seconds is '1+\.\.\., expected a number"),
+        ({"more": 1}, "Tree has the unknown 'more'"),
+    ],
+)
+def test_what_is_none_is_refused_with_its_place(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(sft.InputError, match=message):
+        dataclass_from_dict(Tree, {"leaves": [], **change})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "null", '{"a": ', "[" * 100_000, '{"a": ' * 100_000])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(sft.InputError):
+        parse_json_object(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("budget_bytes",), "11GiB"),
+        (("flops",), None),
+        (("segments", 0, "strip_rows"), "all"),
+        (("segments", 0, "mode"), "fast"),
+        (("segments", 0, "nodes"), "conv"),
+        (("segments", 0, "nodes"), []),
+        (("segments", 0, "state_every"), 0),
+        (("segments", 0, "state_slots"), -1),
+        (("timeline", "entries", 0, "peak_bytes"), 1.5),
+        (("timeline",), []),
+        (("mesh",), {"ranks": []}),
+    ],
+)
+def test_a_damaged_plan_is_refused_where_it_is_read(path: tuple[Any, ...], value: Any) -> None:
+    data = json.loads(sft.plan(nn.Conv2d(3, 2, 3), (1, 3, 16, 16)).to_json())
+    part = data
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    with pytest.raises(sft.InputError, match=r"cannot read the plan: .*; make a new one") as refused:
+        sft.Plan.from_json(json.dumps(data))
+    assert str(path[-1]) in str(refused.value) or value == []

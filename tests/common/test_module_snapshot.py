@@ -1,0 +1,52 @@
+"""What a model holds, by one walk: as PyTorch's own walks find it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sft.common.module_snapshot import ModuleSnapshot
+from tests.helpers.models import chain, seeded
+
+
+class _Tied(nn.Module):
+    """A module at two places, a weight at two, a buffer at two, and what is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.nothing = None
+        self.register_parameter("missing", None)
+        counts = torch.zeros(3)
+        self.register_buffer("counts", counts)
+        self.inner = chain(nn.BatchNorm2d(4), nn.Dropout())
+        self.inner.register_buffer("counts", counts)
+
+
+def test_the_walk_finds_what_torch_finds() -> None:
+    model = seeded(_Tied).float()
+    contents = ModuleSnapshot(model)
+    assert contents.places == list(model.named_modules(remove_duplicate=False))
+    assert list(contents.modules.items()) == list(model.named_modules())
+    for found, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
+        assert [id(tensor) for tensor in found] == [id(tensor) for tensor in wanted]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert {name: id(tensor) for name, tensor in contents.tensors.items()} == {name: id(tensor) for name, tensor in named}
+    assert contents.dtype == torch.float32 and contents.device.type == "cpu"
+
+
+def test_numbers_are_those_of_the_first_tensor_that_has_any() -> None:
+    model = nn.Module()
+    assert ModuleSnapshot(model).dtype is None and ModuleSnapshot(model).device == torch.device("cpu")
+    model.register_buffer("counts", torch.zeros(3, dtype=torch.int64, device="meta"))
+    assert ModuleSnapshot(model).dtype is None and ModuleSnapshot(model).device == torch.device("cpu")
+    model.register_buffer("mean", torch.zeros(3, dtype=torch.bfloat16, device="meta"))
+    assert ModuleSnapshot(model).dtype == torch.bfloat16 and ModuleSnapshot(model).device.type == "meta"
+
+
+def test_a_module_that_is_in_itself_is_entered_once() -> None:
+    model = chain(nn.Conv2d(3, 4, 1), nn.ReLU())
+    model[1].around = model
+    assert [name for name, _ in ModuleSnapshot(model).places] == ["", "0", "1"]

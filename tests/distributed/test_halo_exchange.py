@@ -1,0 +1,251 @@
+"""Messages between bands that are under way while strips run: when they are posted and waited for, and that no rank waits forever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from torch import nn
+
+import sft
+from sft.analysis.passes.pipeline import run_passes
+from sft.analysis.tiling.bands import BandPartition, even_band_bounds
+from sft.distributed import all_reduce as sums
+from sft.distributed.balancing import balanced_bounds
+from sft.distributed.band_region import BandRegionBuilder
+from sft.distributed.band_segments import BandSegment
+from sft.distributed.communicator import CommQueue
+from sft.distributed.mesh import MeshShape
+from sft.distributed.planning import band_choices
+from tests.distributed.test_band_region import Deep, NormedVgg, Vgg
+from tests.helpers.message_log import Event, logged_step, num_stuck
+from tests.helpers.models import ConvNet, Residual, TinyUNet, seeded
+from tests.helpers.problems import problem_of
+
+
+def _chain(num_convs: int = 3, norm: bool = False) -> nn.Module:
+    layers: list[nn.Module] = []
+    for index in range(num_convs):
+        layers += [nn.Conv2d(4 if index else 3, 4, 3, padding=1), nn.BatchNorm2d(4) if norm else nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
+
+
+def _bands(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, int, int, int],
+    bounds: Sequence[int],
+    *,
+    strip_rows: int = 2,
+    num_panels: int = 1,
+    batch_tile: int | None = None,
+    cuts: Sequence[int] = (),
+    num_replicas: int = 1,
+) -> BandRegionBuilder:
+    problem = problem_of(seeded(make).float().train(), shape, training=True, passes=run_passes)
+    by_phase = {0: tuple(cuts)} if cuts else None
+    choices = band_choices(problem, lambda names: strip_rows, num_panels=num_panels, batch_tile=batch_tile, cuts=by_phase)
+    return BandRegionBuilder(problem, choices, BandPartition(tuple(bounds)), num_replicas=num_replicas)
+
+
+def test_an_agenda_is_kept_in_order_and_shows_its_clock() -> None:
+    agenda, done = CommQueue(), list[tuple[str, int]]()
+
+    def note(name: str) -> None:
+        done.append((name, agenda.clock))
+
+    agenda.put(2, partial(note, "late"))
+    agenda.put(0, partial(note, "first"))
+    agenda.put(2, partial(note, "later"))
+    agenda.put(5, partial(note, "last"))
+    for strip in range(4):
+        agenda.reach(strip)
+    assert done == [("first", 0), ("late", 2), ("later", 2)]
+    assert len(agenda.entries) == 4, "what is done is held until the segment is through"
+    agenda.finish(5)
+    agenda.put(1, partial(note, "next"))
+    agenda.finish(1)
+    assert done[3:] == [("last", 5), ("next", 6)]
+    assert agenda.clock == 6 and not agenda.entries
+
+
+_MESHES: dict[str, Callable[[], tuple[BandRegionBuilder, MeshShape]]] = {
+    "chain": lambda: (_bands(_chain, (1, 3, 24, 8), (0, 9, 15, 24), cuts=(2, 4)), MeshShape(num_bands=3)),
+    "staged": lambda: (_bands(partial(_chain, 3, True), (2, 3, 24, 8), (0, 6, 11, 24), batch_tile=1), MeshShape(num_bands=3)),
+    "panels": lambda: (_bands(NormedVgg, (1, 3, 24, 16), (0, 11, 24), num_panels=2, strip_rows=4), MeshShape(num_bands=2)),
+    "skips": lambda: (_bands(TinyUNet, (1, 3, 32, 16), (0, 8, 16, 32), strip_rows=4, cuts=(2, 5)), MeshShape(num_bands=3)),
+    "thin": lambda: (_bands(partial(_chain, 4), (1, 3, 8, 8), (0, 1, 2, 3, 8), cuts=(4,)), MeshShape(num_bands=4)),
+    "empty": lambda: (_bands(Deep, (1, 3, 9, 8), even_band_bounds(9, 4)), MeshShape(num_bands=4)),
+    "replicas": lambda: (
+        _bands(partial(_chain, 3, True), (1, 3, 16, 8), (0, 7, 16), num_replicas=2),
+        MeshShape(num_bands=2, num_replicas=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _MESHES)
+def test_no_rank_waits_forever_and_all_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "WINDOW_BYTES", 256)  # so that gradients of small models take many windows
+    bands, shape = _MESHES[name]()
+    ranks = [(replica, band) for replica in range(shape.num_replicas) for band in range(shape.num_bands)]
+    walked = [logged_step(bands, shape, *rank) for rank in ranks]
+    for in_order in (False, True):
+        assert num_stuck([step.events for step in walked], in_order=in_order) == 0
+    for rank, step in zip(ranks, walked, strict=True):
+        added = logged_step(bands, shape, *rank, exactly=False)
+        assert step.traffic == added.traffic
+        assert (step.projection.peak_bytes, step.projection.flops) == (added.projection.peak_bytes, added.projection.flops)
+    for topic in ("rows", "globals", "parameters"):
+        sent, received = (sum(getattr(step.traffic, way)[topic] for step in walked) for way in ("sent_bytes", "received_bytes"))
+        assert sent == received
+    assert sum(sum(step.traffic.sent_beside_bytes.values()) for step in walked) > 0
+
+
+def test_a_wrong_order_is_stuck() -> None:
+    # Both wait for what the other posts behind its wait; and, on a stream, two topics' worth of messages in crossed order.
+    def post(ticket: int, *messages: tuple[int, bool]) -> Event:
+        return Event(("", 0), ticket, "rows", messages)
+
+    def wait(ticket: int) -> Event:
+        return Event(("", 0), ticket, "rows")
+
+    crossed = [[post(0, (1, True)), wait(0), post(2, (1, False)), wait(2)], [post(0, (0, True)), wait(0), post(2, (0, False)), wait(2)]]
+    assert num_stuck(crossed, in_order=False) > 0
+    apart = [[post(0, (1, True)), post(1, (1, False)), wait(0), wait(1)], [post(0, (0, True)), post(1, (0, False)), wait(0), wait(1)]]
+    assert num_stuck(apart, in_order=False) == 0
+    assert num_stuck(apart, in_order=True) > 0
+    together = [[post(0, (1, True), (1, False)), wait(0)], [post(0, (0, True), (0, False)), wait(0)]]
+    assert num_stuck(together, in_order=True) == 0
+
+
+def test_when_messages_are_posted_and_waited_for() -> None:
+    """Two segments, 12 rows, bands of 6 rows in strips of two."""
+    bands = _bands(partial(_chain, 2), (1, 3, 12, 4), (0, 6, 12), cuts=(2,))
+    assert [choice.nodes[-1] for choice in bands.choices[:2]] == ["relu", "adaptive_avg_pool2d"]
+    # Forward: the row that goes up is made by the first two strips, and read there by the last; that which goes down is waited for at once.
+    # Back the same the other way round. The last convolution's gradients are summed beside the first one's strips, whose own are left over.
+    assert [_told(logged_step(bands, MeshShape(num_bands=2), 0, band).events) for band in range(2)] == [
+        [
+            "F0+ 0: receive rows (0)",
+            "F0+ 4: send rows (1)",
+            "F1+ 7: wait for rows (0)",
+            "F1+ 7: send and receive globals (2)",
+            "F1+ 7: wait for globals (2)",
+            "F1+ 8: wait for rows (1)",
+            "B1 9: send rows (3)",
+            "B1 12: receive rows (4)",
+            "B0 12: wait for rows (4)",
+            "B0 12: send and receive parameters (5)",
+            "B0 14: wait for parameters (5)",
+            "B0 14: send and receive parameters (6)",
+            "B0 16: wait for rows (3)",
+            "B0 16: wait for parameters (6)",
+            "B0 16: send and receive parameters (7)",
+            "B0 16: wait for parameters (7)",
+            "B0 16: send and receive parameters (8)",
+            "B0 16: wait for parameters (8)",
+        ],
+        [
+            "F0+ 2: send rows (0)",
+            "F0+ 4: receive rows (1)",
+            "F1+ 4: wait for rows (1)",
+            "F1+ 7: send and receive globals (2)",
+            "F1+ 7: wait for globals (2)",
+            "F1+ 8: wait for rows (0)",
+            "B1 8: receive rows (3)",
+            "B1 12: send rows (4)",
+            "B0 12: send and receive parameters (5)",
+            "B0 14: wait for rows (3)",
+            "B0 14: wait for parameters (5)",
+            "B0 14: send and receive parameters (6)",
+            "B0 16: wait for rows (4)",
+            "B0 16: wait for parameters (6)",
+            "B0 16: send and receive parameters (7)",
+            "B0 16: wait for parameters (7)",
+            "B0 16: send and receive parameters (8)",
+            "B0 16: wait for parameters (8)",
+        ],
+    ]
+
+
+def _told(events: Sequence[Event]) -> list[str]:
+    """Moves, strips that have run before, and what is posted or waited for."""
+    found, numbers = [], dict[int, int]()
+    for event in events:
+        number = numbers.setdefault(event.ticket, len(numbers))
+        what = " and ".join("send" if is_sent else "receive" for _, is_sent in event.messages) or "wait for"
+        found.append(f"{event.what[0]} {event.what[1]}: {what} {event.topic} ({number})")
+    return found
+
+
+@pytest.mark.parametrize("name", ["chain", "staged", "panels", "thin"])
+def test_timetables_are_those_of_the_strips(name: str) -> None:
+    bands, shape = _MESHES[name]()
+    num_asked = 0
+    for band in range(shape.num_bands):
+        for segment, makes in zip(bands.region(band).segments, bands.region(band).makes, strict=True):
+            if not isinstance(segment, BandSegment) or not segment.schedule.num_steps:
+                continue
+            table, count, walks = segment.timetable, segment.schedule.num_steps, len(segment.walks)
+            assert table.num_strips == count * walks
+            steps = [segment.step(index) for index in range(count)]
+            for value in makes:
+                if value not in bands.layout.held:
+                    continue
+                own = bands.layout.held[value].own[band]
+                for row in range(own.start, own.stop):
+                    maker = next(
+                        index for index, step in enumerate(steps) if row in range(step[value].wanted.start, step[value].wanted.stop)
+                    )
+                    assert table.made(value, row + 1) == (walks - 1) * count + maker + 1
+                    assert table.wanted(value, row + 1) == count - 1 - maker
+                    num_asked += 1
+            for source in segment.schedule.sources:
+                reads = [segment.scope.rows_read(step).get(source) for step in steps]
+                for row in range(max(each.stop for each in reads if each)):
+                    reader = next(index for index, each in enumerate(reads) if each and each.stop > row)
+                    assert table.read(source, row) == reader
+                    assert table.settled(source, row) == walks * count - reader
+                    num_asked += 1
+    assert num_asked > 20
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "num_bands"),
+    [(Vgg, (1, 3, 240, 32), 3), (Residual, (1, 3, 256, 32), 8), (ConvNet, (1, 3, 96, 16), 4), (Deep, (1, 3, 128, 16), 5)],
+)
+def test_bands_are_balanced_by_what_they_compute(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], num_bands: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = sft.Options(tile=(8, None))
+    plan = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
+    monkeypatch.setattr("sft.distributed.planning.balance_bands", lambda found, *rest: found)
+    even = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
+    assert plan.mesh is not None and even.mesh is not None
+    assert max(rank.flops for rank in plan.mesh.ranks) <= max(rank.flops for rank in even.mesh.ranks)
+    assert plan.mesh.balance >= even.mesh.balance
+    assert [rank.rows[0] for rank in plan.mesh.ranks[1:]] == [rank.rows[1] for rank in plan.mesh.ranks[:-1]]
+
+
+def test_level_bounds() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        num_bands, multiple = int(generator.integers(1, 7)), int(generator.integers(1, 4))
+        bounds = even_band_bounds(int(generator.integers(num_bands * multiple * 2, 100)), num_bands, multiple)
+        own, price = generator.integers(0, 40, num_bands), 3
+        costs = [int(each) + price * (stop - start) for each, start, stop in zip(own, bounds, bounds[1:], strict=False)]
+        found = balanced_bounds(bounds, costs, price, multiple)
+        assert (found[0], found[-1], len(found)) == (0, bounds[-1], len(bounds))
+        assert all((stop - start) % multiple == 0 and stop > start for start, stop in pairwise(found[:-1]))
+        after = [int(each) + price * (stop - start) for each, start, stop in zip(own, found, found[1:], strict=False)]
+        assert max(after) <= max(costs)
+        # No unit of rows could be given to another band with less for the largest.
+        most = max(after)
+        for giver in range(num_bands):
+            for taker in range(num_bands):
+                moved = list(after)
+                moved[giver], moved[taker] = moved[giver] - price * multiple, moved[taker] + price * multiple
+                if giver != taker and found[giver + 1] - found[giver] > multiple:
+                    assert max(moved) >= most

@@ -1,0 +1,70 @@
+"""The guides: what they show runs, where they point is there, and the reference is what the docstrings say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.slides import SLIDE
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCS = _ROOT / "docs"
+_BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    page = runpy.run_path(str(_DOCS / "reference.py"))["page"]
+    assert (_DOCS / "reference.md").read_text() == page(), "run python docs/reference.py"
+
+
+@pytest.mark.parametrize(
+    "page", sorted(str(path.relative_to(_ROOT)) for path in [*_DOCS.rglob("*.md"), *(_ROOT / "examples").rglob("*.md")])
+)
+def test_links_lead_somewhere(page: str) -> None:
+    path = _ROOT / page
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http", "#")):
+            assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def _run(page: str, names: dict[str, Any]) -> int:
+    """Run the blocks of a page in order, commands of ours among them; returns how many there were."""
+    from sft.wsi.cli import main
+
+    count = 0
+    for language, block in _BLOCK.findall((_DOCS / page).read_text()):
+        if language == "python":
+            exec(compile(block, f"docs/{page}", "exec"), names)
+        else:
+            for line in block.strip().splitlines():
+                words = shlex.split(line, comments=True)
+                assert words[:3] == ["python", "-m", "sft.wsi"], line
+                assert main(words[3:]) == 0, line
+        count += 1
+    return count
+
+
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("openslide", "tifffile", "imagecodecs", "skimage", "sklearn"):
+        pytest.importorskip(library)
+    shutil.copy(SLIDE, tmp_path / "slide.svs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    assert _run("tutorial.md", {}) == 8
+    assert (tmp_path / "runs" / "first" / "summary.md").exists()
+    assert list((tmp_path / "runs" / "first" / "heatmaps").rglob("*.png"))
+
+
+def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    assert _run("howto.md", {}) == 11

@@ -1,0 +1,85 @@
+"""Operators that run whole, on values that do not lie in memory in the order of their dimensions, nor does the gradient.
+
+Torch makes what some kernels read contiguous before it calls them, where that is necessary; where a kernel is traced it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sft
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import image, seeded
+
+_CHANNELS, _POSITIONS = 8, 12
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda t: F.layer_norm(t, (_POSITIONS,)),
+    "softmax": lambda t: t.softmax(1),
+    "cdist": lambda t: torch.cdist(t, 2 * t + 1, p=3.0),
+    "attention": lambda t: F.scaled_dot_product_attention(t, 2 * t, t + 1),
+    "bmm": lambda t: torch.bmm(t, t.transpose(1, 2)),
+    "max_pool": lambda t: F.max_pool1d(t, 2),
+    "interpolate": lambda t: F.interpolate(t, size=17, mode="linear"),
+    "pad": lambda t: F.pad(t, (2, 3), "reflect"),
+    "cumprod": lambda t: t.cumprod(2),
+    "fft": lambda t: torch.fft.fft(t, dim=1).real,
+    "inverse": lambda t: torch.linalg.inv(t[:, :, :_CHANNELS] + 9 * torch.eye(_CHANNELS, dtype=t.dtype)),
+}
+_MODULES: dict[str, Callable[[], nn.Module]] = {
+    "group_norm": lambda: nn.GroupNorm(4, _CHANNELS),
+    "conv": lambda: nn.Conv1d(_CHANNELS, 6, 3, padding=1),
+    "conv_transpose": lambda: nn.ConvTranspose1d(_CHANNELS, 6, 3, stride=2),
+    "linear": lambda: nn.Linear(_POSITIONS, 5),
+    "batch_norm": lambda: nn.BatchNorm1d(_CHANNELS),
+}
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _OutOfOrder(nn.Module):
+    """An operator whose operand is a transpose, as is the gradient that reaches it."""
+
+    def __init__(self, operator: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Linear(_CHANNELS, _CHANNELS)
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.scale(x.flatten(2).flip(2).transpose(1, 2))  # what is flipped runs whole
+        found: Tensor = self.operator(tokens.transpose(1, 2))
+        return found.transpose(1, 2).cos()
+
+
+@pytest.mark.parametrize("name", [*_FUNCTIONS, *_MODULES])
+def test_operators_out_of_order(name: str) -> None:
+    operator = _MODULES[name]() if name in _MODULES else _Function(_FUNCTIONS[name])
+    assert_exact(seeded(lambda: _OutOfOrder(operator)), image(2, _CHANNELS, 3, 4))
+
+
+@pytest.mark.parametrize("options", [None, sft.Options(tile=(8, 24)), sft.Options(strategy="none")])
+def test_a_norm_of_positions_whose_gradient_is_transposed(options: sft.Options | None) -> None:
+    """The head of attention in diffusion models; gradients were of other channels'."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.query = nn.GroupNorm(4, _CHANNELS), nn.Linear(_CHANNELS, _CHANNELS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.query(self.norm(x.flatten(2)).transpose(1, 2))
+            return found
+
+    assert_exact(seeded(Head), image(2, _CHANNELS, 16, 24), options=options)

@@ -1,0 +1,84 @@
+"""Circular padding: rows that wrap round are a global value, columns a matter of the strip; exact at every tiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import chain, image, seeded
+from tests.helpers.operator_cases import AroundFunction
+from tests.helpers.plans import assert_tiled
+from tests.helpers.tilings import tiled_options
+
+_CONVOLUTIONS: tuple[Callable[..., nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class _Padded(nn.Module):
+    """Around a circular padding, and past it, cropped to size."""
+
+    def __init__(self, amounts: tuple[int, ...]) -> None:
+        super().__init__()
+        axes = len(amounts) // 2
+        self.amounts, self.axes = amounts, axes
+        self.before, self.after = (_CONVOLUTIONS[axes - 1](*channels, 3, padding=1) for channels in ((3, 4), (4, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(F.pad(self.before(x), self.amounts, mode="circular").tanh())
+        return y
+
+
+@st.composite
+def _padded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
+    axes = draw(st.sampled_from([1, 2, 2, 3]))
+    extents = tuple(draw(st.integers(1, 11 if axis < 2 else 4)) for axis in range(axes))
+    amounts = tuple(draw(st.integers(0, min(4, extents[axis]))) for axis in reversed(range(axes)) for _ in range(2))
+    note(f"{extents} padded by {amounts}")
+    model = seeded(lambda: _Padded(amounts))
+    return model, image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
+
+
+@settings(max_examples=6)
+@given(case=_padded())
+def test_any_circular_padding(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
+    model, x, options = case
+    assert_exact(model, x, options=options, steps=1)
+
+
+def test_convolutions_that_wrap_round() -> None:
+    model = seeded(
+        lambda: chain(
+            nn.Conv2d(3, 4, 5, padding=2, padding_mode="circular"),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, stride=2, padding=2, dilation=2, padding_mode="circular"),
+            nn.Conv2d(4, 2, 3, padding="same", padding_mode="circular", groups=2),
+        )
+    )
+    x = image(2, 3, 13, 9)
+    report = assert_exact(model, x, options=sft.Options(tile=(3, 4), state_every=2), steps=1)
+    assert_tiled(report, "conv", "border")
+    assert all(segment.mode == "tiled" for segment in report.plan.segments)
+
+
+def test_columns_alone_need_no_barrier() -> None:
+    """Wrapped round a cylinder (a panorama, a globe's longitudes): all layers in one walk, in full width."""
+    model = seeded(lambda: chain(*(nn.Conv2d(c, 4, 3, padding=(0, 1), padding_mode="circular") for c in (3, 4, 4))))
+    report = assert_exact(model, image(1, 3, 20, 9), options=sft.Options(tile=(4, None)), steps=1)
+    assert [segment.mode for segment in report.plan.segments] == ["tiled"]
+
+
+def test_a_strip_of_nothing_but_wrapped_rows() -> None:
+    """Strips of one row; three rows, all of which wrap round, some twice."""
+    model = seeded(lambda: AroundFunction(lambda y: F.pad(y, (1, 0, 3, 2), mode="circular")[:, :, 3:-2, 1:], axes=2))
+    assert_exact(model, image(2, 3, 3, 5), options=sft.Options(tile=(1, 2), state_every=2), steps=1)
+
+
+def test_in_single_precision_the_rows_are_the_same() -> None:
+    model, x = nn.CircularPad2d((1, 2, 2, 1)), image(1, 3, 9, 7).float()
+    net = sft.compile(model, (1, 3, 9, 7), options=sft.Options(tile=(2, None)))
+    assert bool((net(x) == model(x)).all())

@@ -1,0 +1,93 @@
+"""Whole numbers become the default element type, which may be another in the same process: nothing remembered holds for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from tests.helpers.exactness import assert_within_budget
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+class _Counts(nn.Module):
+    """A network on the square roots of whole numbers, as values of its own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1, dtype=torch.float32)
+
+    def forward(self, counts: Tensor) -> Tensor:
+        found: Tensor = self.conv(counts.sqrt().float())
+        return found
+
+
+class _Rounded(nn.Module):
+    """Roots that are rounded to bfloat16, which is nothing to do where they are of that type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1, dtype=torch.float32)
+
+    def forward(self, counts: Tensor) -> Tensor:
+        found: Tensor = self.conv(counts.float()) * counts.sqrt().to(torch.bfloat16).float()
+        return found
+
+
+@pytest.mark.parametrize("make", [_Counts, _Rounded])
+@pytest.mark.parametrize("options", [sft.Options(tile=(8, None)), sft.Options(strategy="none"), sft.Options()])
+def test_another_default_in_the_same_process(make: type[nn.Module], options: sft.Options) -> None:
+    torch.manual_seed(0)
+    model = make()
+    counts = torch.randint(1, 99, (1, 3, 33, 30))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        net = sft.compile(model, counts, options=options)
+        found, expected = net(counts), model(counts)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(result.square().sum(), list(each.parameters())) for result, each in ((found, net), (expected, model))
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-2)
+
+
+def test_what_it_needs_is_projected_for_that_type() -> None:
+    class Logarithms(nn.Module):
+        def forward(self, counts: Tensor, x: Tensor) -> Tensor:
+            return counts.log() + x
+
+    counts, x = torch.randint(1, 9, (1, 4, 64, 64)), torch.randn(1, 4, 64, 64, dtype=torch.float32)
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        net = sft.compile(Logarithms(), (counts, x), options=sft.Options(tile=(8, None)))
+        assert_within_budget(net, counts, x, budget="1GiB", input_grad=False)
+
+
+def test_repeated_blocks_are_traced_for_that_type() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6, dtype=torch.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rounded = (x * 40).long().abs().sqrt().to(torch.float32) / 7
+            found: Tensor = x + self.linear(x) * rounded
+            return found
+
+    torch.manual_seed(0)
+    repeat, x = sft.nn.Repeat(Block, 4), torch.randn(5, 6, dtype=torch.float32)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        found.append(repeat(x))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,78 @@
+"""Copies to the host and back that are as late as they may be: their bytes move when somebody waits for them, and no sooner.
+
+On the CPU a copy is done when it was begun, so nothing there tells a schedule that waits for its copies from one that forgot to. Inside
+:func:`late_copies` every byte that may not be counted on is poison (all bits set: NaN in floating buffers, -1 in integers):
+
+- the copy's place in the slab from the offload to the first wait for it. What is then copied is what the buffer holds at that moment, so
+  whoever changes or reuses the buffer too early is found, too;
+- the buffer before its bytes are given back, and again from the prefetch to the first wait for it;
+- the copy's place in the slab when nobody uses it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from sft.runtime.offload import OffloadedValue
+from sft.torch_runtime.offload import HostOffloader
+
+__all__ = ["late_copies"]
+
+_POISON = 255
+
+
+class _LateCopies(HostOffloader):
+    """What of a step is on the host, or would be if somebody had waited for it."""
+
+    def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
+        copy = super().offload(target, tensors)  # which has filled the slab already: nothing of that may be read
+        self._poison_slab(copy)
+        copy.down = partial(self._move, copy, down=True)
+        return copy
+
+    def release(self, copy: OffloadedValue) -> None:
+        self._await(copy)
+        for buffer in copy.buffers:
+            buffer.fill_(_POISON)
+        super().release(copy)
+
+    def prefetch(self, copy: OffloadedValue) -> None:
+        super().prefetch(copy)
+        for buffer in copy.buffers:
+            buffer.fill_(_POISON)
+        copy.up = partial(self._move, copy, down=False)
+
+    def forget(self, copy: OffloadedValue) -> None:
+        self._await(copy)
+        self._poison_slab(copy)
+        super().forget(copy)
+
+    def _poison_slab(self, copy: OffloadedValue) -> None:
+        for _, part in self._pairs(copy):
+            part.fill_(_POISON)
+
+    def _move(self, copy: OffloadedValue, *, down: bool) -> None:
+        for buffer, part in self._pairs(copy):
+            (part if down else buffer).copy_(buffer if down else part)
+
+    def _await(self, copy: OffloadedValue) -> None:
+        waiting: list[Any] = [copy.down, copy.up]
+        copy.down = copy.up = None
+        copy.is_arriving = False
+        for move in waiting:
+            if move is not None:
+                move()
+
+
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """Let all steps of compiled models copy late, until the block ends."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("sft.torch_runtime.autograd.HostOffloader", _LateCopies)
+        yield

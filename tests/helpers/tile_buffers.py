@@ -1,0 +1,71 @@
+"""Tiles of images as kernels get them: channels-last views into memory that is NaN wherever it is not the tile's data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sft.kernels.geometry import Geometry, KernelWindow, Span, TileAxis
+
+__all__ = ["assert_close", "assert_nothing_else_written", "empty_buffer", "fill_buffer", "tile_geometry"]
+
+
+def tile_geometry(
+    extents: tuple[int, int],
+    windows: tuple[KernelWindow, KernelWindow],
+    outputs: tuple[range, range],
+    *,
+    around: int = 1,
+    adjoint: bool = False,
+) -> Geometry:
+    """The geometry of one tile of an image of these extents, its source buffer ``around`` rows larger than it needs to be.
+
+    Args:
+        outputs: rows and columns of the result: of the output, or of the input for the ``adjoint``.
+    """
+    axes = []
+    for extent, window, part in zip(extents, windows, outputs, strict=True):
+        out = window.outputs(extent)
+        source, needed = (out, window.writes(part.start, part.stop)) if adjoint else (extent, window.reads(part.start, part.stop))
+        first, last = max(0, needed[0]) - around, min(source, needed[1]) + around
+        held = Span(start=first, size=last - first, extent=source)
+        result = Span(start=part.start, size=len(part), extent=extent if adjoint else out)
+        axes.append(TileAxis(input=result, output=held, window=window) if adjoint else TileAxis(input=held, output=result, window=window))
+    return Geometry(height=axes[0], width=axes[1])
+
+
+def empty_buffer(num_samples: int, num_channels: int, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A channels-last buffer of NaN (or of the dtype's largest value) in the middle of a larger one of the same."""
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    memory = torch.full((num_samples + 2, size[0] + 2, size[1] + 2, num_channels + 3), value, dtype=dtype)
+    return memory.permute(0, 3, 1, 2)[1:-1, 1 : num_channels + 1, 1:-1, 1:-1]
+
+
+def fill_buffer(image: Tensor, spans: tuple[Span, Span], dtype: torch.dtype) -> Tensor:
+    """The buffer that holds the spans of an image ``[N, C, H, W]``, NaN beyond the border."""
+    buffer = empty_buffer(image.shape[0], image.shape[1], (spans[0].size, spans[1].size), dtype)
+    (top, bottom), (left, right) = (span.data for span in spans)
+    rows, columns = spans[0].start, spans[1].start
+    buffer[:, :, top:bottom, left:right] = image[:, :, rows + top : rows + bottom, columns + left : columns + right].to(dtype)
+    return buffer
+
+
+def assert_nothing_else_written(buffer: Tensor, context: object) -> None:
+    """All of the buffer has a value, and the memory around it still has none."""
+    memory = torch.empty(0, dtype=buffer.dtype).set_(buffer.untyped_storage())
+    assert not buffer.isnan().any(), ("not written", context)
+    assert int((~memory.isnan()).sum()) == buffer.numel(), ("written beyond the buffer", context)
+
+
+def assert_close(result: Tensor, truth: Tensor, scale: Tensor, num_terms: int, context: object) -> None:
+    """A sum of ``num_terms`` products in fp32, rounded to the result's dtype, against fp64.
+
+    Args:
+        scale: the same sum of absolute values: each product and each addition is off by 2**-24 of it at most.
+    """
+    # Triton's interpreter truncates to bfloat16: off by a whole step, where a GPU rounds to half a step.
+    rounding = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-50}[result.dtype]
+    smallest = 2.0**-24 if result.dtype == torch.float16 else 0.0  # half of it is what a subnormal is off by
+    bound = (num_terms + 4) * 2.0**-24 * scale + rounding * truth.abs() + smallest
+    error = (result.double() - truth).abs()
+    assert bool((error <= bound * 1.01).all()), (float((error / (bound + 1e-300)).max()), context)

@@ -1,0 +1,345 @@
+"""Convolution of tiles: the plain reference and the interpreted kernels against the whole image in float64.
+
+Around every tile, and in it beyond the image's border, memory is NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sft import InputError
+from sft.kernels.common import BlockSizes
+from sft.kernels.conv.conv2d import GradientSlots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.geometry import Geometry, KernelWindow
+from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
+from tests.helpers.triton_process import interpret, needs_triton
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    name: str
+    extents: tuple[int, int]
+    windows: tuple[KernelWindow, KernelWindow]
+    groups: int
+    #: of a group
+    channels: tuple[int, int]
+    relu: bool
+    residual: bool = False
+    bias: bool = True
+    num_samples: int = 1
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.channels[0] == 1
+
+
+def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -> KernelWindow:
+    return KernelWindow(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
+
+
+_SAME = (_window(3, padding=1), _window(3, padding=1))
+_LAYERS = [
+    _Layer(name="plain", extents=(9, 7), windows=_SAME, groups=1, channels=(20, 18), relu=True, residual=True, num_samples=2),
+    _Layer(name="strided", extents=(11, 8), windows=(_window(3, 2, padding=1),) * 2, groups=2, channels=(3, 5), relu=False),
+    _Layer(
+        name="dilated",
+        extents=(12, 9),
+        windows=(_window(4, 2, 2, 3), _window(2, 3, 3, 1)),
+        groups=1,
+        channels=(17, 4),
+        relu=True,
+        bias=False,
+    ),
+    _Layer(name="pointwise", extents=(7, 9), windows=(_window(1, 2), _window(1, 2)), groups=1, channels=(16, 33), relu=False),
+    _Layer(name="depthwise", extents=(9, 7), windows=_SAME, groups=5, channels=(1, 2), relu=True, residual=True),
+    _Layer(
+        name="dilated depthwise", extents=(11, 9), windows=(_window(3, 2, 3, 3), _window(2, 1, 2)), groups=6, channels=(1, 1), relu=False
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """Operands in a dtype, and what comes of them in fp64, with the sums of absolute values beside it."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    dy: Tensor
+    y: Tensor
+    truth: dict[str, Tensor]
+    scale: dict[str, Tensor]
+
+
+def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
+    random = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
+
+    num_in, num_out = (count * layer.groups for count in layer.channels)
+    size = tuple(window.outputs(extent) for window, extent in zip(layer.windows, layer.extents, strict=True))
+    kernel = tuple(window.kernel for window in layer.windows)
+    x, weight = draw(layer.num_samples, num_in, *layer.extents), draw(num_out, layer.channels[0], *kernel)
+    bias = draw(num_out) if layer.bias else None
+    residual = draw(layer.num_samples, num_out, *size) if layer.residual else None
+    dy = draw(layer.num_samples, num_out, *size)
+    options: dict[str, Any] = {"groups": layer.groups}
+    for name, index in (("stride", 0), ("padding", 1), ("dilation", 2)):
+        options[name] = tuple((w.stride, w.padding, w.dilation)[index] for w in layer.windows)
+
+    def linear(sign: Any, mask: Tensor | None) -> dict[str, Tensor]:
+        z, w = sign(x).requires_grad_(), sign(weight).requires_grad_()
+        s = F.conv2d(z, w, None, **options)
+        shift = torch.zeros(1, num_out, 1, 1, dtype=torch.float64, requires_grad=True)
+        y = s + shift + (0 if bias is None else sign(bias).view(1, -1, 1, 1)) + (0 if residual is None else sign(residual))
+        mask = torch.ones_like(y) if mask is None else mask
+        dx, dw, db = torch.autograd.grad(y * mask, (z, w, shift), sign(dy))
+        return {"y": y.detach(), "dx": dx, "dw": dw, "db": db.flatten()}
+
+    y = linear(lambda t: t.clone(), None)["y"]
+    mask = (y.to(dtype) > 0).double() if layer.relu else None
+    truth, scale = linear(lambda t: t.clone(), mask), linear(lambda t: t.abs(), mask)
+    if layer.relu:
+        truth["y"] = y.relu()
+    return _Problem(x=x, weight=weight, bias=bias, residual=residual, dy=dy, y=truth["y"], truth=truth, scale=scale)
+
+
+def _parts(extent: int, *, one: bool) -> list[range]:
+    """An axis in three tiles of different sizes (top, middle, bottom), or whole."""
+    return [range(extent)] if one else [range(extent // 3), range(extent // 3, extent // 3 + 2), range(extent // 3 + 2, extent)]
+
+
+def _tiles(extents: tuple[int, ...], *, one: bool) -> list[tuple[range, range]]:
+    rows, columns = _parts(extents[0], one=one), _parts(extents[1], one=one)
+    return [(r, c) for r, c in itertools.product(rows, columns if one else [range(columns[1].start), range(columns[1].start, extents[1])])]
+
+
+def _cut(image: Tensor, tile: tuple[range, range]) -> Tensor:
+    return image[:, :, tile[0].start : tile[0].stop, tile[1].start : tile[1].stop]
+
+
+def _last(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _spans(geometry: Geometry, side: str) -> Any:
+    return getattr(geometry.height, side), getattr(geometry.width, side)
+
+
+def _forward_arguments(layer: _Layer, problem: _Problem, tile: tuple[range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry = tile_geometry(layer.extents, layer.windows, tile)
+    residual = None if problem.residual is None else fill_buffer(problem.residual, _spans(geometry, "output"), dtype)
+    bias = None if problem.bias is None else problem.bias.to(dtype)
+    x = fill_buffer(problem.x, _spans(geometry, "input"), dtype)
+    return {"x": x, "weight": _last(problem.weight, dtype), "bias": bias, "residual": residual, "geometry": geometry}
+
+
+def _adjoint_arguments(layer: _Layer, problem: _Problem, tile: tuple[range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry = tile_geometry(layer.extents, layer.windows, tile, adjoint=True)
+    dy, y = (fill_buffer(image, _spans(geometry, "output"), dtype) for image in (problem.dy, problem.y))
+    return {"gradient": dy, "output": y if layer.relu else None, "weight": _last(problem.weight, dtype), "geometry": geometry}
+
+
+def _weight_arguments(layer: _Layer, problem: _Problem, tile: tuple[range, range], dtype: torch.dtype) -> dict[str, Any]:
+    geometry = tile_geometry(layer.extents, layer.windows, tile)
+    dy, y = (fill_buffer(image, _spans(geometry, "output"), dtype) for image in (problem.dy, problem.y))
+    x = fill_buffer(problem.x, _spans(geometry, "input"), dtype)
+    return {"gradient": dy, "output": y if layer.relu else None, "x": x, "geometry": geometry}
+
+
+def _num_terms(layer: _Layer) -> dict[str, int]:
+    taps = layer.windows[0].kernel * layer.windows[1].kernel
+    pixels = layer.num_samples * layer.extents[0] * layer.extents[1]
+    return {"y": taps * layer.channels[0] + 2, "dx": taps * layer.channels[1], "dw": pixels, "db": pixels}
+
+
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
+    problem, dtype = _problem(layer, torch.float64), torch.float64
+    slots = GradientSlots.zeros(problem.weight, bias=True, num_splits=2)
+    size = problem.y.shape[2:]
+    for tile in _tiles(tuple(size), one=False):
+        arguments = _forward_arguments(layer, problem, tile, dtype)
+        y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
+        torch.testing.assert_close(y, _cut(problem.truth["y"], tile), rtol=1e-12, atol=1e-12)
+        conv2d_weight_gradient(**_weight_arguments(layer, problem, tile, dtype), into=slots, groups=layer.groups)
+    for tile in _tiles(layer.extents, one=False):
+        dx = conv2d_data_gradient(**_adjoint_arguments(layer, problem, tile, dtype), groups=layer.groups)
+        torch.testing.assert_close(dx, _cut(problem.truth["dx"], tile), rtol=1e-12, atol=1e-12)
+    dw, db = slots.total(dtype)
+    torch.testing.assert_close(dw, problem.truth["dw"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(db, problem.truth["db"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_gradients_of_tiles_add_up_to_the_whole(layer: _Layer) -> None:
+    """Autograd's shares of the tiles, each in the buffer of its tile: zero where the buffer is not the image's."""
+    problem = _problem(layer, torch.float64)
+    total = torch.zeros_like(problem.x)
+    sums = [torch.zeros_like(problem.weight), torch.zeros(problem.weight.shape[0], dtype=torch.float64)]
+    for tile in _tiles(tuple(problem.y.shape[2:]), one=False):
+        arguments = _forward_arguments(layer, problem, tile, torch.float64)
+        arguments["bias"] = sums[1].clone() if arguments["bias"] is None else arguments["bias"]
+        leaves = [arguments[name].requires_grad_() for name in ("x", "weight", "bias")]
+        y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
+        dx, *rest = torch.autograd.grad(y, leaves, _cut(problem.dy, tile).contiguous(memory_format=torch.channels_last))
+        height, width = _spans(arguments["geometry"], "input")
+        (top, bottom), (left, right) = height.data, width.data
+        inner = total[:, :, height.start + top : height.start + bottom, width.start + left : width.start + right]
+        inner += dx[:, :, top:bottom, left:right]
+        assert float(dx.abs().sum()) == pytest.approx(float(dx[:, :, top:bottom, left:right].abs().sum()))
+        sums = [a + b for a, b in zip(sums, rest, strict=True)]
+    torch.testing.assert_close(total, problem.truth["dx"], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(sums[0], problem.truth["dw"], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(sums[1], problem.truth["db"], rtol=1e-11, atol=1e-11)
+
+
+def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Module, launch and options of each direction."""
+    if layer.depthwise:
+        module, block = "sft.kernels.conv.depthwise_triton", {"block": (64, 8)}
+        names = ("launch_depthwise", "launch_depthwise_gradient", "launch_depthwise_weight")
+        return {key: (module, name, block) for key, name in zip(("y", "dx", "dw"), names, strict=True)}
+    common: dict[str, Any] = {"groups": layer.groups, "precision": "ieee"}
+    blocked = common | {"blocks": BlockSizes(pixels=64, channels=32, inner=16)}
+    return {
+        "y": ("sft.kernels.conv.forward2d_triton", "launch_conv2d", blocked),
+        "dx": ("sft.kernels.conv.data_grad2d_triton", "launch_data_gradient", blocked),
+        "dw": ("sft.kernels.conv.weight_grad2d_triton", "launch_weight_gradient", common | {"block": (64, 32, 32)}),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
+    """In tiles and whole in fp32, whole in fp16 and bf16; the tiles have the bits of the whole."""
+    jobs: list[dict[str, Any]] = []
+    checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range], bool]] = []
+
+    def add(direction: str, arguments: dict[str, Any], results: list[str]) -> None:
+        module, function, options = _launches(layer)[direction]
+        jobs.append({"run": "launch", "module": module, "function": function, "arguments": arguments | options, "results": results})
+
+    for dtype in _DTYPES:
+        problem = _problem(layer, dtype)
+        num_in, num_out = problem.x.shape[1], problem.y.shape[1]
+        for one in (True, False) if dtype == torch.float32 else (True,):
+            for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
+                arguments = _forward_arguments(layer, problem, tile, dtype)
+                arguments["out"] = empty_buffer(layer.num_samples, num_out, arguments["geometry"].output_size, dtype)
+                add("y", arguments | {"relu": layer.relu}, ["out"])
+                checks.append((dtype, "y", problem, tile, one))
+            for tile in _tiles(layer.extents, one=one):
+                arguments = _adjoint_arguments(layer, problem, tile, dtype)
+                arguments["out"] = empty_buffer(layer.num_samples, num_in, arguments["geometry"].input_size, dtype)
+                add("dx", arguments, ["out"])
+                checks.append((dtype, "dx", problem, tile, one))
+            slots = GradientSlots.zeros(problem.weight.to(dtype), bias=layer.bias, num_splits=2)
+            for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
+                arguments = _weight_arguments(layer, problem, tile, dtype) | {"weights": slots.weights.clone()}
+                biases = None if slots.biases is None else slots.biases.clone()
+                add("dw", arguments | {"biases": biases}, ["weights", "biases"])
+                checks.append((dtype, "dw", problem, tile, one))
+    wholes: dict[str, Tensor] = {}
+    sums: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for (dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+        context, terms = (str(dtype), key, tile), _num_terms(layer)
+        if key == "dw":
+            assert not any(bool(result.isnan().any()) for result in results if result is not None), context
+            sums.setdefault((dtype, one), []).append(results)
+            continue
+        (result,) = results
+        assert_nothing_else_written(result, context)
+        assert_close(result, _cut(problem.truth[key], tile), _cut(problem.scale[key], tile), terms[key], context)
+        if dtype == torch.float32 and one:
+            wholes[key] = result
+        elif dtype == torch.float32:
+            assert torch.equal(result, _cut(wholes[key], tile)), ("tiles have other bits than the whole", context)
+    for dtype, key, problem, _, one in checks:
+        if key == "dw" and (shares := sums.pop((dtype, one), None)):
+            sort = (str(dtype), "tiles" if not one else "whole")
+            dw = torch.stack([share[0] for share in shares]).double().sum((0, 1)).permute(0, 3, 1, 2)
+            assert_close(dw.float(), problem.truth["dw"], problem.scale["dw"], _num_terms(layer)["dw"], sort)
+            if layer.bias:
+                db = torch.stack([share[1] for share in shares]).double().sum((0, 1))
+                assert_close(db.float(), problem.truth["db"], problem.scale["db"], _num_terms(layer)["db"], sort)
+
+
+@needs_triton
+def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
+    """A second tile adds to the first one's slots; the total is the sum in the order of the splits."""
+    layer = _LAYERS[1]
+    problem = _problem(layer, torch.float32)
+    (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
+    arguments = _weight_arguments(layer, problem, tile, torch.float32)
+    empty = GradientSlots.zeros(problem.weight.float(), bias=True, num_splits=2)
+    module, function, options = _launches(layer)["dw"]
+    held = torch.randn(empty.weights.shape, generator=torch.Generator().manual_seed(0))
+    jobs: list[dict[str, Any]] = []
+    for start in (empty.weights, held):
+        slots = {"weights": start.clone(), "biases": torch.zeros_like(start[..., 0, 0, 0])}
+        call: dict[str, Any] = {"run": "launch", "module": module, "function": function, "results": ["weights"]}
+        jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16)}})
+    reduce = {"slots": held, "out": torch.empty(held.shape[1:])}
+    jobs.append({"run": "launch", "module": module, "function": "launch_reduce", "arguments": reduce, "results": ["out"]})
+    (share,), (added,), (total,) = interpret(jobs, tmp_path)
+    assert torch.equal(added, share + held)
+    assert torch.equal(total, held[0] + held[1])
+    assert torch.equal(total, GradientSlots(weights=held, biases=None).total(torch.float32)[0].permute(0, 2, 3, 1))
+    assert bool((share[:, 0, 0, 0, 0] != 0).all()), "a split without pixels shows nothing here"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    window = KernelWindow(kernel=3, padding=1)
+    geometry = Geometry.whole((5, 4), window, window)
+    x, weight = torch.zeros(1, 2, 5, 4).to(memory_format=torch.channels_last), torch.zeros(4, 2, 3, 3)
+    with pytest.raises(InputError, match="channels-last"):
+        conv2d(x.contiguous(), weight, geometry)
+    with pytest.raises(InputError, match=r"x has shape \(1, 2, 5, 4\), the geometry says \(1, 4, 5, 4\)"):
+        conv2d(x, weight, geometry, groups=2)
+    with pytest.raises(InputError, match=r"4 outputs do not make 3 groups"):
+        conv2d(x, weight, geometry, groups=3)
+    with pytest.raises(InputError, match=r"precision 'bf16' of torch.float32 tensors; choose one of ieee, tf32, tf32x3, bf16x3"):
+        conv2d(x, weight, geometry, precision="bf16")
+    with pytest.raises(InputError, match=r"weight is torch.float64, another is torch.float32"):
+        conv2d(x, weight.double(), geometry)
+    with pytest.raises(InputError, match="out= is not differentiable"):
+        conv2d(x, weight.requires_grad_(), geometry, out=torch.zeros(1, 4, 5, 4).to(memory_format=torch.channels_last))
+    strip = tile_geometry((5, 4), (window, window), (range(2, 4), range(4)), adjoint=True, around=0)
+    short = Geometry(height=strip.height, width=strip.width)
+    dy = torch.zeros(1, 4, 3, 4).to(memory_format=torch.channels_last)
+    with pytest.raises(InputError, match=r"gradient has shape \(1, 4, 3, 4\), the geometry says \(1, 4, 4, 4\)"):
+        conv2d_data_gradient(dy, weight, short)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_triton
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
+    """Output and gradients of the whole image by the public function."""
+    problem = _problem(layer, dtype)
+    (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
+    arguments = _forward_arguments(layer, problem, tile, dtype)
+    for name in ("x", "weight", "bias", "residual"):
+        if arguments[name] is not None:
+            arguments[name] = arguments[name].cuda().requires_grad_()
+    y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
+    dx, dw = torch.autograd.grad(y, (arguments["x"], arguments["weight"]), problem.dy.to(dtype).cuda())
+    (top, bottom), (left, right) = (span.data for span in _spans(arguments["geometry"], "input"))
+    ours = {"y": y.detach(), "dx": dx[:, :, top:bottom, left:right], "dw": dw}
+    for name, result in ours.items():
+        assert_close(result.cpu(), problem.truth[name], problem.scale[name], _num_terms(layer)[name], (layer.name, dtype, name))

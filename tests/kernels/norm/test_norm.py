@@ -1,0 +1,262 @@
+"""Norms of strips: the plain reference against PyTorch's own norms in float64, the interpreted kernels against both."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sft import InputError
+from sft.kernels.norm.norm import (
+    MomentSlots,
+    NormGradientSlots,
+    NormStatistics,
+    add_moments,
+    add_norm_sums,
+    norm2d,
+    normalize,
+    normalize_gradient,
+)
+from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer
+from tests.helpers.triton_gates import Gate, check_gates, meta_image
+from tests.helpers.triton_process import interpret, needs_triton
+
+_EPS = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    name: str
+    #: N, C, H, W
+    shape: tuple[int, int, int, int]
+    #: of each sample; None for batch norm
+    num_groups: int | None
+    affine: bool = True
+    residual: bool = False
+    relu: bool = False
+    #: of the input
+    mean: float = 0.0
+
+    @property
+    def num_samples(self) -> int | None:
+        return None if self.num_groups is None else self.shape[0]
+
+    def own(self, parts: dict[str, Tensor]) -> Tensor:
+        """PyTorch's."""
+        if self.num_groups is None:
+            y = F.batch_norm(parts["x"], None, None, parts.get("weight"), parts.get("bias"), True, eps=_EPS)
+        else:
+            y = F.group_norm(parts["x"], self.num_groups, parts.get("weight"), parts.get("bias"), eps=_EPS)
+        y = y + parts.get("residual", torch.zeros(()))
+        return y.relu() if self.relu else y
+
+
+_NORMS = [
+    _Norm(name="batch", shape=(2, 6, 11, 7), num_groups=None, residual=True, relu=True),
+    _Norm(name="batch far from zero", shape=(1, 5, 9, 8), num_groups=None, affine=False, mean=1000.0),
+    _Norm(name="group", shape=(2, 12, 8, 5), num_groups=3, relu=True),
+    _Norm(name="instance", shape=(3, 4, 7, 6), num_groups=4, residual=True),
+]
+_IDS = [norm.name for norm in _NORMS]
+
+
+def _problem(norm: _Norm, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor]:
+    """Operands with values of ``dtype``, in fp64, and the output's gradient."""
+    random = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).double()
+
+    parts = {"x": (draw(*norm.shape) + norm.mean).to(dtype).double()}
+    if norm.affine:
+        parts |= {"weight": draw(norm.shape[1]), "bias": draw(norm.shape[1])}
+    if norm.residual:
+        parts["residual"] = draw(*norm.shape)
+    return parts, draw(*norm.shape)
+
+
+def _last(image: Tensor) -> Tensor:
+    return image.contiguous(memory_format=torch.channels_last)
+
+
+def _strips(image: Tensor) -> list[Tensor]:
+    """Three strips of different heights."""
+    height = image.shape[2]
+    return [image[:, :, : height // 3], image[:, :, height // 3 : height // 3 + 1], image[:, :, height // 3 + 1 :]]
+
+
+def _statistics(norm: _Norm, x: Tensor) -> NormStatistics:
+    moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+    for strip in _strips(x):
+        add_moments(_last(strip), into=moments)
+    return moments.total(norm.num_groups)
+
+
+@pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
+def test_strips_are_the_whole(norm: _Norm) -> None:
+    parts, dy = _problem(norm)
+    leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
+    y = norm.own(leaves)
+    truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    statistics = _statistics(norm, parts["x"])
+    x = parts["x"].view(norm.shape[0], norm.num_groups, -1) if norm.num_groups else parts["x"].transpose(0, 1).flatten(1)[None]
+    torch.testing.assert_close(statistics.unbiased, x.var(2), rtol=1e-12, atol=0)
+    mean, rstd = statistics.mean, statistics.rstd(_EPS, torch.float64)
+    sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+    outputs = []
+    for x, g, r in zip(_strips(parts["x"]), _strips(dy), _strips(parts.get("residual", dy)), strict=True):
+        residual = _last(r) if norm.residual else None
+        outputs.append(
+            normalize(_last(x), mean, rstd, weight=parts.get("weight"), bias=parts.get("bias"), residual=residual, relu=norm.relu)
+        )
+        add_norm_sums(_last(g), _last(x), mean, rstd, into=sums, output=outputs[-1] if norm.relu else None)
+    torch.testing.assert_close(torch.cat(outputs, 2), y.detach(), rtol=1e-9, atol=1e-9)
+    total = sums.total(statistics, parts.get("weight"))
+    shares = [
+        normalize_gradient(
+            _last(g), _last(x), mean, rstd, weight=parts.get("weight"), output=o if norm.relu else None, back=total.back
+        )
+        for x, g, o in zip(_strips(parts["x"]), _strips(dy), outputs, strict=True)
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(shares, 2), truth["x"], rtol=1e-8, atol=1e-8)
+    if norm.affine:
+        torch.testing.assert_close(total.weight, truth["weight"], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(total.bias, truth["bias"], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
+def test_autograd(norm: _Norm) -> None:
+    parts, dy = _problem(norm)
+    leaves = {name: _last(part).requires_grad_() if part.dim() == 4 else part.clone().requires_grad_() for name, part in parts.items()}
+    theirs, ours = norm.own(leaves), norm2d(**leaves, num_groups=norm.num_groups, eps=_EPS, relu=norm.relu)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    for own, expected in zip(*(torch.autograd.grad(y, list(leaves.values()), dy) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, mean = torch.zeros(2, 4, 5, 3).to(memory_format=torch.channels_last), torch.zeros(1, 4)
+    with pytest.raises(InputError, match=r"slots are for 1 samples of 5 channels, x has \(2, 4\)"):
+        add_moments(x, into=MomentSlots.zeros(5, device="cpu"))
+    with pytest.raises(InputError, match=r"4 channels do not make 3 groups"):
+        norm2d(x, num_groups=3)
+    with pytest.raises(InputError, match=r"mean has shape \(4,\), x has \(2, 4\)"):
+        normalize(x, mean[0], mean[0])
+    with pytest.raises(InputError, match=r"rstd is torch.float64 \(1, 4\), mean \(1, 4\); give both as torch.float32"):
+        normalize(x, mean, mean.double())
+    with pytest.raises(InputError, match=r"gradient is torch.bfloat16, x is torch.float32"):
+        normalize_gradient(x.bfloat16(), x, mean, mean)
+    with pytest.raises(InputError, match="of each sample and the statistics of all together"):
+        add_norm_sums(x, x, mean, mean, into=NormGradientSlots.zeros(4, device="cpu", num_samples=2))
+
+
+def _surrounded(image: Tensor, dtype: torch.dtype) -> Tensor:
+    buffer = empty_buffer(image.shape[0], image.shape[1], (image.shape[2], image.shape[3]), dtype)
+    return buffer.copy_(image)
+
+
+@needs_triton
+def test_interpreted_kernels(tmp_path: Path) -> None:
+    """In fp32 elementwise kernels have the bits of the reference; moments and sums are those of fp64 to fp32's precision."""
+    jobs: list[dict[str, Any]] = []
+    checks: list[tuple[str, _Norm, torch.dtype, Any]] = []
+
+    def add(kind: str, norm: _Norm, dtype: torch.dtype, launch: str, arguments: dict[str, Any], results: list[str], truth: Any) -> None:
+        call = {"run": "launch", "module": "sft.kernels.norm.norm_triton", "function": launch, "results": results}
+        jobs.append(call | {"arguments": arguments | {"block": (16, 8) if kind in ("moments", "sums") else (64, 16)}})
+        checks.append((kind, norm, dtype, truth))
+
+    for norm, dtype in itertools.product(_NORMS, (torch.float32, torch.float16, torch.bfloat16)):
+        if dtype != torch.float32 and norm is not _NORMS[0]:
+            continue
+        parts, dy = _problem(norm, dtype)
+        statistics = _statistics(norm, parts["x"])
+        mean, rstd = statistics.mean.float(), statistics.rstd(_EPS)
+        vectors: dict[str, Tensor | None] = {name: parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias")}
+        moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
+        sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
+        exact = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
+        scale = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
+        strips = [_strips(image) for image in (parts["x"], dy, parts.get("residual", dy))]
+        for index, (x, g, r) in enumerate(zip(*strips, strict=True)):
+            x, g, r = (_surrounded(image, dtype) for image in (x, g, r))
+            residual = r if norm.residual else None
+            y = normalize(x, mean, rstd, **vectors, residual=residual, relu=norm.relu)
+            own: dict[str, Any] = {"mean": mean, "rstd": rstd}
+            output = _surrounded(y, dtype) if norm.relu else None
+            arguments: dict[str, Any] = {"x": x, "counts": moments.counts, "means": moments.means, "squares": moments.squares}
+            truth: Any = (moments, statistics) if index == 2 else None
+            add("moments", norm, dtype, "launch_moments", arguments, ["counts", "means", "squares"], truth)
+            arguments = {"x": x, **own, **vectors, "residual": residual, "relu": norm.relu, "out": _surrounded(x * float("nan"), dtype)}
+            add("apply", norm, dtype, "launch_normalize", arguments, ["out"], y)
+            common = {"gradient": g, "output": output, "x": x, **own}
+            add_norm_sums(
+                g.double(), x.double(), mean.double(), rstd.double(), into=exact, output=None if output is None else output.double()
+            )
+            add_norm_sums(g.double().abs(), x.double().abs(), -mean.double().abs(), rstd.double(), into=scale)
+            arguments = common | {"first": sums.first, "second": sums.second}
+            add("sums", norm, dtype, "launch_norm_sums", arguments, ["first", "second"], (sums, exact, scale) if index == 2 else None)
+            back = (mean * 0.01, rstd * 0.02)
+            for weight, part in ((vectors["weight"], back), (None, None)):
+                dx = normalize_gradient(g, x, mean, rstd, weight=weight, output=output, back=part)
+                arguments = common | {"weight": weight, "back": part, "out": _surrounded(x * float("nan"), dtype)}
+                add("gradient", norm, dtype, "launch_norm_gradient", arguments, ["out"], dx)
+    for (kind, norm, dtype, truth), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+        context = (kind, norm.name, dtype)
+        if kind in ("apply", "gradient"):
+            assert_nothing_else_written(results[0], context)
+            if dtype == torch.float32:
+                assert torch.equal(results[0], truth), context
+            else:  # the interpreter truncates to bfloat16
+                torch.testing.assert_close(results[0].float(), truth.float(), rtol=2.0**-7, atol=2.0**-14, msg=str(context))
+        elif kind == "moments" and truth is not None:
+            statistics = MomentSlots(counts=results[0], means=results[1], squares=results[2]).total(norm.num_groups)
+            assert torch.equal(statistics.counts, truth[1].counts), context
+            torch.testing.assert_close(statistics.mean, truth[1].mean, rtol=0, atol=1e-6, msg=str(context))  # of a deviation of one
+            torch.testing.assert_close(statistics.variance, truth[1].variance, rtol=2e-6, atol=0, msg=str(context))
+        elif kind == "sums" and truth is not None:
+            for ours, exact, bound in zip(results, *((sums.first, sums.second) for sums in truth[1:]), strict=True):
+                error = (ours.sum(0) - exact.sum(0)).abs()
+                assert bool((error <= 2.0**-24 * 100 * bound.sum(0)).all()), context
+                assert int((ours != 0).any(2).any(1).sum()) >= 2, ("one split shows nothing", context)
+
+
+@needs_triton
+def test_compiles_ahead_of_time(tmp_path: Path) -> None:
+    x, stat, vector = meta_image(64, torch.bfloat16), torch.empty(1, 64, device="meta"), torch.empty(64, device="meta")
+    slots = torch.empty(512, 1, 64, dtype=torch.float64, device="meta")
+    own = {"x": x, "mean": stat, "rstd": stat}
+    backward = own | {"gradient": x, "output": x}
+    launches: list[tuple[str, int, dict[str, Any]]] = [
+        ("launch_moments", 90, {"x": x, "counts": slots.long(), "means": slots, "squares": slots}),
+        ("launch_normalize", 80, own | {"weight": vector, "bias": vector, "residual": x, "out": x, "relu": True}),
+        ("launch_norm_sums", 80, backward | {"first": slots, "second": slots}),
+        ("launch_norm_gradient", 90, backward | {"weight": vector, "back": (stat, stat), "out": x}),
+    ]
+    check_gates([Gate(module="norm_triton", launch=name, when=(when,), arguments=given) for name, when, given in launches], tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
+def test_on_a_gpu(norm: _Norm, dtype: torch.dtype) -> None:
+    parts, dy = _problem(norm, dtype)
+    leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
+    y = norm.own(leaves)
+    truth = torch.autograd.grad(y, list(leaves.values()), dy)
+    ours = {name: (_last(part) if part.dim() == 4 else part).to("cuda", dtype).requires_grad_() for name, part in parts.items()}
+    result = norm2d(**ours, num_groups=norm.num_groups, eps=_EPS, relu=norm.relu)
+    results = torch.autograd.grad(result, list(ours.values()), _last(dy).to("cuda", dtype))
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-3 if norm.mean else 1e-5
+    for own, expected in zip((result, *results), (y, *truth), strict=True):
+        assert float((own.detach().cpu().double() - expected.detach()).abs().max()) <= limit * max(
+            1.0, float(expected.detach().abs().max())
+        )

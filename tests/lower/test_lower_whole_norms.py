@@ -1,0 +1,172 @@
+"""BatchNorms in training that run whole: one call of torch's, where nothing else needs their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from sft.analysis.passes.pipeline import run_passes
+from sft.lower.lower_whole import BATCH_NORM_FUNCTIONS
+from sft.planner.projection import plain_programs
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import chain, image, seeded
+from tests.helpers.problems import problem_of
+from tests.helpers.stage_chains import assert_same_bits_in_stages
+
+aten = torch.ops.aten
+_SHAPE = (2, 3, 20, 16)
+
+
+def _net(*norms: nn.Module) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 4, 3, padding=1)]
+    for norm in norms:
+        layers += [norm, nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    return chain(*layers)
+
+
+def _calls(model: nn.Module, *, training: bool = True) -> list[Any]:
+    """What the programs of a model that is kept whole call."""
+    problem = problem_of(model.float().train(), (2, 3, 20, 16), training=training, passes=run_passes)
+    return [instruction.function for program in plain_programs(problem) for instruction in program.instructions]
+
+
+def _num_norms(model: nn.Module) -> tuple[int, int]:
+    """Of torch's calls, forwards and backwards."""
+    calls = _calls(model)
+    return sum(call in BATCH_NORM_FUNCTIONS for call in calls), calls.count(aten.native_batch_norm_backward.default)
+
+
+class _Twice(nn.Module):
+    """One module called twice: its second call's statistics follow those of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        both: Tensor = self.norm(y) + self.norm(torch.relu(y))
+        return both
+
+
+class _MadeWeight(nn.Module):
+    """The weight is made in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.raw = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(self.conv(x), None, None, torch.exp(self.raw), None, training=True)
+
+
+class _Gated(nn.Module):
+    """A norm whose output goes two ways, one of them a barrier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.conv(x))
+        return y * torch.sigmoid(self.last(y.mean((2, 3), keepdim=True)))
+
+
+_WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: _net(nn.BatchNorm2d(4)),
+    "without affine": lambda: _net(nn.BatchNorm2d(4, affine=False)),
+    "without statistics": lambda: _net(nn.BatchNorm2d(4, track_running_stats=False)),
+    "another momentum": lambda: _net(nn.BatchNorm2d(4, momentum=0.3, eps=1e-3)),
+    "made weight": _MadeWeight,
+    "gated": _Gated,
+    "cumulative": lambda: _net(nn.BatchNorm2d(4, momentum=None)),
+    "called twice": _Twice,
+}
+_APART: dict[str, Callable[[], nn.Module]] = {
+    "of samples": lambda: _net(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    "of groups": lambda: _net(nn.GroupNorm(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", _WHOLE)
+def test_norms_are_one_call(name: str) -> None:
+    num_norms = 2 if name == "called twice" else 1
+    assert _num_norms(seeded(_WHOLE[name])) == (num_norms, num_norms)
+
+
+@pytest.mark.parametrize("name", _APART)
+def test_other_norms_stay_in_parts(name: str) -> None:
+    assert _num_norms(seeded(_APART[name])) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [*_WHOLE, *_APART])
+def test_norms_of_whole_images_are_exact(name: str) -> None:
+    """Outputs, gradients and statistics, within the projection."""
+    report = assert_exact(seeded((_WHOLE | _APART)[name]), image(*_SHAPE), budget="1GiB")
+    assert [segment.mode for segment in report.plan.segments] == ["whole"]
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_norms_of_other_ranks(dims: int) -> None:
+    conv, norm = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}[dims]
+    shape = (2, 3, *(20, 6, 5)[:dims])
+    assert_exact(seeded(partial(lambda: chain(conv(3, 4, 3, padding=1), norm(4), nn.ReLU()))), image(*shape), budget="1GiB")
+
+
+def test_half_precision_stays_in_parts() -> None:
+    """The parts are computed wide there."""
+    model = seeded(lambda: _net(nn.BatchNorm2d(4))).bfloat16()
+    net = sft.compile(model, (2, 3, 20, 16), budget="1GiB")
+    y = net(torch.randn(2, 3, 20, 16).bfloat16())
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    def make() -> nn.Module:
+        model = _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+        model[1].weight.requires_grad_(False)  # type: ignore[index]
+        return model
+
+    assert_exact(seeded(make), image(*_SHAPE), budget="1GiB")
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.just(3), st.integers(3, 24), st.integers(3, 24)),
+    kinds=st.lists(st.sampled_from(["plain", "no affine", "no statistics"]), min_size=1, max_size=3),
+    tile=st.sampled_from([None, None, (4, None), (5, 7)]),
+)
+def test_any_mixture_is_exact(shape: tuple[int, int, int, int], kinds: list[str], tile: tuple[int, int | None] | None) -> None:
+    """Also where some of the parts are in strips, and some not."""
+    made = {"plain": {}, "no affine": {"affine": False}, "no statistics": {"track_running_stats": False}}
+    norms = [nn.BatchNorm2d(4, **made[kind]) for kind in kinds]
+    options = sft.Options() if tile is None else sft.Options(tile=tile)
+    assert_exact(seeded(lambda: _net(*norms)), image(*shape), budget="1GiB", options=options)
+
+
+class _Block(nn.Module):
+    """A residual block whose shortcut has a norm, too; its affine map waits for the addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.short = nn.Conv2d(3, 4, 1, 2)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        return torch.relu(self.norms[1](self.second(y)) + self.norms[2](self.short(x)))
+
+
+@pytest.mark.parametrize("strategy", ["sqrt", "revolve", "optimal", "acg"])
+def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
+    """A stage that runs twice has running statistics once, and every norm is torch's call there as in the whole model."""
+    original = seeded(lambda: chain(*(part for _ in range(3) for part in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
+    assert_same_bits_in_stages(original, (2, 3, 64, 48), strategy)

@@ -1,0 +1,146 @@
+"""Traces: what is recorded of a function says what it computes, its derivative included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.common.errors import InternalError
+from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS, statistics
+from sft.lower.joint_traces import JointTrace, SlotArg, TracedCall
+from sft.lower.op_recorder import record_ops
+from sft.lower.program import DEVICE
+
+_traces = import_module("sft.lower.joint_traces")
+
+
+def _replayed(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Run a trace; every result has the shape, type and storage that it says."""
+    values: dict[int, Tensor] = {**dict(enumerate(inputs)), trace.num_inputs: grad}
+
+    def filled(item: Any) -> Any:
+        if isinstance(item, SlotArg):
+            return values[item.index]
+        if item is DEVICE:
+            return torch.device("cpu")
+        return [filled(each) for each in item] if isinstance(item, tuple) else item
+
+    def run(call: TracedCall) -> None:
+        made = call.function(*map(filled, call.arguments), **{key: filled(item) for key, item in call.keywords})
+        for result, tensor in zip(call.results, made if call.has_many else (made,), strict=True):
+            if result is not None:
+                assert (tuple(tensor.shape), tensor.dtype) == (result.shape, result.dtype)
+                if result.view_of is not None:
+                    assert tensor.untyped_storage()._cdata == values[result.view_of].untyped_storage()._cdata
+                values[result.index] = tensor
+
+    for call in (*trace.forward, *trace.backward):
+        run(call)
+    return values[trace.result], [None if index is None else values[index] for index in trace.gradients]
+
+
+def _cell(x: Tensor, weight: Tensor) -> Tensor:
+    """Stacks, and turns the stack in place."""
+    rows = [torch.tanh(row @ weight) for row in x.unbind(0)]
+    return torch.stack(rows).transpose_(0, 1) * 2
+
+
+def _writes(x: Tensor, weight: Tensor) -> Tensor:
+    """Writes into what it has made, and through a view of it."""
+    made = x @ weight
+    made.add_(1.0).mul_(weight.sum())
+    made[0].mul_(2.0)
+    return made.exp()
+
+
+def _of_many(x: Tensor, weight: Tensor) -> Tensor:
+    """Takes one of several results."""
+    first, _, last = torch.linalg.svd(x @ weight, full_matrices=False)
+    made: Tensor = first.abs() @ last.abs()
+    return made
+
+
+def _cut_off(x: Tensor, weight: Tensor) -> Tensor:
+    """One of the two has no gradient."""
+    return torch.relu(x) * weight.detach().sum()
+
+
+@pytest.mark.parametrize("function", [_cell, _writes, _of_many, _cut_off])
+def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.rand(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    trace = _traces._trace(function, [(3, 3), (3, 3)], [torch.float64] * 2, [True, True])
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = function(*leaves)
+    grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
+    found, gradients = _replayed(trace, [x, weight], grad)
+    torch.testing.assert_close(found, expected.detach())
+    for one, other in zip(gradients, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+def test_what_nobody_reads_is_left_out() -> None:
+    trace = _traces._trace(lambda x: (x * 3, x.exp())[1], [(4,)], [torch.float64], [False])
+    assert [call.function for call in trace.forward] == [torch.ops.aten.exp.default]
+    assert not trace.backward
+
+
+def test_no_numbers_from_outside() -> None:
+    """They would be those of the first model that has such an operator."""
+    constant = torch.ones(4)
+    with pytest.raises(InternalError, match="neither its operand nor made by one of its calls"):
+        _traces._trace(lambda x: x * constant, [(4,)], [torch.float32], [True])
+
+
+_ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "sft.moment_mean": ([(2, 6, 3)], {"shape": (2, 6, 1, 1)}),
+    "sft.variance": ([(2, 6, 3)], {"correction": 1.0, "shape": (2, 6)}),
+    "sft.nth_root": ([(2, 6)], {"order": 3.0}),
+    "sft.scale_shift": ([(2, 3, 3), (6,), (6,)], {"axes": 2, "channels": 6, "eps": 1e-5}),
+    "sft.affine": ([(2, 6, 4, 5), (2, 6, 1, 1, 2)], {}),
+    "sft.running_mean": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
+    "sft.running_var": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
+    "sft.inverse_sqrt": ([(2, 6)], {"eps": None, "dtype": "float32"}),
+}
+
+
+@pytest.mark.parametrize("needs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", sorted(BY_SHAPE))
+def test_functions_by_shape_call_the_same_on_any_device(target: str, dtype: torch.dtype, needs: bool) -> None:
+    shapes, options = _ARGUMENTS[target]
+    dtypes, needs_grad = [dtype] * len(shapes), [needs] * len(shapes)
+
+    def function(*tensors: Tensor) -> Tensor:
+        made: Tensor = FUNCTIONS[target](*tensors, **options)
+        return made
+
+    found, expected = (_traces._trace(function, shapes, dtypes, needs_grad, by_shape=by_shape) for by_shape in (True, False))
+    assert found == expected
+    assert found.forward
+
+
+def test_a_cumulative_average_is_by_shape() -> None:
+    """The number of batches is a whole number without a gradient, on any device."""
+
+    def function(moments: Tensor, running: Tensor, count: Tensor) -> Tensor:
+        return statistics.running_mean(moments, running, 0.1, count, 1)
+
+    given = ([(1, 6, 3), (6,), ()], [torch.float32, torch.float32, torch.int64], [False] * 3)
+    found, expected = (_traces._trace(function, *given, by_shape=by_shape) for by_shape in (True, False))
+    assert found == expected
+
+
+def test_nothing_is_computed_while_recording() -> None:
+    """Shapes that no machine has room for."""
+    recording = record_ops(lambda x: (x * 2).sum(), [(1 << 20, 1 << 20)], [torch.float64], [True])
+    assert recording.gradients[0] is not None
+    assert tuple(recording.gradients[0].shape) == (1 << 20, 1 << 20)

@@ -1,0 +1,158 @@
+"""Weights lie in memory as the caller has them: what that means for their gradients, and for segments that run whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import sft
+from sft.analysis.passes.pipeline import run_passes
+from sft.lower.builder import copy_with_strides
+from sft.planner.problem import PlanningProblem
+from sft.planner.projection import plain_programs
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import chain, image, seeded
+from tests.helpers.problems import problem_of
+from tests.helpers.stage_chains import assert_same_bits_in_stages
+
+aten = torch.ops.aten
+
+
+def _problem(model: nn.Module, size: int = 16) -> PlanningProblem:
+    return problem_of(model.float().train(), (2, 3, size, size), training=True, passes=run_passes)
+
+
+def _lay_out(model: nn.Module, layout: torch.memory_format) -> None:
+    for param in model.parameters():
+        if param.dim() == (5 if layout is torch.channels_last_3d else 4):
+            param.data = param.data.contiguous(memory_format=layout)
+
+
+def _classifier() -> nn.Module:
+    return chain(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+class _Columns(nn.Module):
+    """A linear layer whose weight lies in memory by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.weight = nn.Parameter(torch.rand(4, 5).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.conv(x).mean((2, 3)), self.weight)
+
+
+def test_gradients_of_weights_are_handed_on() -> None:
+    """The product is the gradient: it is neither copied nor held twice."""
+    problem = _problem(seeded(_classifier))
+    laid_out = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is copy_with_strides]
+    assert all(slot is not None and len(slot.shape) == 1 for slot in laid_out)  # those of biases are views of sums
+    weight = next(node.name for node in problem.graph.nodes if node.kind == "parameter" and problem.shapes[node.name] == (40, 64))
+    backward = plain_programs(problem)[1]
+    (slot,) = (slot for port, slot in backward.results.items() if port.name == weight)
+    (maker,) = (instruction for instruction in backward.instructions if slot in instruction.outputs)
+    assert maker.function is aten.mm.default
+
+
+def test_a_weight_that_lies_otherwise_has_its_gradient_laid_out() -> None:
+    model = seeded(_Columns)
+    assert any(i.function is copy_with_strides for program in plain_programs(_problem(model)) for i in program.instructions)
+    report = assert_exact(model, image(2, 3, 12, 10), budget="1GiB")
+    assert [segment.mode for segment in report.plan.segments] == ["whole"]
+
+
+def test_a_weight_that_is_laid_out_anew_is_planned_for_anew() -> None:
+    """Its gradient lies as it does, and is right, before and after."""
+    model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()
+    plain = copy.deepcopy(model)
+    net = sft.compile(model, (2, 3, 12, 10), budget="1GiB")
+    x = torch.randn(2, 3, 12, 10, generator=torch.Generator().manual_seed(0))
+    for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        _lay_out(model, layout)
+        model.zero_grad()
+        plain.zero_grad()
+        net(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and ours.grad.stride() == ours.stride()
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [5, 64])
+def test_layouts_are_left_to_torch_where_weights_are_more_than_images(size: int, layout: torch.memory_format) -> None:
+    """Not where the weights are channels last themselves, and need no copies; all is exact either way."""
+    model = seeded(lambda: chain(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)))
+    _lay_out(model, layout)
+    is_left = size == 5 and layout is torch.contiguous_format
+    problem = _problem(copy.deepcopy(model), size)
+    assert problem.keeps_torch_layouts == is_left
+    copies = [i.function for i in plain_programs(problem)[0].instructions if i.function in (aten.clone.default, aten.contiguous.default)]
+    assert copies == [aten.contiguous.default if is_left else aten.clone.default]
+    assert_exact(model, image(2, 3, size, size), budget="1GiB")
+
+
+def test_stages_compute_the_same_bits_where_layouts_are_left_to_torch() -> None:
+    layers = [nn.Conv2d(3, 32, 3, padding=1), *(part for _ in range(6) for part in (nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))]
+    model = seeded(lambda: chain(*layers)).float()
+    assert _problem(copy.deepcopy(model), 8).keeps_torch_layouts
+    assert_same_bits_in_stages(model, (2, 3, 8, 8), "sqrt")
+
+
+def _wide(*layers: nn.Module) -> nn.Module:
+    """A network whose weights are more numbers than its small images."""
+    return chain(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1), *layers)
+
+
+_WIDE: dict[str, Callable[[], nn.Module]] = {
+    "padded": lambda: _wide(nn.ZeroPad2d((1, 2, 0, 1)), nn.MaxPool2d(2)),
+    "grouped": lambda: _wide(nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, groups=2, padding=1)),
+    "transposed": lambda: _wide(nn.ConvTranspose2d(64, 12, 3, 2), nn.PixelShuffle(2)),
+    "resampled": lambda: _wide(nn.BatchNorm2d(64), nn.Upsample(scale_factor=2), nn.AvgPool2d(2)),
+}
+
+
+@given(
+    name=st.sampled_from(sorted(_WIDE)),
+    batch=st.integers(1, 2),
+    sides=st.tuples(st.integers(5, 8), st.integers(5, 8)),
+    layout=st.sampled_from([torch.contiguous_format, torch.channels_last]),
+)
+def test_any_network_of_wide_layers_is_exact(name: str, batch: int, sides: tuple[int, int], layout: torch.memory_format) -> None:
+    """Layouts are left to torch, unless the input asks for channels last."""
+    model = seeded(_WIDE[name])
+    assert problem_of(copy.deepcopy(model).float(), (batch, 3, *sides), training=True, passes=run_passes).keeps_torch_layouts
+    assert_exact(model, image(batch, 3, *sides).contiguous(memory_format=layout), budget="1GiB")
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("make", [nn.Conv3d, nn.ConvTranspose3d])
+def test_weights_of_volumes_that_are_channels_last(make: Callable[..., nn.Module], layout: torch.memory_format) -> None:
+    """In double precision torch makes some of their gradients in order: they are laid out, and their copies projected."""
+    model = seeded(lambda: chain(nn.Conv3d(3, 8, 3, padding=1), nn.ReLU(), make(8, 16, 3)))
+    _lay_out(model, torch.channels_last_3d)
+    assert_exact(model, image(1, 3, 5, 5, 5).contiguous(memory_format=layout), budget="1GiB")
+
+
+@pytest.mark.parametrize("tile", [None, (4, None), (5, 16)])
+@pytest.mark.parametrize(("channels", "groups"), [(3, 1), (8, 1), (15, 1), (16, 1), (32, 4)])
+def test_strided_pointwise_convolutions_of_few_channels(channels: int, groups: int, tile: tuple[int, int | None] | None) -> None:
+    """Their weights' gradient is made of the pixels that they read: oneDNN's own, of images channels last, ends the process."""
+    model = seeded(lambda: chain(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 8, 1, 2, groups=groups), nn.ReLU())).float()
+    for call in (i for program in plain_programs(_problem(copy.deepcopy(model), 64)) for i in program.instructions):
+        if call.function is aten.convolution_backward.default:
+            _, read, weight, _, strides, *_, wanted = call.arguments
+            assert weight.shape[2:] != (1, 1) or weight.shape[1] >= 16 or max(strides) == 1 or not wanted[1], read.shape
+    options = sft.Options() if tile is None else sft.Options(tile=tile)
+    net = sft.compile(copy.deepcopy(model), (2, 3, 64, 48), budget="1GiB", options=options)
+    for _ in range(3):
+        net(torch.randn(2, 3, 64, 48)).square().sum().backward()  # lost, where it is not so
+    assert_exact(model, image(2, 3, 33, 24), budget="1GiB", options=options)

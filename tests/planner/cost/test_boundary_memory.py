@@ -1,0 +1,132 @@
+"""What crosses the borders of candidates, counted from one to the next, against each candidate's own segments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from sft.analysis.passes.pipeline import run_passes
+from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
+from sft.planner.cost.roofline import source_bytes
+from sft.planner.problem import PlanningProblem
+from sft.planner.region_builder import segment_borders
+from sft.planner.search.tiled import CandidateGrid
+from sft.planner.streamed_cuts import stream_seconds, streamable_values, with_streamed
+from tests.helpers.dag_nets import Dag, DagNet
+from tests.helpers.dags import dags
+from tests.helpers.models import chain, seeded
+from tests.helpers.problems import problem_of
+from tests.torch_runtime.test_streamed_cuts import Normed
+
+Floats = npt.NDArray[np.float64]
+
+
+def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
+    """Every candidate of a survey."""
+    survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
+    order = problem.operators
+    places = [len(head) for head in survey.heads]
+    found = BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=streams).until(places)
+    for position, (crossed, behind, place) in enumerate(zip(found, untiled_memory(problem, places), places, strict=True)):
+        own = [_of_segments(survey, position, height) for height in range(len(survey.strip_rows))]
+        np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
+        np.testing.assert_allclose(crossed.strip_bytes.T, [strips for _, strips, _ in own], rtol=1e-12)
+        assert crossed.link_seconds == pytest.approx(own[0][2], rel=1e-12)
+        assert behind.source_bytes == source_bytes(problem, order[place:])
+        assert behind.exchanged_bytes == _exchanged_whole(problem, order[place:])
+
+
+def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[list[int], list[float], float]:
+    """What a candidate's tiled segments hand on, the strips of streamed values that are there, and the time of the link."""
+    problem = survey.problem
+    choices = survey._choices(survey.positions[position], survey.strip_rows[height], survey.policies[0])
+    streamed = set(streamable_values(problem, choices)) if survey.streams else set()
+    ends = segment_borders(problem.graph, choices)
+    away = set(problem.graph.results) - problem.host_outputs.intersection(name for reads, _ in ends for name in reads) | streamed
+    made, strips = [], []
+    for choice, (reads, makes) in zip(choices, ends, strict=True):
+        if choice.mode != "tiled":
+            continue
+        made.append(sum(problem.value_bytes(name) for name in makes if name not in away))
+        # Two buffers of a reader and the strip of the gradient; of what is made one strip, or that of its gradient.
+        share = min(1.0, choice.strip_rows / problem.run_height(choice.nodes)) * choice.batch_tile / problem.num_batch
+        read, given = (sum(problem.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
+        strips.append(share * ((2 + problem.training) * read + given))
+    return made, strips, stream_seconds(problem, with_streamed(choices, streamed))
+
+
+def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
+    operands = {operand for name in names for operand in problem.graph[name].operands}
+    made = problem.host_outputs.intersection(names)
+    loaded = (problem.host_outputs & operands & problem.requires_grad) - made
+    held = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
+    return held + sum(map(problem.grad_bytes, loaded))
+
+
+class _Twice(nn.Module):
+    """Returns what it goes on with, too, and reads a value again far behind the run that makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.next = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.last = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.first(x)
+        second = self.next(first)
+        return first, self.last(second) + first, second.mean((2, 3))
+
+
+@pytest.mark.parametrize("make", [Normed, _Twice, lambda: chain(nn.Conv2d(3, 2, 3), nn.ReLU())], ids=["norms", "outputs", "one run"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_candidates_of_networks(make: type[nn.Module], training: bool, streams: bool, on_host: bool) -> None:
+    problem = problem_of(seeded(make).float(), (2, 3, 32, 24), training=training, passes=run_passes)
+    if on_host:
+        problem = replace(problem, from_source=frozenset(problem.graph.inputs), outputs_on_host=True)
+    for num_panels in (1, 3):
+        _check(problem, num_panels, streams=streams)
+
+
+@settings(max_examples=max(5, settings().max_examples // 4))
+@given(dag=dags(), training=st.booleans(), streams=st.booleans(), on_host=st.booleans(), num_panels=st.integers(1, 3))
+def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_host: bool, num_panels: int) -> None:
+    shape = tuple(dag.image().shape)
+    assert len(shape) == 4
+    problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
+    _check(replace(problem, outputs_on_host=on_host), num_panels, streams=streams)
+
+
+def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network of n norms has about as many runs and candidates: what is asked about each must not be asked of all segments of each."""
+    asked = 0
+    crossing = import_module("sft.planner.cost.boundary_memory")
+    num_panels = crossing.Problem.num_panels
+
+    def counted(*arguments: object) -> object:
+        nonlocal asked
+        asked += 1
+        return num_panels(*arguments)
+
+    def count(depth: int) -> int:
+        nonlocal asked
+        blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(depth)]
+        problem = problem_of(seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=run_passes)
+        survey = CandidateGrid(problem, sft.Options(), "cpu", 2, streams=True)
+        asked = 0
+        list(BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=True).until([len(head) for head in survey.heads]))
+        return asked
+
+    monkeypatch.setattr(crossing.Problem, "num_panels", counted)
+    few, many = count(4), count(8)
+    assert few and many <= 2.5 * few

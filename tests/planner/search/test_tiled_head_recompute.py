@@ -1,0 +1,97 @@
+"""Plans that run a head in strips and stages behind it more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor, nn
+
+import sft
+from tests.helpers.capture_cache import one_capture_a_model
+from tests.helpers.exactness import assert_exact
+from tests.helpers.models import Residual, TinyUNet, image, seeded
+from tests.helpers.stage_chains import deep
+
+captures = one_capture_a_model("name")
+
+_SHAPE = (2, 3, 64, 48)
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "identity": lambda: deep(lambda channels: nn.Identity()),
+    "batchnorm": lambda: deep(nn.BatchNorm2d),
+    "groupnorm": lambda: deep(lambda channels: nn.GroupNorm(4, channels)),
+    "residual": Residual,
+    "unet": TinyUNet,
+}
+
+
+def _least(model: nn.Module, strategy: str) -> int:
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1, options=sft.Options(strategy=strategy))
+    return refused.value.needed_bytes
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_auto_is_exact_at_every_budget_and_no_worse_than_its_parts(name: str) -> None:
+    model = seeded(_MODELS[name])
+    least = _least(model, "auto")
+    plain = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    assert least <= _least(model, "optimal")
+    for share in (0.0, 0.4):
+        budget = int(least + share * (plain - least))
+        report = assert_exact(model, image(*_SHAPE), budget=budget, input_grad=False)
+        for part in ("optimal", "sqrt"):
+            try:
+                other = sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=part))
+            except sft.BudgetError:
+                continue
+            assert report.plan.flops <= 1.05 * other.flops
+
+
+def test_a_head_in_strips_and_stages_that_run_again() -> None:
+    model = seeded(_MODELS["identity"])
+    least, optimal = _least(model, "auto"), _least(model, "optimal")
+    plans = [sft.plan(model, _SHAPE, budget=least + (optimal - least) * i // 8) for i in range(8)]
+    mixed = [plan for plan in plans if plan.order and plan.segments[0].mode == "tiled"]
+    assert mixed
+    plan = mixed[0]
+    assert {segment.mode for segment in plan.segments} == {"tiled", "whole"}
+    assert plan.segments[0].num_forwards == 1
+    assert max(segment.num_forwards for segment in plan.segments) > 1
+    again = sft.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert sft.compile(model, _SHAPE, budget=plan.budget_bytes, plan=again).plan == plan
+    assert "order" in plan.explain()
+    report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False)
+    assert report.plan.order
+
+
+class _TwoScales(nn.Module):
+    """Two branches with a batch norm each (or the same one): the first one's statistics are complete before the second has begun."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.other = self.norm if is_shared else nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x)
+        return self.norm(self.head(y)), self.other(self.head(nn.functional.avg_pool2d(y, 2)))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_runs_behind_the_stages_of_a_head_is_not_left_out(is_shared: bool) -> None:
+    """Running statistics are updated in the tail of a phase; where a head ended inside of it they were in no segment."""
+    model = seeded(lambda: _TwoScales(is_shared=is_shared))
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1)
+    least = refused.value.needed_bytes
+    plain = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    plans = [sft.plan(model, _SHAPE, budget=least + (plain - least) * i // 12) for i in range(12)]
+    in_front = [plan for plan in plans if plan.segments[0].mode == "tiled" and len(plan.segments[0].nodes) < 6]
+    assert in_front
+    for plan in {plan.segments: plan for plan in (*in_front, plans[0])}.values():
+        assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False, steps=2)

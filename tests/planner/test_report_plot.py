@@ -1,0 +1,83 @@
+"""Pictures of plans: what is drawn is what the timeline says, and a file is whole or not there."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import nn
+
+import sft
+from sft.planner.report import plan_figure
+from tests.helpers.capture_cache import one_capture_a_model
+from tests.helpers.models import TinyUNet, seeded
+
+pytest.importorskip("matplotlib")
+captures = one_capture_a_model()
+
+_SHAPE = (2, 3, 40, 24)
+
+
+def _tiled() -> sft.Plan:
+    return sft.plan(seeded(TinyUNet), _SHAPE, budget="64MiB", options=sft.Options(tile=(8, None)))
+
+
+def test_a_recomputing_plan_is_drawn_as_it_is() -> None:
+    model, options = seeded(TinyUNet), sft.Options(strategy="revolve")
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1, options=options)
+    plan = sft.plan(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
+    memory, moves = plan_figure(plan).axes
+    (held, budget) = memory.get_lines()
+    assert np.asarray(budget.get_ydata()).tolist() == [plan.budget_bytes / 2**10] * 2  # in KiB
+    seconds = np.asarray(held.get_xdata())
+    assert len(seconds) == 2 * len(plan.timeline.entries) and seconds[-1] == pytest.approx(plan.estimated_seconds)
+    heights = [np.asarray(path.vertices)[:, 1].max() for fill in memory.collections for path in fill.get_paths()]
+    assert max(heights) == pytest.approx(plan.total_bytes / 2**10) and min(heights) == pytest.approx(plan.resident_bytes / 2**10)
+    legend = moves.get_legend()
+    assert legend is not None
+    assert {text.get_text() for text in legend.get_texts()} == {"loss", "whole, forward", "whole, recompute", "whole, backward"}
+    assert len(moves.patches) == len(plan.timeline.entries) - 1
+    assert "estimated" in moves.get_xlabel()
+
+
+def test_measured_seconds_are_drawn_where_there_are_any() -> None:
+    plan = _tiled()
+    timed = replace(plan, timeline=plan.timeline.measured([0.5] * len(plan.timeline.entries)))
+    memory, moves = plan_figure(timed).axes
+    assert moves.get_xlim() == (0, 0.5 * len(plan.timeline.entries)) and moves.get_xlabel() == "measured seconds"
+    assert memory.get_ylim()[1] < timed.budget_bytes / 2**10  # a line so far above would leave nothing else to see
+    assert {bar.get_width() for bar in moves.patches} == {0.5}  # type: ignore[attr-defined]  # they are rectangles
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = _tiled()
+    plan.plot(tmp_path / "plan.png")
+    plan.plot(str(tmp_path / "plan.svg"))
+    png = (tmp_path / "plan.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000 and b"<svg" in (tmp_path / "plan.svg").read_bytes()
+    for name in ("plan.strange", "plan"):
+        with pytest.raises(sft.InputError, match=rf"{name}: .*\.png"):
+            plan.plot(tmp_path / name)
+    with pytest.raises(sft.SourceError, match="nowhere"):
+        plan.plot(tmp_path / "nowhere" / "plan.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(sft.InputError, match=r"sft-engine\[plot\]"):
+        plan.plot(tmp_path / "plan.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.png", "plan.svg"]
+    assert (tmp_path / "plan.png").read_bytes() == png
+
+
+def test_a_plan_of_nothing_is_not_drawn(tmp_path: Path) -> None:
+    plan = replace(_tiled(), timeline=sft.Timeline(entries=()))
+    with pytest.raises(sft.InputError, match="nothing to draw"):
+        plan.plot(tmp_path / "plan.png")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_loaded_plan_is_drawn(tmp_path: Path) -> None:
+    sft.Plan.from_json(sft.plan(nn.Conv2d(3, 2, 3), _SHAPE).to_json()).plot(tmp_path / "plan.pdf")
+    assert (tmp_path / "plan.pdf").read_bytes().startswith(b"%PDF")

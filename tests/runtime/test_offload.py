@@ -1,0 +1,484 @@
+"""Orders with copies to the host: exact, in the bytes that were planned on both sides, whatever leaves and whenever it comes back."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import sft
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.offload_moves import drop_idle_copies
+from sft.planner.options import OFFLOAD_STRATEGIES
+from sft.planner.projection import run_step
+from sft.planner.search.published import smallest_schedule
+from sft.planner.stages import StagedModel
+from sft.runtime.machine import SimulatedMachine
+from sft.runtime.moves import COPY_SIGNS, ScheduleOp, SegmentSchedule, parse_schedule
+from sft.runtime.offload import OffloadedValue
+from sft.solvers.reversal import keep_all, reversal
+from sft.solvers.simulate import simulate
+from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.machine import TorchMachine
+from sft.torch_runtime.offload import HostOffloader
+from tests.helpers.capture_cache import one_capture_a_model
+from tests.helpers.deferred_copies import late_copies
+from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
+from tests.helpers.models import TinyUNet, image, seeded
+from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
+
+captures = one_capture_a_model("name", "strategy")
+
+_SHAPE = (2, 3, 24, 20)
+
+
+#: Each example plans and takes several steps.
+_FEW = settings(max_examples=max(4, (settings.default or settings()).max_examples // 4))
+
+
+@pytest.mark.parametrize(("name", "strategy"), [*((name, "offload-dp") for name in MODELS), ("normed", "vdnn"), ("unet", "offload-greedy")])
+def test_published_placements_are_exact(name: str, strategy: str) -> None:
+    model, options = seeded(MODELS[name]), sft.Options(strategy=strategy)
+    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    report = assert_exact(model, image(*_SHAPE), budget=least_bytes, options=options, input_grad=False, to_the_byte=True)
+    assert report.plan.total_bytes == least_bytes <= 1.005 * plain.total_bytes
+    assert report.plan.flops == plain.flops
+    assert sft.Plan.from_json(report.plan.to_json()) == report.plan
+    if name in ("unet", "normed"):
+        assert least_bytes < plain.total_bytes
+        assert report.plan.host_bytes >= plain.total_bytes - least_bytes
+
+
+@pytest.mark.parametrize("strategy", OFFLOAD_STRATEGIES)
+def test_budgets_of_the_errors_work_and_more_of_it_never_takes_longer(strategy: str) -> None:
+    model = seeded(Normed)
+    options = sft.Options(strategy=strategy, link_bandwidth=1e8)
+    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
+    with pytest.raises(sft.BudgetError, match=str(least_bytes)):
+        sft.plan(model, _SHAPE, budget=least_bytes - 1, options=options)
+    budgets = [least_bytes + (plain.total_bytes - least_bytes) * i // 2 for i in range(3)]
+    plans = [sft.plan(model, _SHAPE, budget=budget, options=options) for budget in budgets]
+    assert all(plan.total_bytes <= budget for plan, budget in zip(plans, budgets, strict=True))
+    assert plans[-1].host_bytes == 0 and not plans[-1].order
+    assert all(plan.host_bytes > 0 for plan in plans[:2])
+
+
+@pytest.fixture(scope="module")
+def staged() -> dict[str, StagedModel]:
+    return staged_models(MODELS, _SHAPE)
+
+
+def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> SegmentSchedule:
+    """Some persistent order, and random copies between uses of what may leave."""
+    rng = random.Random(seed)
+
+    def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
+        return rng.choice([i, *range(i + 1, j)]), 0, 0
+
+    moves = staged.order(reversal(staged.chain, decide if recomputes else keep_all))
+    region = staged.region
+    lives = [(target, life) for target, found in region.lifetimes.lives(moves).items() for life in found if life[0] < life[1]]
+    rng.shuffle(lives)
+    found: list[list[ScheduleOp]] = [[] for _ in range(len(moves) + 1)]
+
+    def flat() -> SegmentSchedule:
+        return tuple(each for place, group in enumerate(found) for each in (*group, *moves[place : place + 1]))
+
+    for target, (made, last) in lives[: rng.randint(1, 12)]:
+        before = [list(group) for group in found]
+        places = sorted(rng.randint(made + 1, last) for _ in range(3))
+        for place, kind in zip(places, COPY_SIGNS.values(), strict=True):
+            is_value = not target.endswith("+")
+            found[place].append(ScheduleOp(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
+        if replace(region, order=flat()).lifetimes.misplaced() is not None:  # read in between
+            found[:] = before
+    return flat()
+
+
+@_FEW
+@given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
+def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed: int, recomputes: bool) -> None:
+    """Also where every copy comes as late as it may: nothing reads what it has not waited for."""
+    found = staged[name]
+    order = _random_order(found, seed, recomputes=recomputes)
+    model = seeded(MODELS[name])
+    net = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
+    assert net.plan.host_bytes > 0 or not any(move.is_copy for move in order)
+    eager = sft.compile(seeded(MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
+    x = image(*_SHAPE, seed=seed).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    for again in range(2):
+        with late_copies() if again else nullcontext():
+            step(net, x, seed + again)
+        step(eager, y, seed + again)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad) or not recomputes  # the very same operations on the very same numbers
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-10)
+    for (key, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=key)
+    for (key, buffer), other in zip(model.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-10, msg=key)
+    assert_within_budget(net, x.detach(), budget="4GiB", to_the_byte=True)
+    with torch.random.fork_rng(devices=[]), late_copies():
+        torch.manual_seed(seed)
+        loss = sum(y.square().sum() for y in pytree.tree_leaves(net(x)))
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("forgotten", ["the copy back", "the copy to the host"])
+def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, model = _offloading()
+    x = image(*_SHAPE)
+    with late_copies():
+        step(net, x, 0)
+        assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+        if forgotten == "the copy back":
+            monkeypatch.setattr("sft.runtime.offload.OffloadState.settle", lambda copies, machine, targets: None)
+        else:  # its bytes are given back before they are on the host
+            release = HostOffloader.release
+
+            def hasty(copies: HostOffloader, copy: OffloadedValue) -> None:
+                copy.down = None
+                release(copies, copy)
+
+            monkeypatch.setattr(TorchMachine, "release", lambda machine, copy: hasty(machine.copies, copy))
+        step(net, x, 0)
+        assert not all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+
+
+def _given(model: nn.Module, order: SegmentSchedule) -> sft.Plan:
+    """A plan of the model's stages in that order."""
+    plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="offload-dp"))
+    assert not plan.order
+    return sft.Plan.from_json(replace(plan, order=tuple(map(str, order))).to_json())
+
+
+class _Noting(SimulatedMachine):
+    """A machine of byte counts that notes what it is asked to copy, and of how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.away: dict[str, int] = {}
+
+    def offload(self, target: str, handles: Any) -> OffloadedValue:
+        self.log.append(f">{target}")
+        return super().offload(target, handles)
+
+    def release(self, copy: OffloadedValue) -> None:
+        before = self.meter.now_bytes
+        super().release(copy)
+        assert before - self.meter.now_bytes == copy.num_bytes > 0
+        self.log.append(f"~{copy.target}")
+        self.away[copy.target] = copy.num_bytes
+
+    def prefetch(self, copy: OffloadedValue) -> None:
+        before = self.meter.now_bytes
+        super().prefetch(copy)
+        assert self.meter.now_bytes - before == copy.num_bytes == self.away.pop(copy.target)
+        self.log.append(f"<{copy.target}")
+
+
+@_FEW
+@given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20))
+def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
+    found = staged[name]
+    region = replace(found.region, order=_random_order(found, seed, recomputes=True))
+    machine = _Noting()
+
+    class Watching:
+        def __init__(self, index: int, segment: Any) -> None:
+            self.index, self.segment = index, segment
+
+        def __getattr__(self, key: str) -> Any:
+            return getattr(self.segment, key)
+
+        def forward(self, machine: Any, values: Any, *, keep: bool) -> Any:
+            machine.log.append(f"F{self.index}")
+            assert machine.away.keys().isdisjoint(set(region.reads[self.index]) - set(region.makes[self.index]))
+            return self.segment.forward(machine, values, keep=keep)
+
+        def backward(self, machine: Any, values: Any, saved: Any, grads: Any, *, consume: bool = True) -> None:
+            machine.log.append(f"B{self.index}")
+            assert machine.away.keys().isdisjoint({*self.segment.backward_reads(region.reads[self.index]), f"{self.index}+"})
+            self.segment.backward(machine, values, saved, grads, consume=consume)
+
+    watching = [Watching(i, segment) for i, segment in enumerate(region.segments)]
+    run_step(found.problem, replace(region, segments=watching), machine)
+    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
+    expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.moves if move.kind != "loss"]
+    assert machine.log == [entry for entry in expected if entry not in idle]
+    assert not machine.away
+    assert machine.space.take(1) == 0  # all of the slab was given back
+
+
+def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn.Module]:
+    model = seeded(MODELS[name]).train(training)
+    return sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp")), model
+
+
+def _slabs(net: Any) -> HostSlabPool:
+    ready = next(reversed(net._sft_engine.preparation.ready.values()))
+    assert ready.slabs is not None
+    found: HostSlabPool = ready.slabs
+    return found
+
+
+def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
+    model = seeded(Normed).eval()
+    options = sft.Options(strategy="offload-dp")
+    tight = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
+    net = sft.compile(model, _SHAPE, budget="4GiB", options=options, plan=tight)  # a graph that is retained needs more
+    assert net.plan.host_bytes == tight.host_bytes > 0
+    plain = seeded(MODELS["normed"]).eval()
+    x, z = (image(*_SHAPE, seed=seed).requires_grad_() for seed in (1, 2))
+    y, w = net(x).square().sum(), net(z).square().sum()
+    y.backward(retain_graph=True)
+    w.backward()
+    expected = torch.autograd.grad(plain(z).square().sum(), z)[0]
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad, expected, rtol=1e-10, atol=1e-12)
+    y.backward(retain_graph=True)
+    y.backward()
+    expected = torch.autograd.grad(plain(x).square().sum(), x)[0]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 3 * expected, rtol=1e-10, atol=1e-12)
+    del y, w
+    gc.collect()
+    assert len(_slabs(net)._free) == 2  # both are back
+    net(x).square().sum().backward()
+    assert len(_slabs(net)._free) == 2
+
+
+def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
+    net, _ = _offloading()
+    x = image(*_SHAPE)
+    y = net(x)
+    assert len(_slabs(net)._free) == 0
+    del y  # nobody wants a gradient
+    gc.collect()
+    assert len(_slabs(net)._free) == 1
+    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("sft.torch_runtime.offload.HostOffloader.release", _raise)
+        with pytest.raises(OSError, match="torn"):
+            net(x)
+    gc.collect()
+    assert len(_slabs(net)._free) == 1
+    assert all(torch.equal(before[key], buffer) for key, buffer in net.named_buffers())
+    with pytest.MonkeyPatch.context() as patches:
+        y = net(x).sum()
+        before = {key: buffer.clone() for key, buffer in net.named_buffers()}
+        assert len(_slabs(net)._free) == 0
+        patches.setattr("sft.torch_runtime.offload.HostOffloader.prefetch", _raise)
+        with pytest.raises(OSError, match="torn"):
+            y.backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(torch.equal(before[key], buffer) for key, buffer in net.named_buffers())
+    gc.collect()  # the traceback held the frames of the pass
+    assert len(_slabs(net)._free) == 1
+    y = net(x).sum()  # the same slab
+    assert len(_slabs(net)._free) == 0
+    y.backward()
+    assert len(_slabs(net)._free) == 1
+
+
+def _raise(*arguments: Any) -> None:
+    raise OSError("torn")
+
+
+def test_two_models_take_turns() -> None:
+    nets, plain = (
+        [_offloading(name, training=False)[0] for name in ("unet", "normed")],
+        [seeded(MODELS[name]) for name in ("unet", "normed")],
+    )
+    x = image(*_SHAPE)
+    losses = [sum(y.square().sum() for y in pytree.tree_leaves(net(x))) for net in nets]  # both forward, then both back
+    for loss in losses:
+        loss.backward()
+    for net, model in zip(nets, plain, strict=True):
+        assert net.plan.host_bytes
+        sum(y.square().sum() for y in pytree.tree_leaves(model.eval()(x))).backward()
+        grads = [{key: parameter.grad for key, parameter in each.named_parameters()} for each in (net, model)]
+        assert max(gradient_errors(*grads).values()) <= 1e-10
+
+
+def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
+    model = seeded(TinyUNet)
+    budget = least_budget(model, "offload-dp", _SHAPE)
+    fast, slow = (
+        sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy="offload-dp", link_bandwidth=rate)) for rate in ("1TB", "1MB")
+    )
+    computing = sum(entry.estimated_seconds for entry in slow.timeline.entries if not entry.copied_bytes)
+    assert fast.estimated_seconds < 1.01 * computing
+    assert fast.timeline.idle_seconds <= 0.01 * computing
+    assert slow.timeline.idle_seconds == pytest.approx(slow.estimated_seconds - computing)
+    copied = [entry for entry in slow.timeline.entries if entry.copied_bytes]
+    assert slow.estimated_seconds >= sum(entry.copied_bytes for entry in copied if entry.move[0] == ">") / 1e6
+    assert {entry.move[0] for entry in copied} == {">", "<"}
+    assert all(entry.estimated_seconds == pytest.approx(entry.copied_bytes / 1e6) for entry in copied)
+    waited = [name for entry in slow.timeline.entries for name in entry.waits_for]
+    assert sorted(waited) == sorted(entry.move[1:] for entry in copied if entry.move[0] == "<")
+    assert "host" in slow.explain()
+
+
+def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str, StagedModel]) -> None:
+    """Where every value of the chain is one of the model's, the two clocks agree on how long a step takes."""
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
+    options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
+    with pytest.MonkeyPatch.context() as patch:
+        problem = replace(problem_of(model, _SHAPE, patch), link=DeviceRates("cpu").link(1e8))
+    chained = StagedModel(problem, DeviceRates("cpu"))
+    found = smallest_schedule(chained, "offload-dp")
+    assert found.projection.host_bytes
+    simulated = simulate(chained.chain, found.schedule, link=problem.link)
+    plan = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
+    assert plan.order == tuple(map(str, found.order))
+    assert plan.estimated_seconds == pytest.approx(simulated.seconds, rel=0.02)
+
+
+def test_a_budget_on_the_host_is_kept() -> None:
+    model = seeded(Normed)
+    least_bytes = least_budget(model, "offload-dp", _SHAPE)
+    needed = sft.plan(model, _SHAPE, budget=least_bytes, options=sft.Options(strategy="offload-dp")).host_bytes
+    options = sft.Options(strategy="offload-dp", host_budget=needed - 1)
+    with pytest.raises(sft.BudgetError, match=rf"host_budget.*{needed} bytes"):
+        sft.plan(model, _SHAPE, budget=least_bytes, options=options)
+    middle = (least_bytes + plain_plan(model, _SHAPE).total_bytes) // 2
+    assert 0 < sft.plan(model, _SHAPE, budget=middle, options=options).host_bytes < needed
+    made = sft.plan(model, _SHAPE, budget=least_bytes, options=sft.Options(strategy="offload-dp", host_budget=needed))
+    with pytest.raises(sft.BudgetError, match="host_budget"):
+        sft.compile(model, _SHAPE, budget=least_bytes, plan=made, options=sft.Options(host_budget=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"host_budget": "much"}, {"link_bandwidth": 0}, {"link_bandwidth": "fast"}, {"host_budget": -1}, {"link_bandwidth": True}],
+    ids=str,
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(sft.InputError, match=next(iter(options))):
+        sft.Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("copies", "problem"),
+    [
+        ({1: [">{0}"], 2: ["~{0}"]}, "which is on the host"),
+        ({1: ["~{0}"]}, "not copied"),
+        ({1: [">{0}"], 3: ["<{0}"]}, "not away"),
+        ({0: [">{0}"]}, "not there"),
+        ({1: [">x"], 2: ["~x"], 3: ["<x"]}, "can leave"),
+        ({1: [">7+"]}, "only 2 segments"),
+        ({1: [">"]}, "no move"),
+        ({2: [">{1}"], 3: ["~{1}"], 4: ["<{1}"]}, "can leave"),
+    ],
+)
+def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]], problem: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.ReLU())
+    plan = sft.plan(model, (1, 3, 16, 16), budget="1GiB", options=sft.Options(strategy="sqrt"))
+    assert len(plan.segments) == 2
+    cuts = [segment.nodes[-1] for segment in plan.segments]
+    base = ["F0+", "F1+", "L", "B1", "B0"]
+    order = [entry for place, move in enumerate(base) for entry in (*(c.format(*cuts) for c in copies.get(place, ())), move)]
+    with pytest.raises(sft.InputError, match=problem):
+        sft.compile(model, (1, 3, 16, 16), plan=replace(plan, order=tuple(order)))
+
+
+def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) -> None:
+    found = staged["unet"]
+    plain = found.order(reversal(found.chain, keep_all))
+    target, ((made, last),) = next((t, lives) for t, lives in found.region.lifetimes.lives(plain).items() if lives[0][1] < len(plain) - 2)
+    move = ScheduleOp("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
+    late = (*plain[: last + 1], move, replace(move, kind="release"), *plain[last + 1 :])
+    never = (*plain[: made + 1], move, *plain[made + 1 :])
+    unread = (*plain[: made + 1], move, *plain[made + 1 : last + 1], replace(move, kind="release"), *plain[last + 1 :])
+    assert drop_idle_copies(found.region, late) == drop_idle_copies(found.region, never) == plain
+    assert drop_idle_copies(found.region, unread) == plain
+
+
+def test_tiled_segments_may_leave_too() -> None:
+    """What strips keep of their states is a buffer like any other."""
+    model = seeded(Normed)
+    plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
+    numbers = range(len(plan.segments))
+    first = next(i for i in numbers if plan.segments[i].state_bytes)
+    order = [
+        *(f"F{i}+" for i in range(first + 1)),
+        f">{first}+",
+        f"~{first}+",
+        *(f"F{i}+" for i in numbers if i > first),
+        "L",
+        *(f"B{i}" for i in reversed(numbers) if i > first),
+        f"<{first}+",
+        *(f"B{i}" for i in reversed(range(first + 1))),
+    ]
+    made = replace(plan, order=tuple(order))
+    net = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
+    assert net.plan.host_bytes > 0
+    other = sft.compile(seeded(Normed), _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
+    x, y = (image(*_SHAPE).requires_grad_() for _ in range(2))
+    step(net, x, 0)
+    step(other, y, 0)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+    assert_within_budget(net, x.detach(), budget="4GiB")
+
+
+def test_auto_keeps_recomputes_or_copies_whatever_is_fastest() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1), nn.Sigmoid()) for i in range(6))).double()
+    model.append(nn.Flatten())
+    shape = (1, 3, 14, 12)
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, shape, budget=1, options=sft.Options(strategy="offload-dp"))
+    budget = refused.value.needed_bytes
+    fast, slow, none = (
+        sft.plan(model, shape, budget=budget, options=sft.Options(host_budget=host, link_bandwidth=rate))
+        for host, rate in (("1GiB", "1TB"), ("1GiB", 1.0), (0, None))
+    )
+    assert fast.host_bytes > 0 and fast.redundancy < none.redundancy
+    assert slow.host_bytes == none.host_bytes == 0 and slow.redundancy == none.redundancy > 1
+    net = sft.compile(model, shape, budget=budget, options=sft.Options(host_budget="1GiB", link_bandwidth="1TB"))
+    assert net.plan == fast
+    assert_within_budget(net, image(*shape), budget=budget, input_grad=False)
+
+
+def test_inference_copies_nothing() -> None:
+    net, model = _offloading("residual")
+    with torch.no_grad():
+        x = image(*_SHAPE)
+        assert net.plan_for(x).host_bytes == 0
+        torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_dry_run_copies_nothing_and_counts_the_same() -> None:
+    model, options = seeded(Normed).to("meta"), sft.Options(strategy="offload-dp")
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1, options=options)
+    net = sft.compile(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
+    x = torch.empty(_SHAPE, dtype=torch.float64, device="meta")
+    with sft.measure_peak("meta") as peak:
+        y = net(x.clone())
+        y.backward(torch.ones_like(y))
+    assert net.plan.host_bytes > 0
+    assert 0.99 * net.plan.projected_peak_bytes - 2**16 <= peak.num_bytes <= net.plan.projected_peak_bytes
+
+
+def test_orders_as_text() -> None:
+    text = ("F0+", ">conv", "F1+", "~conv", "L", "B1", "<conv", "B0")
+    assert tuple(map(str, parse_schedule(text, 2))) == text

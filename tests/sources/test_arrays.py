@@ -1,0 +1,274 @@
+"""Arrays and images as sources: the right numbers to the bit, whatever the layout, and everything wrong refused in words."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sft
+from sft import InputError, SourceError
+from sft.common.interval import Interval
+from sft.sources import ArraySource, Layout, Normalized, Source, load_tensor, select_samples
+from sft.sources.host_arrays import axis_order
+from sft.sources.image import Pixels
+
+MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LAYOUTS: list[Layout] = ["CHW", "HWC", "NCHW", "NHWC"]
+
+
+class Picture:
+    """An array as an image without tiles."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self.pixels = pixels
+        self.height_px, self.width_px = pixels.shape[:2]
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        return self.pixels[y : y + h, x : x + w]
+
+
+def destination(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format = torch.channels_last) -> Tensor:
+    """A tensor full of numbers that must not survive."""
+    return torch.full(shape, float("nan"), dtype=dtype).contiguous(memory_format=memory_format)
+
+
+def random_pixels(shape: tuple[int, ...], seed: int = 0) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def reference(nchw: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """The arithmetic of load_tensor, and its form for floats, written with torch and on the whole."""
+    unit = 255 if nchw.dtype is torch.uint8 else 1
+    work = torch.promote_types(dtype, torch.float32)
+    work = torch.promote_types(work, nchw.dtype) if nchw.dtype.is_floating_point else work
+    shift, scale = (torch.tensor(values, dtype=work).mul(unit).view(-1, 1, 1) for values in (mean, std))
+    return nchw.to(work).sub(shift).div(scale).to(dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, Tensor, Layout, torch.dtype, Interval]:
+    """An array (NumPy or torch), the same as NCHW, its layout, the result's type, and rows."""
+    layout = draw(st.sampled_from(LAYOUTS))
+    extents = {axis: draw(st.integers(1, most)) for axis, most in (("N", 3), ("C", 5), ("H", 17), ("W", 9))}
+    if len(layout) == 3:
+        extents["N"] = 1
+    dtype = draw(st.sampled_from([torch.uint8, *FLOATS]))
+    shape = tuple(extents[axis] for axis in layout)
+    tensor = torch.from_numpy(random_pixels(shape, draw(st.integers(0, 9))))
+    tensor = tensor if dtype is torch.uint8 else (tensor.double() / 50 - 2).to(dtype)
+    nchw = (tensor if len(layout) == 4 else tensor[None]).permute(axis_order(layout, "NCHW"))
+    array: Any = tensor
+    if dtype is not torch.bfloat16:
+        form = draw(st.sampled_from(["tensor", "array", "flipped", "swapped bytes"]))
+        if form == "array":
+            array = tensor.numpy()
+        elif form == "flipped":
+            array = tensor.numpy()[::-1, :, ::-1].copy()[::-1, :, ::-1]
+        elif form == "swapped bytes":
+            array = tensor.numpy().astype(tensor.numpy().dtype.newbyteorder())
+    start = draw(st.integers(0, extents["H"]))
+    return array, nchw, layout, draw(st.sampled_from(FLOATS)), Interval(start, draw(st.integers(start, extents["H"])))
+
+
+@given(cases(), st.sampled_from([torch.channels_last, torch.contiguous_format]))
+def test_rows_of_every_layout_and_type(case: tuple[Any, Tensor, Layout, torch.dtype, Interval], memory_format: Any) -> None:
+    array, nchw, layout, dtype, rows = case
+    channels = nchw.shape[1]
+    mean, std = tuple(0.1 * c - 0.1 for c in range(channels)), tuple(0.3 + c for c in range(channels))
+    source = ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype)
+    assert isinstance(source, Source) and source.shape == tuple(nchw.shape) and source.dtype is dtype
+    out = destination((*nchw.shape[:2], len(rows), nchw.shape[3]), dtype, memory_format)
+    source.rows(rows, out)
+    expected = reference(nchw, mean, std, dtype)
+    assert torch.equal(out, expected[:, :, rows.start : rows.stop])
+    last = Interval(nchw.shape[0] - 1, nchw.shape[0])
+    part = destination((1, *out.shape[1:]), dtype)
+    select_samples(source, last).rows(rows, part)
+    assert torch.equal(part, out[-1:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_same_bits_as_load_tensor(dtype: torch.dtype) -> None:
+    values = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)  # every byte in every channel
+    wide = np.concatenate([values, random_pixels((16, 7001, 3))], axis=1)  # several pieces
+    expected = load_tensor(Picture(wide), mean=MEAN, std=STD, dtype=dtype)
+    for source in (ArraySource(wide, mean=MEAN, std=STD, dtype=dtype), Normalized(Picture(wide), mean=MEAN, std=STD, dtype=dtype)):
+        out = destination((1, 3, 16, 7017), dtype)
+        source.rows(Interval(0, 16), out)
+        assert torch.equal(out, expected)
+
+
+def test_float64_pixels_are_rounded_once() -> None:
+    pixels = torch.linspace(-3, 3, 3 * 8 * 9, dtype=torch.float64).view(3, 8, 9) + 1e6
+    out = destination((1, 3, 8, 9), torch.float32)
+    ArraySource(pixels, mean=(1e6, 1e6, 1e6), std=STD).rows(Interval(0, 8), out)
+    assert torch.equal(out, reference(pixels[None], (1e6, 1e6, 1e6), STD, torch.float32))
+    assert not torch.equal(out, reference(pixels[None].float(), (1e6, 1e6, 1e6), STD, torch.float32))
+
+
+def test_without_mean_and_std() -> None:
+    floats = torch.tensor([-0.0, float("inf"), 3.7, float("nan")]).view(1, 2, 2)
+    out = destination((1, 1, 2, 2), torch.float32)
+    ArraySource(floats).rows(Interval(0, 2), out)
+    assert torch.equal(out.view(torch.int32).flatten(), floats.view(torch.int32).flatten())
+    ArraySource(np.array([[[0, 51], [102, 255]]], np.uint8)).rows(Interval(0, 2), out)
+    assert out.flatten().tolist() == pytest.approx([0, 0.2, 0.4, 1])
+
+
+@pytest.mark.parametrize(
+    ("array", "arguments", "message"),
+    [
+        ([[1.0]], {}, "list"),
+        (np.zeros((4, 5)), {}, "2 axes"),
+        (np.zeros((1, 1, 3, 4, 5)), {}, "5 axes"),
+        (np.zeros((3, 4, 5)), {"layout": "NCHW"}, "3 axes"),
+        (np.zeros((3, 4, 5)), {"layout": "WHC"}, "choose one of"),
+        (np.zeros((3, 9, 3)), {}, "CHW or HWC"),
+        (np.zeros((1, 3, 9, 4)), {}, "NCHW or NHWC"),
+        (np.zeros((7, 8, 9)), {}, "CHW or HWC"),
+        (np.zeros((3, 0, 5)), {}, "at least 1"),
+        (np.zeros((0, 3, 5, 5)), {"layout": "NCHW"}, "at least 1"),
+        (np.zeros((3, 5, 5), np.int32), {}, "int32"),
+        (np.zeros((3, 5, 5), np.uint16), {}, "uint16"),
+        (np.zeros((3, 5, 5), np.bool_), {}, "bool"),
+        (np.zeros((3, 5, 5), np.complex128), {}, "complex128"),
+        (np.zeros((3, 5, 5), object), {}, "object"),
+        (np.zeros((3, 5, 5), [("r", "u1")]), {}, "supported are"),
+        (torch.zeros(3, 5, 5, dtype=torch.int64), {}, "int64"),
+        (np.ma.masked_array(np.zeros((3, 5, 5)), False), {}, "mask"),
+        (torch.zeros(3, 5, 5, device="meta"), {}, "meta"),
+        (torch.zeros(3, 5, 5).to_sparse(), {}, "sparse"),
+        (torch.zeros(3, 5, 5, requires_grad=True), {}, "input_grad"),
+        (np.zeros((3, 5, 5)), {"dtype": torch.uint8}, "fractions"),
+        (np.zeros((3, 5, 5)), {"mean": (0, 0)}, "2 values for 3 channels"),
+        (np.zeros((3, 5, 5)), {"mean": 0.5}, "expected 3 numbers"),
+        (np.zeros((3, 5, 5)), {"mean": (0, float("nan"), 0)}, "nan"),
+        (np.zeros((3, 5, 5)), {"mean": (0, float("inf"), 0)}, "inf"),
+        (np.zeros((3, 5, 5)), {"mean": (0, 1e39, 0)}, r"1e\+39"),
+        (np.zeros((3, 5, 5)), {"std": (1, 0, 1)}, "above 0"),
+        (np.zeros((3, 5, 5)), {"std": (1, -1, 1)}, "above 0"),
+        (np.zeros((3, 5, 5)), {"std": (1, float("nan"), 1)}, "above 0"),
+        (np.zeros((3, 5, 5)), {"std": (1, 1e-50, 1)}, "above 0, as float32"),
+        (np.zeros((3, 5, 5)), {"std": ("a", "b", "c")}, "expected 3 numbers"),
+    ],
+)
+def test_wrong_arrays_are_refused(array: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ArraySource(array, **arguments)
+
+
+def test_wrong_rows_are_refused_and_nothing_is_written() -> None:
+    source = ArraySource(np.zeros((3, 6, 5), np.float32))
+    for rows, out, message in [
+        (Interval(-1, 2), destination((1, 3, 3, 5), torch.float32), "6 rows"),
+        (Interval(4, 7), destination((1, 3, 3, 5), torch.float32), "6 rows"),
+        (Interval(2, 4), destination((1, 3, 3, 5), torch.float32), r"shape \(1, 3, 2, 5\)"),
+        (Interval(2, 4), torch.ones(3, 2, 5), r"shape \(1, 3, 2, 5\)"),
+        (Interval(2, 4), torch.full((1, 3, 2, 5), 7), "int64"),
+        (Interval(2, 4), torch.empty((1, 3, 2, 5), device="meta"), "meta"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            source.rows(rows, out)
+        assert out.device.type == "meta" or not (out == 0).any()
+    for batch in (Interval(0, 2), Interval(1, 1), Interval(-1, 1)):
+        with pytest.raises(InputError, match="it has 1"):
+            select_samples(source, batch)
+        with pytest.raises(InputError, match="it has 1"):
+            source.samples(batch)
+    source.rows(Interval(9, 9), torch.empty(1, 3, 0, 5))  # nothing is asked of rows that do not exist
+
+
+def test_a_source_that_cannot_be_split_says_so() -> None:
+    class Pair:
+        shape = (2, 1, 4, 4)
+        dtype = torch.float32
+
+        def rows(self, interval: Interval, out: Tensor) -> None:
+            out.zero_()
+
+    pair = Pair()
+    assert select_samples(pair, Interval(0, 2)) is pair
+    with pytest.raises(InputError, match="samples"):
+        select_samples(pair, Interval(0, 1))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "scan.npy"
+    np.save(path, random_pixels((300, 50, 3)))
+    return path
+
+
+def test_a_file_is_mapped(saved: Path) -> None:
+    source = ArraySource(saved, mean=MEAN, std=STD)
+    assert source.shape == (1, 3, 300, 50)
+    out, again = destination((1, 3, 7, 50), torch.float32), destination((1, 3, 7, 50), torch.float32)
+    source.rows(Interval(100, 107), out)
+    assert torch.equal(out, reference(torch.from_numpy(np.load(saved)).permute(2, 0, 1)[None], MEAN, STD, torch.float32)[:, :, 100:107])
+    content = pickle.dumps(source)
+    assert len(content) < 2000, "the pixels were pickled"
+    pickle.loads(content).rows(Interval(100, 107), again)
+    assert torch.equal(out, again)
+
+
+def test_damaged_files_are_named(saved: Path, tmp_path: Path) -> None:
+    content = saved.read_bytes()
+    archive = tmp_path / "archive.npz"
+    np.savez(archive, content)
+    for damaged in (b"", b"no array", content[:40], content[:-1], b"\x93NUMPY\x09\x00" + content[8:], archive.read_bytes()):
+        saved.write_bytes(damaged)
+        with pytest.raises(SourceError, match=rf"scan\.npy \({len(damaged)} bytes\).*copy it"):
+            ArraySource(saved)
+    flipped = bytearray(content)
+    flipped[12:20] = b"}}((\xff\x00'x"
+    saved.write_bytes(flipped)
+    with pytest.raises(SourceError, match=r"scan\.npy"):
+        ArraySource(saved)
+    np.save(saved, np.array([[["pickled", None]]], object), allow_pickle=True)
+    with pytest.raises(SourceError, match=r"scan\.npy"):
+        ArraySource(saved)
+    with pytest.raises(SourceError, match=r"nowhere\.npy: there is no such file"):
+        ArraySource(tmp_path / "nowhere.npy")
+    with pytest.raises(SourceError, match="cannot map"):
+        ArraySource(str(tmp_path))  # a folder
+
+
+@pytest.mark.parametrize("by", ["path", "memmap", "view"])
+def test_a_file_cut_short_while_open_raises_instead_of_killing(saved: Path, by: str) -> None:
+    mapped = np.load(saved, mmap_mode="r")
+    array: Any = {"path": saved, "memmap": mapped, "view": np.asarray(mapped)[20:]}[by]
+    source = ArraySource(array)
+    os.truncate(saved, 5000)
+    with pytest.raises(SourceError, match=r"5000 bytes.*cut short"):
+        source.rows(Interval(200, 210), torch.empty(1, 3, 10, 50))
+
+
+def test_reading_a_large_file_holds_one_strip(tmp_path: Path) -> None:
+    path = tmp_path / "large.npy"
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(8192, 4096, 3)).flush()  # sparse: 96 MiB of holes
+    source = ArraySource(path, mean=MEAN, std=STD)
+    out = torch.empty((1, 3, 64, 4096), memory_format=torch.channels_last)
+    with sft.measure_peak() as peak:
+        source.rows(Interval(0, 64), out)  # makes the tables
+    tracemalloc.start()
+    try:
+        for top in range(0, 8192, 1024):
+            source.rows(Interval(top, top + 64), out)
+        numpy_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself is 3 MiB, and was there

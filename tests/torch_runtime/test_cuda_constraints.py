@@ -1,0 +1,258 @@
+"""What programs must not hold, since only CUDA's operators mind it: no GPU is needed to see that it is not there."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sft
+from sft.backends.resolve import check_triton
+from sft.distributed import process_link as link
+from sft.distributed.link import TOPICS
+from sft.distributed.process_link import _batched_p2p
+from sft.lower import joint_traces as traces
+from sft.planner.search.tiled import CandidateGrid
+from sft.sources.arrays import ArraySource
+from sft.torch_runtime import input_streaming as reading
+from sft.torch_runtime.host_outputs import copy_in_order
+from sft.weights.record import ALIGNMENT_BYTES
+from sft.weights.store import allocate_host_bytes
+from tests.helpers.models import seeded
+from tests.helpers.problems import problem_of
+
+_SHAPE = (1, 3, 24, 20)
+
+
+class _Network(nn.Sequential):
+    def __init__(self) -> None:
+        upsample = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), upsample, nn.Conv2d(4, 2, 3))
+
+
+def _calls(model: nn.Module, name: str, **options: Any) -> list[tuple[Any, ...]]:
+    """The arguments of all calls of an operator in the programs of a step."""
+    net = sft.compile(model, _SHAPE, options=sft.Options(**options))
+    net(torch.randn(_SHAPE, dtype=torch.float64)).sum().backward()
+    found = []
+    for segment in next(iter(net._sft_engine.preparation.ready.values())).region.segments:
+        for program in segment.lowered:
+            found += [each.arguments for each in program.instructions if name in str(each.function)]
+    return found
+
+
+def test_statistics_that_were_not_saved_are_empty_tensors() -> None:
+    """CUDA's derivative of a norm with running statistics asserts that these are tensors; the CPU takes None for them."""
+    found = _calls(seeded(_Network).eval(), "native_batch_norm_backward", tile=(8, None))
+    assert found
+    for arguments in found:
+        assert all(arguments[place].shape == (0,) for place in (5, 6))
+
+
+def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
+    """Rows are gathered first; CUDA would take a scale for theirs once more, and read row r of the result at r / 2."""
+    for name in ("upsample_bilinear2d.", "upsample_bilinear2d_backward."):
+        found = _calls(seeded(_Network), name, tile=(8, None))
+        assert found
+        for arguments in found:
+            assert arguments[-2:] == (None, 2.0)
+
+
+def test_messages_of_one_group_are_posted_together() -> None:
+    """NCCL's groups, as they are made here, take no device."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def _start_coalescing(self) -> None:
+            self.calls.append("start")
+
+        def _end_coalescing(self) -> str:
+            self.calls.append("end")
+            return "work"
+
+    group = Group()
+    with _batched_p2p(group, torch.device("cuda")) as batch:
+        assert group.calls == ["start"]
+    assert group.calls == ["start", "end"]
+    assert batch.work == "work"
+
+
+def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces run on fake tensors of the CPU, where attention is a call that no other device has."""
+    monkeypatch.setattr(traces, "_has_gpu", lambda: True)
+    shapes = [(1, 2, 5, 4)] * 3
+    trace = traces._trace_joint(functional.scaled_dot_product_attention, shapes, [torch.float32] * 3, [True] * 3)
+    names = [str(call.function) for call in (*trace.forward, *trace.backward)]
+    assert any("bmm" in name for name in names)
+    assert not any("cpu" in name or "attention" in name for name in names)
+
+
+def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In single precision, where the CPU has one call for a layer."""
+    monkeypatch.setattr(traces, "_has_gpu", lambda: True)
+    model = nn.LSTM(3, 5, batch_first=True)
+    reader = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d((1, None)), _Steps(model))
+    traces.trace_whole.cache_clear()
+    try:
+        net = sft.compile(reader, (2, 1, 16, 4))
+        net(torch.randn(2, 1, 16, 4)).sum().backward()
+    finally:
+        traces.trace_whole.cache_clear()
+    (ready,) = net._sft_engine.preparation.ready.values()
+    programs = [program for segment in ready.region.segments for program in segment.lowered]
+    names = {str(each.function) for program in programs for each in program.instructions}
+    assert any("sigmoid" in name for name in names)
+    assert not any("mkldnn" in name or "lstm" in name for name in names)
+
+
+class _Steps(nn.Module):
+    """A recurrent layer over the columns of an image."""
+
+    def __init__(self, layer: nn.LSTM) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.flatten(1, 2).transpose(1, 2))[0]
+        return found
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("tile", [None, (8, None), (8, 16)])
+def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int | None] | None) -> None:
+    """Whose calls say no scale at all."""
+
+    class To(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.interpolate(x, size=(2 * x.shape[2], 2 * x.shape[3]), mode=mode)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), To(), nn.Conv2d(4, 4, 3, padding=1))
+    chosen: dict[str, Any] = {"strategy": "none"} if tile is None else {"tile": tile}
+    net = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
+    net.plan_for(torch.empty(1, 3, 32, 32, device="meta", requires_grad=True))
+    for ready in net._sft_engine.preparation.ready.values():
+        programs = [program for segment in ready.region.segments for program in segment.lowered]
+        names = [str(each.function) for program in programs for each in program.instructions]
+        assert any("Resize" in name for name in names) and not any("upsample" in name for name in names)
+
+
+def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of exactly the bytes that are asked for, once, and given back when the memory is."""
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        status = 0
+
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # CUDA's names
+            if self.status == 0:
+                locked[address] = num_bytes
+            return self.status
+
+        def cudaHostUnregister(self, address: int) -> None:
+            del locked[address]
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    data = allocate_host_bytes(5000, pin=True)
+    assert sum(locked.values()) == 5000 + ALIGNMENT_BYTES and data.numel() == 5000
+    assert data.data_ptr() % ALIGNMENT_BYTES == 0
+    view = data[100:]
+    del data
+    assert locked
+    del view
+    gc.collect()
+    assert not locked
+    runtime.status = 2
+    reported = []
+
+    def report(*_: object, **__: object) -> None:
+        reported.append(2)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", report)
+    with pytest.warns(RuntimeWarning, match=r"streamed weights take 4\.\d+ KiB of page-locked.*CUDA error 2.*computes the same"):
+        kept = allocate_host_bytes(4096, pin=True)
+    assert kept.fill_(7).eq(7).all() and not locked and reported
+
+
+def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would make each at its first message, which only some ranks may send."""
+    connected = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store: object, place: int, count: int, options: object) -> None:
+            self.store = store
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append((self.store, device))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda topic, _: topic)
+    device = torch.device("cuda", 1)
+    groups = link._new_groups(None, 0, 2, timedelta(seconds=1), device)
+    assert connected == [(topic, device) for topic in TOPICS if topic != "control"]
+    assert groups["control"] is groups["globals"]
+
+
+def test_strips_have_no_more_elements_than_gpus_index() -> None:
+    """Where the budget would take them: for some of a GPU's operators 32 bits count the elements."""
+    shape = (1, 3, 65_536, 16_384)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))
+    problem, options = problem_of(model, shape, training=True), sft.Options()
+    heights = {kind: CandidateGrid(problem, options, kind).strip_rows for kind in ("cpu", "cuda")}
+    assert heights["cuda"] == [rows for rows in heights["cpu"] if rows * 256 * shape[3] < 0.9 * 2**31]
+    assert len(heights["cuda"]) < len(heights["cpu"])
+
+
+def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several samples do not lie densely; CUDA makes a buffer beside such a target, of which no plan knows."""
+    targets = []
+
+    def note(target: torch.Tensor, source: torch.Tensor, dense: torch.Tensor) -> None:
+        targets.append(target)
+        copy_in_order(target, source, dense)
+
+    monkeypatch.setattr(reading, "copy_in_order", note)
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 4096)
+    numbers = torch.rand(3, 2, 40, 16)
+    out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
+    elsewhere: Any = _Elsewhere(out)
+    reading.load_source(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, reading.PassReading())
+    assert torch.equal(out, numbers) and len(targets) > 3
+    assert all(target.is_contiguous(memory_format=torch.channels_last) for target in targets)
+
+
+class _Elsewhere:
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        return self.tensor[where]
+
+
+def test_kernels_for_older_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.backends.resolve.has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
+    for capability, count in (((7, 5), 1), ((8, 0), 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_triton(torch.device("cuda"))
+        assert len(caught) == count

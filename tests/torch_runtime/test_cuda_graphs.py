@@ -1,0 +1,189 @@
+"""Strips that are recorded and replayed. On the CPU a recording is the work done again: all that surrounds a CUDA graph is the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.backends.resize import ResizeCall
+from sft.torch_runtime.cuda_graphs import _SEGMENTS_BYTES, GraphCache, buffer_bytes, recordable_programs
+
+_SHAPE = (1, 3, 80, 14)
+
+
+@dataclass
+class Again:
+    """Records by remembering what to do; counts."""
+
+    num_records: int = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_records += 1
+        work()
+        return work
+
+
+def _model(*, train_norm: bool = False) -> nn.Module:
+    norm = nn.BatchNorm2d(6) if train_norm else nn.Identity()
+    first = nn.Conv2d(3, 6, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(6, 6, 3, padding=2, dilation=2)
+    return nn.Sequential(*first, nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, padding=1)).double()
+
+
+def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphCache, Again]:
+    """Give the last plan of a compiled module recordings, as the engine does on a GPU."""
+    engine, recorder = net._sft_engine, Again()
+    key = next(reversed(engine.preparation.ready))
+    ready = engine.preparation.ready[key]
+    programs = recordable_programs(ready.region, training=ready.plan.training)
+    graph = ready.captured.phases.graph
+    weights = frozenset(node.name for node in graph.nodes if node.kind in ("parameter", "buffer"))
+    store = GraphCache.within(programs, spare_bytes, recorder, weights)
+    engine.preparation.ready[key] = replace(ready, graphs=store)
+    return store, recorder
+
+
+def _step(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
+
+
+@pytest.mark.parametrize("train_norm", [False, True])
+@pytest.mark.parametrize("tile", [(8, None), (8, 9)])
+def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | None]) -> None:
+    torch.manual_seed(0)
+    plain = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=tile))
+    replayed = copy.deepcopy(plain)
+    for net in (plain, replayed):
+        net.plan_for(torch.zeros(_SHAPE, dtype=torch.float64, requires_grad=True))
+    store, recorder = _with_recordings(replayed)
+    assert store.programs
+    for seed in range(3):
+        x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        before = copy.deepcopy(replayed.state_dict())
+        ours = _step(replayed, x)
+        # A buffer is no part of a larger image: ATen sums its pixels in another order.
+        torch.testing.assert_close(ours, _step(plain, x), rtol=1e-12, atol=1e-12)
+        replayed.load_state_dict(before)
+        assert all(torch.equal(a, b) for a, b in zip(ours, _step(replayed, x), strict=True))
+    assert store.num_replays >= 6 * 4
+    assert 0 < recorder.num_records < store.num_replays
+
+
+def test_what_the_budget_has_left_decides() -> None:
+    torch.manual_seed(0)
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    everything, _ = _with_recordings(net)
+    weights = everything.weights
+    sizes = [buffer_bytes(program, weights) for program in everything.programs]
+    pools = [program.peak_bytes + _SEGMENTS_BYTES for program in everything.programs]
+    assert everything.num_bytes == sum(sizes) + max(pools)
+    some, _ = _with_recordings(net, sizes[0] + pools[0])
+    assert some.programs == everything.programs[:1] and some.num_bytes == sizes[0] + pools[0]
+    none, _ = _with_recordings(net, min(map(sum, zip(sizes, pools, strict=True))) - 1)
+    assert none.programs == () and none.num_bytes == 0
+    assert _step(net, torch.zeros(_SHAPE, dtype=torch.float64))
+    assert none.num_replays == 0
+
+
+@pytest.mark.parametrize("train_norm", [False, True])
+def test_a_program_is_recorded_once(train_norm: bool) -> None:
+    """Although gradients are summed up in other tensors than the step before's, as where they are accumulated over batches."""
+    torch.manual_seed(0)
+    net = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=(8, None)))
+    plain = copy.deepcopy(net)
+    x = torch.randn(_SHAPE, dtype=torch.float64, requires_grad=True)
+    net.plan_for(x)
+    store, recorder = _with_recordings(net)
+    held = []
+    for one in (net, plain):
+        for _ in range(4):
+            one(x).square().sum().backward()
+            held.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+    assert recorder.num_records == len(store.programs) < store.num_replays
+    ours, theirs = ([p.grad for p in one.parameters()] for one in (net, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    # Weights that have moved are another program's.
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
+    net(x).square().sum().backward()
+    assert recorder.num_records > len(store.programs)
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
+    """What is uploaded while a graph is recorded would be the same in each replay, and CUDA refuses it."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
+    net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
+    (ready,) = net._sft_engine.preparation.ready.values()
+    lowered = [program for segment in ready.region.segments for program in segment.lowered]
+    uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
+    recorded = recordable_programs(ready.region, training=ready.plan.training)
+    assert bool(uploading) == (backend == "triton") and bool(recorded) == (backend == "aten")
+
+
+def _is_resize(function: object) -> bool:
+    return isinstance(getattr(function, "__self__", None), ResizeCall)
+
+
+def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
+    torch.manual_seed(0)
+    net = sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.5)).double(), _SHAPE, options=sft.Options(tile=(8, None)))
+    store, _ = _with_recordings(net)
+    assert store.programs == ()
+
+
+def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
+    """Two sizes, and the backward pass of the first behind the forward pass of the second: each plan's bytes hold without the other's."""
+    torch.manual_seed(0)
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    small, large = (torch.randn((1, 3, height, 14), dtype=torch.float64) for height in (80, 112))
+    plain = copy.deepcopy(net)
+    expected = [_step(plain, x)[1] for x in (small, large)]
+    stores = []
+    for x in (small, large):
+        net.plan_for(x.clone().requires_grad_())
+        stores.append(_with_recordings(net)[0])
+    inputs = [x.clone().requires_grad_() for x in (small, large)]
+    losses = []
+    for x, alive, other in zip(inputs, stores, stores[::-1], strict=True):
+        losses.append(net(x).square().sum())
+        assert alive._recordings and not other._recordings
+    for loss, alive, other in zip(losses, stores, stores[::-1], strict=True):
+        loss.backward()
+        assert alive._recordings and not other._recordings
+    for x, gradient in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_on_the_cpu_nothing_is_recorded() -> None:
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
+    assert [ready.graphs for ready in net._sft_engine.preparation.ready.values()] == [None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    model = _model(train_norm=True).cuda()
+    nets = [sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=on)) for on in (False, True)]
+    for seed in range(3):
+        x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).cuda()
+        torch.testing.assert_close(_step(nets[1], x), _step(nets[0], x), rtol=1e-10, atol=1e-10)
+    store = list(nets[1]._sft_engine.preparation.ready.values())[-1].graphs
+    assert store is not None and store.num_replays > 0
+    with sft.measure_peak("cuda") as peak:
+        _step(nets[1], x)
+    assert peak.num_bytes <= nets[1].plan.projected_peak_bytes

@@ -33,9 +33,10 @@ demo: $(READY) ## Train on a slide inside a byte budget; the figures and tables 
 
 test: lint types unit package ## Lint, types, tests, and the packaging check
 
-lint: $(READY) ## Style and formatting
+lint: $(READY) ## Style, formatting, and the layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
@@ -68,14 +69,15 @@ $(ZOO_READY): $(INPUTS)
 test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) times the instances; traces of hundreds of random plans
 	SFT_ORACLE_FACTOR=$(or $(FACTOR),10) $(BIN)/pytest -n auto --dist worksteal --durations=10 tests/solvers/test_acg.py tests/solvers/test_joint.py \
 		tests/solvers/test_offload_solvers.py tests/solvers/test_recompute_solvers.py
-	SFT_HYPOTHESIS_PROFILE=default $(BIN)/pytest -n auto --durations=10 tests/runtime/test_moves_recompute.py tests/runtime/test_offload.py tests/torch_runtime/test_streamed_cuts.py \
+	SFT_HYPOTHESIS_PROFILE=default $(BIN)/pytest -n auto --durations=10 tests/runtime/test_moves_recompute.py \
+		tests/runtime/test_offload.py tests/torch_runtime/test_streamed_cuts.py \
 		-k "test_any_"
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 
 test-kernels: $(READY) ## Compile every kernel in every precision for every target, ahead of time
-	SFT_KERNEL_SWEEP=1 $(BIN)/pytest -k compiles_ahead_of_time tests/test_kernels_*.py
+	SFT_KERNEL_SWEEP=1 $(BIN)/pytest -k compiles_ahead_of_time tests/kernels
 
 clean: ## Remove everything that make made
 	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -63,10 +63,10 @@ test)
     require_gpu
     cd "$root"
     status=0
-    interpreted="tests/kernels/conv/test_conv2d.py tests/kernels/pool/test_pool.py tests/test_kernels_*.py tests/kernels/rng/test_triton_dropout.py"
+    interpreted="tests/kernels"
     # Names of files have no blanks.
     SFT_KERNELS_ON_GPU=1 "$python" -P -m pytest -p no:cacheprovider -q -k interpreted --continue-on-collection-errors $interpreted "$@" || status=1
-    "$python" -P -m pytest -p no:cacheprovider -q -m gpu --continue-on-collection-errors $(grep -l 'mark\.gpu' tests/test_*.py) "$@" || status=1
+    "$python" -P -m pytest -p no:cacheprovider -q -m gpu --continue-on-collection-errors $(grep -rl 'mark\.gpu' tests --include='test_*.py') "$@" || status=1
     exit $status
     ;;
 sanitize)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from sft.analysis.ir.ops import operator_table
+from sft.analysis.ir.ops.pointwise import RandomOpSpec
 from sft.analysis.passes.canonicalize import CANONICALIZED_TARGETS
 
 PAGE = Path(__file__).with_name("operators.md")
@@ -28,8 +29,8 @@ autograd functions with a backward of their own, in-place writes that autograd w
 """
 
 
-#: Rows that are there for the reason they give.
-_WHOLE = ("OverPixels",)
+#: Rows that only explain why an operator runs on the full tensor.
+_UNTILED = ("UndecomposedLayerNormSpec",)
 
 
 def page() -> str:
@@ -37,8 +38,8 @@ def page() -> str:
     families: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
     for target, rows in sorted(operator_table().items()):
-        for row in (row for row in rows if type(row).__name__ not in _WHOLE):
-            name = type(row).__name__ if type(row).__name__ not in ("Drawn",) else row.name
+        for row in (row for row in rows if type(row).__name__ not in _UNTILED):
+            name = row.name if isinstance(row, RandomOpSpec) else type(row).__name__.removesuffix("Spec")
             families[name].append(f"`{target.removeprefix('aten.')}`")
             texts[name] = " ".join((inspect.getdoc(type(row)) or "").split("\n\n")[0].split())
     lines = [INTRODUCTION, "## In strips", "", "| family | what | operators |", "| --- | --- | --- |"]

@@ -186,14 +186,15 @@ class _DetachUnderNoGrad(TorchFunctionMode):
             memory, shape = _storage_id(value), tuple(value.shape)
             if id(value) in self._aliases:
                 self._refuse(
-                    f"writes in place ({_function_name(func)}) through x.detach() or x.data, which autograd does not notice; {_IN_PLACE_REMEDY}"
+                    f"writes in place ({_function_name(func)}) through x.detach() or x.data, which autograd does not notice; "
+                    f"{_IN_PLACE_REMEDY}"
                 )
             if torch.is_grad_enabled():
                 self._unwatched.discard(memory)
             elif memory not in self._buffers and memory not in self._unwatched:
                 self._refuse(
-                    f"writes in place ({_function_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, whose "
-                    f"gradient would be that of the value before; {_IN_PLACE_REMEDY}"
+                    f"writes in place ({_function_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, "
+                    f"whose gradient would be that of the value before; {_IN_PLACE_REMEDY}"
                 )
 
     def _result(self, value: Any, memories: set[int]) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["current_location", "error_location", "is_distributions_error"]
 
-_SFT_FOLDER = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_ANALYSIS_FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _TORCH_FOLDER = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 _DISTRIBUTIONS_FOLDER = os.path.join(_TORCH_FOLDER, "distributions") + os.sep
 _FUNCTIONAL_FILE = os.path.join(_TORCH_FOLDER, "nn", "functional.py")
@@ -39,4 +39,4 @@ def is_distributions_error(error: BaseException) -> bool:
 
 
 def _is_user_file(name: str) -> bool:
-    return not name.startswith((_SFT_FOLDER, _TORCH_FOLDER)) and os.path.isfile(name)
+    return not name.startswith((_ANALYSIS_FOLDER, _TORCH_FOLDER)) and os.path.isfile(name)

@@ -29,7 +29,7 @@ from sft.analysis.frontend.module_state import (
     preserve_attributes,
     preserve_objects,
 )
-from sft.analysis.passes.decompose_norms import CUMULATIVE_MOMENTUM
+from sft.analysis.ir.targets import CUMULATIVE_MOMENTUM
 
 __all__ = [
     "COMPUTE_DEVICES",

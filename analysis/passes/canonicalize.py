@@ -27,8 +27,8 @@ import sympy as sp
 from sft.analysis.ir.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.ir.ops import DIMENSION_ARGUMENTS, ELEMENTWISE
 from sft.analysis.ir.symbolic import broadcast_shapes, same_shape
+from sft.analysis.ir.targets import ELEMENTWISE_LOSSES
 from sft.analysis.passes.decompose_losses import (
-    ELEMENTWISE_LOSSES,
     LABEL_LOSSES,
     REDUCTION_NONE,
     decompose_label_loss,

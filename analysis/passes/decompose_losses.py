@@ -18,7 +18,6 @@ from sft.analysis.ir.symbolic import broadcast_shapes
 from sft.analysis.passes.decompose_reductions import NodeSequence, reduce_over_axes
 
 __all__ = [
-    "ELEMENTWISE_LOSSES",
     "LABEL_LOSSES",
     "REDUCTION_NONE",
     "decompose_label_loss",
@@ -32,21 +31,6 @@ __all__ = [
 REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2
 _MEAN, _SUM = "aten.mean.dim", "aten.sum.dim_IntList"
 
-#: Losses of single elements of their operands, which broadcast.
-ELEMENTWISE_LOSSES = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "kl_div",
-        "soft_margin_loss",
-        "poisson_nll_loss",
-    )
-)
 _OVERALLOCATING_LOSSES = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )

@@ -30,9 +30,10 @@ from dataclasses import replace
 from typing import Any
 
 from sft.analysis.ir.graph import Graph, Node, Ref
+from sft.analysis.ir.targets import CUMULATIVE_MOMENTUM
 from sft.analysis.passes.decompose_reductions import NodeSequence, mean_over_axes, widen_half
 
-__all__ = ["CUMULATIVE_MOMENTUM", "LAYER_NORMS", "decompose_layer_norm", "decompose_norms"]
+__all__ = ["LAYER_NORMS", "decompose_layer_norm", "decompose_norms"]
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _BATCH_NORM_NO_STATS = "aten._native_batch_norm_legit.no_stats"
@@ -40,10 +41,6 @@ _GROUP_NORM = "aten.group_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
 _FROZEN_NORM = "aten._native_batch_norm_legit_no_training.default"
 _FROZEN_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
-
-#: Stands for the momentum of a BatchNorm with ``momentum=None``, one over the number of batches so far, which a buffer holds: a number
-#: that nobody takes for one.
-CUMULATIVE_MOMENTUM = -1.2345e30
 
 
 def decompose_norms(graph: Graph) -> Graph:

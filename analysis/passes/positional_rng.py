@@ -23,12 +23,10 @@ from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.repeat_op import with_rng_arguments
 from sft.common.errors import UnsupportedError
 
-__all__ = ["RANDOM_TARGETS", "SEED_NAME", "make_rng_positional"]
+__all__ = ["SEED_NAME", "make_rng_positional"]
 
 #: The name of the leaf.
 SEED_NAME = "sft_seed"
-#: Operators that draw.
-RANDOM_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
 _DROPOUT_OPS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
 #: Operators that only lend their shape to the draw, and their operand where they have one.

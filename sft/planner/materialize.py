@@ -73,7 +73,8 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
     misplaced = region.lifetimes.misplaced() if order is not None and problem.training else None
     if unsaved_segments:
         raise InputError(
-            f"the plan's order runs segments {list(unsaved_segments)} back without F{unsaved_segments[0]}+ before; make a new one with sft.plan(...)"
+            f"the plan's order runs segments {list(unsaved_segments)} back without F{unsaved_segments[0]}+ before; "
+            "make a new one with sft.plan(...)"
         )
     if misplaced is not None:
         raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")

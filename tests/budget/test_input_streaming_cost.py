@@ -120,7 +120,7 @@ def test_the_closed_form_equals_the_phantom_walk(
         return project_step(problem, region)
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
-    monkeypatch.setattr(import_module("sft.planner.materialize"), "project", both)
+    monkeypatch.setattr(import_module("sft.planner.materialize"), "project_step", both)
     pixels = random_pixels(3, 44, 10, 3)
     net = sft.compile(seeded(make).train(), (3, 3, None, None), options=sft.Options(tile=(rows, None), state_every=every, batch_tile=2))
     net.plan_for(pixels, input_grad=np.zeros((3, 44, 10, 3)) if wants_gradient else None)

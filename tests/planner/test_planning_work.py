@@ -241,7 +241,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
         projected.append(carry_out(*arguments).projection.peak_bytes)
         return carry_out(*arguments)
 
-    monkeypatch.setattr(planner, "carry_out", noted)
+    monkeypatch.setattr(planner, "materialize", noted)
     with torch.device("meta"):
         model = vgg16(10)
     with pytest.raises(sft.BudgetError) as refused:

@@ -66,7 +66,7 @@ def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training:
         assert [_runs(lap) for lap in summed.laps] == [_runs(lap) for lap in walked.laps]
         return summed
 
-    monkeypatch.setattr(carried, "project", both)
+    monkeypatch.setattr(carried, "project_step", both)
     with torch.set_grad_enabled(training):
         plan = sft.plan(_Model(), _SHAPE, options=sft.Options(**options))
     timeline = plan.timeline

@@ -62,7 +62,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
         return summed
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
-    monkeypatch.setattr(import_module("sft.planner.materialize"), "project", both)
+    monkeypatch.setattr(import_module("sft.planner.materialize"), "project_step", both)
     return seen
 
 

@@ -14,7 +14,7 @@ from sft.torch_runtime.machine import TRIM_AFTER_BYTES, HeapTrimmer
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that the heap is trimmed."""
     calls: list[int] = []
-    monkeypatch.setattr(heap, "_system_trim", lambda: lambda: calls.append(1))
+    monkeypatch.setattr(heap, "_find_malloc_trim", lambda: lambda: calls.append(1))
     return calls
 
 
@@ -34,7 +34,7 @@ def test_a_walk_reports_its_programs(trims: list[int], monkeypatch: pytest.Monke
 
 
 def test_works_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_system_trim", lambda: None)
+    monkeypatch.setattr(heap, "_find_malloc_trim", lambda: None)
     HeapTrimmer().note(TRIM_AFTER_BYTES)
 
 

@@ -145,7 +145,7 @@ def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[
         assert summed.host_bytes == walked.host_bytes
         return summed
 
-    monkeypatch.setattr(import_module("sft.planner.materialize"), "project", both)
+    monkeypatch.setattr(import_module("sft.planner.materialize"), "project_step", both)
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, options, problems, -1)
     assert sft.compile(model, _SHAPE, budget="4GiB", plan=made).plan.host_bytes > 0

@@ -47,8 +47,7 @@ from sft.analysis.ir.ops.transposed import OverlapAddSpec, TransposedConvolution
 from sft.analysis.ir.ops.unsupported import NO_STRIP_RULE, unsupported_reason
 from sft.analysis.ir.ops.windows import AvgPoolSpec, ChannelWindowSpec, ConvolutionSpec, MaxPoolSpec, Window, WindowedSpec
 from sft.analysis.ir.repeat_op import REPEAT_NEXT
-from sft.analysis.passes.decompose_losses import ELEMENTWISE_LOSSES
-from sft.analysis.passes.positional_rng import RANDOM_TARGETS
+from sft.analysis.ir.targets import ELEMENTWISE_LOSSES, RANDOM_TARGETS
 
 __all__ = [
     "CASTS",

@@ -9,7 +9,7 @@ from sft.analysis.ir.access import AxisMap
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.base import Operator, axis_entry, symbolic_axis_entry
-from sft.analysis.passes.positional_rng import RANDOM_TARGETS
+from sft.analysis.ir.targets import RANDOM_TARGETS
 from sft.common.interval import Interval
 
 __all__ = ["OverlapAddSpec", "TransposedConvolutionSpec", "TransposedWindow", "transposed_window_of"]

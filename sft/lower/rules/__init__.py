@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sft.analysis.ir.graph import Node
 from sft.analysis.ir.ops import CASTS
-from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT
 from sft.lower.context import SegmentInfo
 from sft.lower.rules.base import Rule
 from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
@@ -19,9 +18,8 @@ from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, Resampli
 from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
 from sft.lower.rules.unfold import Col2imRule, Im2colRule
-from sft.repeat.lowering_rule import NextValueRule, RepeatedBlocksRule
 
-__all__ = ["Rule", "rule_of"]
+__all__ = ["Rule", "register_rule", "rule_of"]
 
 _RULES: dict[str, Rule] = {
     "convolution": ConvolutionRule(),
@@ -59,16 +57,19 @@ _RULES: dict[str, Rule] = {
 _ACTIVATION, _TRACED, _WHOLE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule()
 #: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMeanRule(), "moments": WholeMomentsRule()}
-#: The same on strips and on whole tensors: what draws does so by position; repeated blocks are never on strips.
+#: Rules that hold on strips and on untiled tensors alike. Packages above this one add theirs with `register_rule`.
 _STRIP_OR_WHOLE_RULES: dict[str, Rule] = {
     "sft.dropout": DropoutRule(),
     "sft.mask": RandomMaskRule(),
     "sft.noise": NoiseRule(),
     "sft.running_mean": RunningStatisticRule(),
     "sft.running_var": RunningStatisticRule(),
-    REPEAT: RepeatedBlocksRule(),
-    REPEAT_NEXT: NextValueRule(),
 }
+
+
+def register_rule(target: str, rule: Rule) -> None:
+    """Add the rule of an operator that a higher layer defines (`sft.repeat`)."""
+    _STRIP_OR_WHOLE_RULES[target] = rule
 
 
 def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:

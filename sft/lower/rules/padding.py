@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import refs_in
-from sft.analysis.ir.ops.padding import PadSpec as PadRow
-from sft.analysis.ir.ops.padding import SliceSpec as SliceRow
+from sft.analysis.ir.ops.padding import PadSpec, SliceSpec
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.row_gather import RowGather
@@ -40,7 +39,7 @@ class PadRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         node, (operand,) = ctx.node, refs_in(ctx.node.argument("self"))
         row = ctx.scope.rows[node.name]
-        assert isinstance(row, PadRow)
+        assert isinstance(row, PadSpec)
         if row.mode(node) == "constant":
             return self._constant(ctx, row, operand)
         value = ctx.strip(operand)
@@ -57,7 +56,7 @@ class PadRule(Rule):
                 value = ctx.emitter.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
         return value if ctx.saved["gathered"] else ctx.emitter.call(aten.clone.default, value, shape=value.shape)
 
-    def _constant(self, ctx: NodeContext, row: PadRow, operand: str) -> Slot:
+    def _constant(self, ctx: NodeContext, row: PadSpec, operand: str) -> Slot:
         """The rows read, with what lies beyond the image filled in."""
         paddings, crops = [], []
         for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
@@ -128,7 +127,7 @@ class SliceRule(Rule):
 
     def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
         row = ctx.scope.rows[ctx.node.name]
-        assert isinstance(row, SliceRow)
+        assert isinstance(row, SliceSpec)
         for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
             begin, _, step = row.span(ctx.node, axis)
             at = begin + step * start - first

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import refs_in
-from sft.analysis.ir.ops.resampling import ResamplingSpec as ResamplingRow
+from sft.analysis.ir.ops.resampling import ResamplingSpec
 from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
@@ -157,7 +157,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
 def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[ResampledRange]:
     """What the strip has of each axis."""
     row = ctx.scope.rows[ctx.node.name]
-    assert isinstance(row, ResamplingRow)
+    assert isinstance(row, ResamplingSpec)
     spans = []
     for axis, (length, extent) in enumerate(zip(lengths, extents, strict=True)):
         sampling = row.sampling(ctx.node, axis)

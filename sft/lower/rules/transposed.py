@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import refs_in
-from sft.analysis.ir.ops.transposed import OverlapAddSpec as OverlapAddRow
-from sft.analysis.ir.ops.transposed import TransposedWindow, transposed_window_of
+from sft.analysis.ir.ops.transposed import OverlapAddSpec, TransposedWindow, transposed_window_of
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
@@ -153,7 +152,7 @@ class OverlapAddRule(Rule):
 
     def _landing(self, ctx: NodeContext, operand: str) -> _OverlapMap:
         row, (part, read) = ctx.scope.rows[ctx.node.name], ctx.spans(operand)[ROWS]
-        assert isinstance(row, OverlapAddRow)
+        assert isinstance(row, OverlapAddSpec)
         spread = row.spread(ctx.node)
         return _OverlapMap(tuple(spread.tap_ranges(read, part)), spread.stride, ctx.node.argument("groups"))
 

@@ -112,7 +112,7 @@ def test_any_survey_is_as_if_all_runs_differed(dag: Dag, num_panels: int, on_hos
     problem = replace(problem, outputs_on_host=on_host)
     own = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sampling, "run_likeness", lambda problem, names, any_size: names)
+        patch.setattr(_sampling, "structural_run_key", lambda problem, names, any_size: names)
         each = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
     np.testing.assert_array_equal(own.peak_bytes, each.peak_bytes)
     np.testing.assert_array_equal(own.cost, each.cost)

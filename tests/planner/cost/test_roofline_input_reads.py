@@ -43,7 +43,7 @@ def test_the_planner_counts_what_is_read(options: Options, restores: bool, monke
         noted.append((problem, tuple(choices)))
         return input_pass_bytes(problem, choices)
 
-    monkeypatch.setattr(clock, "passes_over", noting)
+    monkeypatch.setattr(clock, "input_pass_bytes", noting)
     source = ArraySource(_pixels(48, 40))
     net = sft.compile(seeded(Residual).float().train(), source, options=options)
     net(source).sum().backward()

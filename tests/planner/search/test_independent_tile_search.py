@@ -109,8 +109,8 @@ def test_only_what_may_win_is_projected(monkeypatch: pytest.MonkeyPatch) -> None
         projected.append(tuple(choices))
         return materialize(problem, choices, order)
 
-    for module in ("strategy_auto", "tiles"):
-        monkeypatch.setattr(import_module(f"sft.plan.{module}"), "carry_out", counted)
+    for module in ("auto", "independent_tiles"):
+        monkeypatch.setattr(import_module(f"sft.planner.search.{module}"), "materialize", counted)
     with torch.device("meta"):
         model = unet(1)
     plan = sft.plan(model, (1, 3, 20_480, 20_480), budget="24GiB")

@@ -139,7 +139,7 @@ def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyP
         found.append(planned.projection.peak_bytes)
         return planned
 
-    monkeypatch.setattr(behind, "carry_out", noted)
+    monkeypatch.setattr(behind, "materialize", noted)
     with torch.device("meta"):
         model = vgg16(10)
     sft.plan(model, (1, 3, 16_384, 20_480), budget="11GiB")

@@ -1,0 +1,27 @@
+"""Operator targets that several layers of the analysis name: random operators, elementwise losses, cumulative momentum."""
+
+from __future__ import annotations
+
+__all__ = ["CUMULATIVE_MOMENTUM", "ELEMENTWISE_LOSSES", "RANDOM_TARGETS"]
+
+#: Momentum that marks a BatchNorm with ``momentum=None`` (cumulative average) in a captured program. Its factor is one over the number of
+#: batches so far, which a buffer counts. No user sets this value.
+CUMULATIVE_MOMENTUM = -1.2345e30
+#: Random operators with counter-based generators.
+RANDOM_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
+
+#: Losses of single elements of their operands, which broadcast.
+ELEMENTWISE_LOSSES = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "soft_margin_loss",
+        "poisson_nll_loss",
+    )
+)

@@ -81,7 +81,7 @@ def export_model(
     axes = Axes.of_inputs(shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
-        if axes.are_of(shape)
+        if axes.is_image_shape(shape)
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )

@@ -75,7 +75,7 @@ def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandl
         outputs=tuple(builder.outputs),
         updates=tuple(builder.updates),
         axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
-        beside=tuple(builder.beside),
+        constant_outputs=tuple(builder.beside),
     )
     return substitute_sizes(graph, known).without_dead_operators()
 
@@ -103,7 +103,7 @@ def substitute_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
         replace(node, shape=simple(node.shape), arguments=tuple((name, simple(value)) for name, value in node.arguments))
         for node in graph.nodes
     )
-    return replace(graph, nodes=tuple(nodes), beside=simple(graph.beside))
+    return replace(graph, nodes=tuple(nodes), constant_outputs=simple(graph.constant_outputs))
 
 
 def tied_sizes(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
@@ -115,7 +115,7 @@ def tied_sizes(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol,
     found: dict[sp.Symbol, sp.Symbol] = {}
     first: dict[tuple[int, int], sp.Symbol] = {}
     for name, shape in zip(graph.inputs, shapes, strict=True):
-        if not graph.axes.are_of(shape):
+        if not graph.axes.is_image_shape(shape):
             continue
         for axis, (symbol, extent) in enumerate(zip(graph.axes.of(graph[name].shape), graph.axes.of(shape), strict=True)):
             if isinstance(symbol, sp.Symbol) and (other := first.setdefault((axis, extent), symbol)) is not symbol:

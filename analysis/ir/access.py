@@ -83,18 +83,6 @@ class AxisMap:
         """How many output rows the first ``rows`` input rows complete, borders ignored."""
         return (self.divisor * rows - self.last - 1) // self.scale + 1
 
-    def low_expr(self, row: sp.Expr) -> sp.Expr:
-        """``lo(row)`` in SymPy."""
-        return sp.floor((self.scale * row + self.first) / sp.Integer(self.divisor))
-
-    def high_expr(self, row: sp.Expr) -> sp.Expr:
-        """``hi(row)`` in SymPy."""
-        return sp.floor((self.scale * row + self.last) / sp.Integer(self.divisor)) + 1
-
-    def frontier_expr(self, rows: sp.Expr) -> sp.Expr:
-        """``frontier(rows)`` in SymPy."""
-        return sp.floor((self.divisor * rows - self.last - 1) / sp.Integer(self.scale)) + 1
-
 
 @dataclass(frozen=True, slots=True)
 class FloorTerm:

@@ -44,7 +44,7 @@ class Axes:
         rank = max(map(len, shapes), default=0)
         return cls(rank - 2 if 3 <= rank <= 5 else 0)
 
-    def are_of(self, shape: Sequence[object]) -> bool:
+    def is_image_shape(self, shape: Sequence[object]) -> bool:
         """Whether an input of this shape is an image (a signal, a volume) with these axes."""
         return self.count > 0 and len(shape) == self.rank
 

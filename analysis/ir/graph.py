@@ -96,7 +96,7 @@ class Node:
     def _by_name(self) -> dict[str, Any]:
         return dict(self.arguments)
 
-    def of_shape(self, shape: tuple[int, ...]) -> Node:
+    def with_shape(self, shape: tuple[int, ...]) -> Node:
         """The same with these extents, which are numbers; what is known of its arguments stays known."""
         if shape == self.shape and all(type(extent) is int for extent in self.shape):
             return self
@@ -155,7 +155,7 @@ class Graph:
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
     axes: Axes = field(default_factory=Axes)
-    beside: tuple[tuple[int, Any], ...] = ()
+    constant_outputs: tuple[tuple[int, Any], ...] = ()
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
     _node_of: dict[str, Node] = field(init=False, repr=False, compare=False)
 

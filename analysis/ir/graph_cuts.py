@@ -22,64 +22,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import prod
 from typing import Literal
 
 import networkx as nx
 
 from sft.analysis.ir.graph import Graph
 
-__all__ = ["Cut", "Division", "ValueDag", "crossing_cuts", "crossing_values", "division_tree", "value_dag"]
+__all__ = ["Division", "ValueDag", "crossing_values", "division_tree"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A place between two operators, and what crosses it.
-
-    Attributes:
-        position: number of the run's operators before it.
-        values: the crossing values, in order of making.
-        num_bytes: their sizes together.
-    """
-
-    position: int
-    values: tuple[str, ...]
-    num_bytes: int
-
-
-def crossing_cuts(
-    graph: Graph,
-    names: Sequence[str],
-    among: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    most_values: int = 1,
-) -> tuple[Cut, ...]:
-    """The places in a run of operators, both ends included, that at most so many values cross.
-
-    Args:
-        graph: the graph.
-        names: the run, in execution order.
-        among: values from outside that count when they are read: inputs, not parameters.
-        shapes: shape of every value at the size in question.
-        most_values: 1 gives the separators alone.
-    """
-    crossing = crossing_values(graph, names, among, live_out=True)
-    return tuple(
-        Cut(position=position, values=values, num_bytes=sum(_value_bytes(graph, shapes, value) for value in values))
-        for position, values in enumerate(crossing)
-        if 1 <= len(values) <= most_values
-    )
-
-
-def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str], *, live_out: bool) -> tuple[tuple[str, ...], ...]:
+def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """What crosses each place in a run of operators, both ends included: values made before (or outside), and read behind.
 
     Args:
         graph: the graph.
         names: the run, in execution order.
         among: values from outside that count when they are read.
-        live_out: whether what the run leaves to others is read behind its end; else only the run's own reads count.
 
     Returns:
         For ``0..len(names)`` operators before the place, the values in order of making.
@@ -90,8 +48,6 @@ def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str], 
         for operand in graph[name].operands:
             if operand in place or operand in among:
                 last[operand] = place[name]
-    if live_out:
-        last.update(dict.fromkeys(graph.live_out(names), len(names)))
     crossing: list[list[str]] = [[] for _ in range(len(names) + 1)]
     for value in sorted(last, key=graph.position):
         for position in range(place.get(value, -1) + 1, last[value] + 1):
@@ -133,11 +89,6 @@ class ValueDag:
             found[a].append(b)
         return tuple(tuple(sorted(behind)) for behind in found)
 
-    @cached_property
-    def undirected(self) -> nx.Graph:
-        """Neighbours, whatever the direction."""
-        return nx.Graph(self.edges)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
@@ -166,40 +117,6 @@ def division_tree(dag: ValueDag) -> Division:
     """The division tree of a whole graph."""
     last = len(dag.sizes_bytes) - 1
     return _divide(dag, 0, last, tuple(range(1, last)), frozenset(dag.edges))
-
-
-def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> ValueDag:
-    """A run of operators as a graph of values.
-
-    Several inputs get a common source, several results (dead ends among them) a common target, of no bytes, named ``""``.
-
-    Args:
-        graph: the graph.
-        names: the operators, in execution order.
-        among: values from outside that count as vertices: inputs, not parameters.
-        shapes: shape of every value at the size in question.
-    """
-    inside = set(names)
-    given = [node.name for node in graph.nodes if node.name in among and node.name not in inside]
-    given = [name for name in given if any(user in inside for user in graph.users[name])]
-    wanted = set(graph.live_out(names))
-    results = [name for name in names if name in wanted or inside.isdisjoint(graph.users[name])]
-    starts = [*(name for name in names if not any(o in inside or o in among for o in graph[name].operands)), *given]
-    order = [*given, *names]
-    links = [(o, name) for name in names for o in dict.fromkeys(graph[name].operands) if o in inside or o in given]
-    if len(starts) > 1:
-        order.insert(0, "")
-        links += [("", name) for name in starts]
-    if len(results) > 1 or results != [order[-1]]:
-        order.append("(results)")
-        links += [(name, "(results)") for name in results]
-    number = {name: i for i, name in enumerate(order)}
-    named = set(given) | inside
-    return ValueDag(
-        sizes_bytes=tuple(_value_bytes(graph, shapes, name) if name in named else 0 for name in order),
-        edges=tuple(dict.fromkeys((number[a], number[b]) for a, b in links)),
-        names=tuple(name if name in named else "" for name in order),
-    )
 
 
 def _divide(dag: ValueDag, source: int, target: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> Division:
@@ -303,7 +220,3 @@ def _maximal_inner_segments(
             largest.append((a, b, inside))
             covered.update(inside)
     return sorted(largest)
-
-
-def _value_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]], name: str) -> int:
-    return prod(shapes[name]) * graph[name].itemsize_bytes

@@ -85,7 +85,7 @@ class _Canonicalizer(ElementwiseRewriter):
         """Take over one node of the model."""
         if node.kind != "operator":
             self.nodes[node.name] = node
-            if node.kind == "input" and self.axes.are_of(node.shape):
+            if node.kind == "input" and self.axes.is_image_shape(node.shape):
                 self.images[node.name] = TrackedImage(node.name, DimLayout.plain(len(node.shape)))
             return
         holds_image = any(name in self.images for name in node.operands)

@@ -19,10 +19,10 @@ from itertools import pairwise
 from sft.analysis.ir.graph import Graph
 from sft.analysis.ir.ops import Operator
 from sft.analysis.tiling.independent_tiles import independent_tile
-from sft.analysis.tiling.strips import RowBand, StripSchedule, build_schedule
+from sft.analysis.tiling.strips import RowBand
 from sft.common.interval import Interval
 
-__all__ = ["BandPartition", "band_schedule", "even_band_bounds", "row_band_of"]
+__all__ = ["BandPartition", "even_band_bounds", "row_band_of"]
 
 
 def even_band_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ...]:
@@ -83,19 +83,4 @@ def row_band_of(
     ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
     own = {name: shares.rows(band, extents[name]) for name in ends}
     step = independent_tile(graph, names, rows, streamed, extents, {name: part for name, part in own.items() if part})
-    return RowBand(computed={node.name: node.new for node in step.nodes}, own=own)
-
-
-def band_schedule(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: frozenset[str],
-    extents: Mapping[str, int],
-    strip_rows: int,
-    shares: BandPartition,
-    band: int,
-) -> StripSchedule:
-    """The strips of a band; arguments as for :func:`sft.analysis.tiling.strips.build_schedule`."""
-    part = row_band_of(graph, names, rows, streamed, extents, shares, band)
-    return build_schedule(graph, names, rows, streamed, extents, strip_rows, part)
+    return RowBand(computed={node.name: node.new for node in step.nodes}, owned=own)

@@ -91,12 +91,6 @@ class Footprint:
         """Bytes of one state: all carried rows."""
         return sum(value.row_bytes * value.carried_rows for value in self.values if not value.is_source)
 
-    def states_bytes(self, num_steps: int, every: int, num_walks: int) -> int:
-        """Bytes of the states kept at once: one in ``every``, and one group's worth between two of them."""
-        if not self.training:
-            return 2 * self.state_bytes
-        return num_walks * self.state_bytes * min(num_steps, -(-num_steps // every) + every - 1)
-
     def largest_strip(self, num_bytes: int, stride: int) -> int | None:
         """The largest multiple of ``stride`` rows whose working bytes fit; ``None`` when not even one stride does."""
         if self.working_bytes(stride) > num_bytes:
@@ -162,8 +156,8 @@ def run_footprint(
     values = []
     for name, rate in rates.items():
         readers = [r for r in graph.users[name] if r in inside]
-        keeps_operand = any(r in requires_grad and rows[r].keeps(graph[r])[0] for r in readers)
-        keeps_result = name in inside and name in requires_grad and rows[name].keeps(graph[name])[1]
+        keeps_operand = any(r in requires_grad and rows[r].saves_for_backward(graph[r])[0] for r in readers)
+        keeps_result = name in inside and name in requires_grad and rows[name].saves_for_backward(graph[name])[1]
         values.append(
             ValueFootprint(
                 name=name,

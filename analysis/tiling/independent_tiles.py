@@ -28,7 +28,6 @@ __all__ = [
     "TileSchedule",
     "distinct_steps",
     "independent_tile",
-    "independent_tile_at",
     "independent_tiles",
     "tile_lengths",
     "tile_lengths_at",
@@ -122,26 +121,7 @@ def _required_rows(
 
 
 def _uncarried_rows(name: str, rows: Interval, wanted: Interval, reads: tuple[OperandRead, ...]) -> NodeRows:
-    return NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=wanted, reads=reads)
-
-
-def independent_tile_at(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    span: Interval,
-    *,
-    axis: int,
-    index: int = 0,
-) -> StripStep:
-    """The tile whose results stand for the pixels ``span`` of the largest source.
-
-    Every result, and everything that a reduction takes, is divided among tiles in proportion: each row belongs to one tile.
-    """
-    wanted = _proportional_rows(graph, names, rows, streamed, extents)(span)
-    return independent_tile(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
+    return NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=wanted, reads=reads)
 
 
 def tile_lengths_at(
@@ -186,7 +166,7 @@ def independent_tiles(
     for start in range(0, extent, tile_px):
         wanted = wanted_in(Interval(start, min(start + tile_px, extent)))
         step = independent_tile(graph, names, rows, streamed, extents, wanted, axis=axis, index=len(steps))
-        if any(node.wanted for node in step.nodes):
+        if any(node.owned for node in step.nodes):
             steps.append(step)
     return tuple(steps)
 
@@ -237,7 +217,7 @@ class TileSchedule:
 
     def first_row(self, name: str, index: int) -> int:
         """The first row of a value in tile ``index``."""
-        return self.steps[index][name].held.start
+        return self.steps[index][name].available.start
 
     def signatures(self, index: int) -> Sequence[Hashable]:
         """For each value, in order, what a tile's program depends on of its rows and reads."""

@@ -100,7 +100,7 @@ def _classify_values(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[
         touched = [name for name in node.operands if name in streamed]
         # A global value spread over the image (the pooled branch of a DeepLab) is one, too.
         beside = touched or (streamed if node.name in depends else ())
-        if (touched and row.role == "stream") or (row.role == "whole" and not row.follows and _is_image_like(graph, node, beside)):
+        if (touched and row.role == "stream") or (row.role == "whole" and not row.is_extra_result and _is_image_like(graph, node, beside)):
             streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)
@@ -119,12 +119,12 @@ def _broadcasts_single_pixel(graph: Graph, streamed: Collection[str], rows: Mapp
 
 def _is_single_pixel(graph: Graph, name: str) -> bool:
     """Whether a value is as small as a single pixel along all axes, at every size."""
-    return graph.axes.are_of(graph[name].shape) and all(extent == 1 for extent in graph.axes.of(graph[name].shape))
+    return graph.axes.is_image_shape(graph[name].shape) and all(extent == 1 for extent in graph.axes.of(graph[name].shape))
 
 
 def _streamed_inputs(graph: Graph) -> set[str]:
     """The inputs that are images, with as many samples as any of them has; a single pixel beside larger ones is none."""
-    images = [node for node in graph.nodes if node.kind == "input" and graph.axes.are_of(node.shape)]
+    images = [node for node in graph.nodes if node.kind == "input" and graph.axes.is_image_shape(node.shape)]
     images = [node for node in images if any(extent != 1 for extent in graph.axes.of(node.shape))] or images
     num_batch = max((node.shape[0] for node in images), default=0)
     return {node.name for node in images if node.shape[0] == num_batch}

@@ -56,7 +56,7 @@ class RowBand:
     """
 
     computed: Mapping[str, Interval]
-    own: Mapping[str, Interval]
+    owned: Mapping[str, Interval]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,15 @@ class NodeRows:
 
     name: str
     new: Interval
-    held: Interval
+    available: Interval
     kept: Interval
-    wanted: Interval
+    owned: Interval
     reads: tuple[OperandRead, ...]
 
     @property
     def carried(self) -> Interval:
         """Rows that earlier steps left."""
-        return Interval(self.held.start, self.new.start)
+        return Interval(self.available.start, self.new.start)
 
     @property
     def appended(self) -> Interval:
@@ -134,11 +134,11 @@ class StripStep:
     @cached_property
     def signature(self) -> tuple[Hashable, ...]:
         """For each value what the program depends on of it: positions count from each value's own first row."""
-        first = {node.name: node.held.start for node in self.nodes}
+        first = {node.name: node.available.start for node in self.nodes}
         return tuple(
             (
-                (len(node.new), len(node.held), len(node.kept)),
-                node.wanted.shift(-node.new.start) if node.wanted else None,
+                (len(node.new), len(node.available), len(node.kept)),
+                node.owned.shift(-node.new.start) if node.owned else None,
                 tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high, read.phase) for read in node.reads),
             )
             for node in self.nodes
@@ -178,7 +178,7 @@ class StripSchedule:
     reads: Mapping[str, tuple[tuple[str, Rows, Rows], ...]]
     phases: Mapping[str, Rows]
     strip_rows: int
-    own: Mapping[str, Interval] = field(default_factory=dict)
+    owned: Mapping[str, Interval] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -198,9 +198,9 @@ class StripSchedule:
         return NodeRows(
             name=name,
             new=new,
-            held=Interval(int(kept[index]), new.stop),
+            available=Interval(int(kept[index]), new.stop),
             kept=Interval(int(kept[end]), new.stop),
-            wanted=(new.intersect(self.own[name]) or _NOTHING) if name in self.own else new,
+            owned=(new.intersect(self.owned[name]) or _NOTHING) if name in self.owned else new,
             reads=tuple(
                 OperandRead.clipped(operand, Interval(low, high), self.extents[operand], phase)
                 for operand, low, high in spans
@@ -222,8 +222,8 @@ class StripSchedule:
         frontier, kept = self.frontier[name], self.kept[name]
         new = frontier[1:] - frontier[:-1]
         columns = [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
-        if name in self.own:
-            columns += [np.clip(end - frontier[:-1], 0, new) for end in (self.own[name].start, self.own[name].stop)]
+        if name in self.owned:
+            columns += [np.clip(end - frontier[:-1], 0, new) for end in (self.owned[name].start, self.owned[name].stop)]
         if name in self.phases:
             columns.append(np.where(new > 0, self.phases[name], 0))
         for operand, low, high in self.reads.get(name, ()):
@@ -237,7 +237,7 @@ class StripSchedule:
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """For each value where its part of a signature begins and ends, in bytes."""
-        counts = (3 + 2 * (name in self.own) + (name in self.phases) + 4 * len(self.reads.get(name, ())) for name in self.names)
+        counts = (3 + 2 * (name in self.owned) + (name in self.phases) + 4 * len(self.reads.get(name, ())) for name in self.names)
         ends = [0, *accumulate(8 * count for count in counts)]
         return tuple(pairwise(ends))
 
@@ -257,8 +257,8 @@ class StripSchedule:
         for name in self.names:
             start, stop, base, keeps = ends[name]
             found += (stop - start, start - base, stop - keeps)
-            if name in self.own:
-                found += (self.own[name].start - start, self.own[name].stop - start)
+            if name in self.owned:
+                found += (self.owned[name].start - start, self.owned[name].stop - start)
             if name in self.phases:
                 found.append(int(self.phases[name][index]))
             for operand, low, high in self.reads.get(name, ()):
@@ -273,7 +273,7 @@ class StripSchedule:
         frontier, kept = self.frontier[name], self.kept[name]
         return frontier.item(index), frontier.item(index + 1), kept.item(index), kept.item(index + 1)
 
-    def likeness(self) -> bytes:
+    def structural_hash(self) -> bytes:
         """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
         return hashlib.sha256(self._signatures.tobytes()).digest()
 
@@ -362,7 +362,7 @@ def build_schedule(
     computed = {
         name: Interval(0, extents[name]) if band is None else band.computed[name] for name in (*sources, *names) if name in streamed
     }
-    own = computed if band is None else band.own
+    own = computed if band is None else band.owned
     walked = walked_rows(sources, computed, extents, height)
     strip = max(1, min(strip_rows, len(walked)))
     operators = [FrontierOperator.of(graph[name], rows[name], streamed) for name in names]
@@ -404,5 +404,5 @@ def build_schedule(
         reads=reads,
         phases=phases,
         strip_rows=strip,
-        own={} if band is None else {name: own[name] for name in names if name in own and name in streamed},
+        owned={} if band is None else {name: own[name] for name in names if name in own and name in streamed},
     )

@@ -161,7 +161,7 @@ def resolve_inputs(
 def _source_batch_error(inputs: Sequence[ResolvedInput]) -> list[str]:
     """What is wrong with images that are read in strips, but have fewer samples than another: these are whole tensors to the model."""
     axes = Axes.of_inputs([given.shape for given in inputs])
-    counts = [given.shape[0] if axes.are_of(given.shape) else 0 for given in inputs]
+    counts = [given.shape[0] if axes.is_image_shape(given.shape) else 0 for given in inputs]
     return [
         f"input {position} has {count} sample(s), another image {max(counts)}: only images with as many are read or written in strips; "
         f"give a tensor on the model's device, or {max(counts)} samples"
@@ -177,7 +177,7 @@ def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]
     (False, True, False)
     """
     axes = Axes.of_inputs(shapes)
-    sizes = {(shape[0], *shape[2:]) for shape in shapes if axes.are_of(shape)}
+    sizes = {(shape[0], *shape[2:]) for shape in shapes if axes.is_image_shape(shape)}
     return tuple(len(shape) == axes.rank - 1 and tuple(shape) in sizes for shape in shapes)
 
 

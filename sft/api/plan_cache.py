@@ -233,7 +233,7 @@ class PlanCache:
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         retained = RetainedGraphCheck(problem, planned.region, plan) if plan.training else None
-        return PreparedPlan(plan, planned.region, captured, problem.graph.beside, slabs, graphs, retained)
+        return PreparedPlan(plan, planned.region, captured, problem.graph.constant_outputs, slabs, graphs, retained)
 
     def _search(self, kind: CallSignature) -> PlanSearch:
         return PlanSearch(
@@ -268,7 +268,7 @@ class PlanCache:
         region = found.planned.region
         if isinstance(self.mesh, LiveMesh):
             region = found.bands.region(self.mesh.band, self._together)
-        return PreparedPlan(plan, region, captured, problem.graph.beside)
+        return PreparedPlan(plan, region, captured, problem.graph.constant_outputs)
 
     def _recordings(self, problem: PlanningProblem, region: Region, plan: Plan, search: PlanSearch) -> GraphCache | None:
         """What is replayed as CUDA graphs: what the budget has left decides how much."""

@@ -349,7 +349,7 @@ class BandRegionBuilder:
         """What bands of equal cost have in common: the strips of their segments, what they hold, and what they send and receive."""
         layout, band = self.layout, region.band
         schedules = [segment.schedule for segment in region.segments if isinstance(segment, BandSegment)]
-        strips = tuple(schedule.likeness() for schedule in schedules if isinstance(schedule, StripSchedule))
+        strips = tuple(schedule.structural_hash() for schedule in schedules if isinstance(schedule, StripSchedule))
         crossing = tuple(
             (
                 len(held.rows[band]),

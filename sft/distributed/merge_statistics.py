@@ -59,10 +59,10 @@ def _merge_logsumexp(total: Tensor, part: Tensor) -> Tensor:
 
 #: How running reductions merge, by the operator table's name.
 MERGES: dict[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("sum", "mean", "grid", "contracted", "border_rows"), _add),
+    **dict.fromkeys(("sum", "mean", "fixed_size_avg_pool", "spatial_contraction", "border_rows"), _add),
     "moments": _merge_moments,
-    "extremes": _merge_minmax,
-    "peak": _merge_argmax,
+    "minmax": _merge_minmax,
+    "argmax": _merge_argmax,
     "logsumexp": _merge_logsumexp,
 }
 
@@ -73,9 +73,9 @@ def merge_statistics(kind: str, parts: Sequence[Tensor], *, largest: bool = True
     Args:
         kind: a key of :data:`MERGES`.
         parts: running reductions (fp64) in the bands' order.
-        largest: of ``"extremes"``, whether they are the largest.
+        largest: of ``"minmax"``, whether they are the largest.
     """
-    options = {"largest": largest} if kind == "extremes" else {}
+    options = {"largest": largest} if kind == "minmax" else {}
     total = parts[0]
     for part in parts[1:]:
         total = MERGES[kind](total, part, **options)

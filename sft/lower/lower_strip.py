@@ -176,22 +176,22 @@ class StripLowering:
 
     def _forward_streamed(self, node: Node) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
-        if rows is None or not rows.held:
+        if rows is None or not rows.available:
             return
         held = None
         low, high = self.borders.get(node.name, (0, 0))
         if rows.carried or low or high:
-            room = e.empty(scope.strip_shape(node.name, low + len(rows.held) + high))
-            for start, length in ((0, low), (low + len(rows.held), high)):
+            room = e.empty(scope.strip_shape(node.name, low + len(rows.available) + high))
+            for start, length in ((0, low), (low + len(rows.available), high)):
                 if length:
                     zeros = self._rows_of(room, start, length)
                     e.call(aten.zero_.default, zeros, writes=zeros)
-            held = self._rows_of(room, low, len(rows.held))
+            held = self._rows_of(room, low, len(rows.available))
             if rows.carried:
                 top = self._rows_of(held, 0, len(rows.carried))
                 dim = scope.axes.dim(len(top.shape), ROWS)
                 e.call(load_rows, top, dim, e.port("carry", node.name, top.shape), writes=top)
-            self.values[node.name] = (room, rows.held.start - low)
+            self.values[node.name] = (room, rows.available.start - low)
         if rows.new:
             self._compute(node, rows, held)
         if self.write_rows and rows.appended:
@@ -224,8 +224,8 @@ class StripLowering:
             out = e.port("out", node.name, self._wanted_shape(rows))
             value, first = self.values[node.name]
             columns = scope.columns[node.name]
-            value = self._rows_of(value, rows.wanted.start - first, len(rows.wanted))
-            e.copy(out, self._columns_of(value, columns.wanted.start - columns.new.start, len(columns.wanted)))
+            value = self._rows_of(value, rows.owned.start - first, len(rows.owned))
+            e.copy(out, self._columns_of(value, columns.owned.start - columns.new.start, len(columns.owned)))
 
     def _rows_of(self, slot: Slot, start: int, length: int) -> Slot:
         return self.emitter.narrow_axis(slot, self.scope.axes, ROWS, start, length)
@@ -234,11 +234,11 @@ class StripLowering:
         return self.emitter.narrow_axis(slot, self.scope.axes, COLUMNS, start, length)
 
     def _is_wanted(self, rows: NodeRows) -> bool:
-        return bool(rows.wanted and self.scope.columns[rows.name].wanted)
+        return bool(rows.owned and self.scope.columns[rows.name].owned)
 
     def _wanted_shape(self, rows: NodeRows) -> tuple[int, ...]:
         """Shape of the part of a value that this step and panel stand for."""
-        return self.scope.part_shape(rows.name, len(rows.wanted), len(self.scope.columns[rows.name].wanted))
+        return self.scope.part_shape(rows.name, len(rows.owned), len(self.scope.columns[rows.name].owned))
 
     def _overwritable(self, node: Node) -> Slot | None:
         """The operand's buffer, when this operator is all that ever reads it."""
@@ -332,7 +332,7 @@ class StripLowering:
 
     def _backward_streamed(self, node: Node, patches: list[GradContribution]) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
-        if rows is None or not rows.held:
+        if rows is None or not rows.available:
             return
         columns = scope.columns[node.name]
         patches = [patch for patch in patches if patch.rows and patch.columns]
@@ -342,12 +342,12 @@ class StripLowering:
         if node.name in scope.outputs and self._is_wanted(rows):
             port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
             # The gradient of a cut is read once, here; that of an output is the caller's.
-            patches.append(GradContribution(port, rows.wanted, columns.wanted, self.whole and node.name not in scope.graph.results))
+            patches.append(GradContribution(port, rows.owned, columns.owned, self.whole and node.name not in scope.graph.results))
         if not patches:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = sum_contributions(scope, e, node.name, rows.held, patches, scope.dtype_of(node.name))
+        total, owned = sum_contributions(scope, e, node.name, rows.available, patches, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, self._rows_of(total, 0, len(rows.carried)))

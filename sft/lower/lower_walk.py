@@ -183,7 +183,7 @@ class StripPrograms:
             return ValueStripKey(self._num_rows, False, False, ())
         operator = self._operators[place]
         is_streamed = name in self.scope.streamed
-        has_no_work = operator.is_inactive or not (rows.held if is_streamed else rows.reads)
+        has_no_work = operator.is_inactive or not (rows.available if is_streamed else rows.reads)
         lowering = self._lowering
         lowering.rows = {} if operator.is_inactive else {name: rows}
         return ValueStripKey(self._num_rows, has_no_work, bool(rows.appended), lowering.paddings(name))

@@ -338,10 +338,10 @@ def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], giv
                 if operands and phases.rows[node.name].role == "reduce":
                     node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
                 shapes[node.name] = tuple(_evaluate_extent(extent, symbols, node) for extent in node.shape)
-        nodes.append(node.of_shape(shapes[node.name]))
+        nodes.append(node.with_shape(shapes[node.name]))
     last = phases.graph[phases.graph.outputs[0]]
-    beside = tuple((place, _evaluate_argument(value, symbols, last)) for place, value in phases.graph.beside)
-    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
+    constant_outputs = tuple((place, _evaluate_argument(value, symbols, last)) for place, value in phases.graph.constant_outputs)
+    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), constant_outputs=constant_outputs))
 
 
 def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:

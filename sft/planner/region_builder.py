@@ -83,7 +83,11 @@ def _reread_globals(problem: PlanningProblem, choice: SegmentChoice, makes: Sequ
     """Global values of a tiled segment's own that its backward pass reads."""
     if choice.mode != "tiled":
         return ()
-    return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].keeps(problem.graph[name])[1])
+    return tuple(
+        name
+        for name in makes
+        if name not in problem.phases.streamed and problem.phases.rows[name].saves_for_backward(problem.graph[name])[1]
+    )
 
 
 def _segment(
@@ -211,7 +215,7 @@ def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sour
         streamed = name in problem.phases.streamed
         rows = Interval(0, problem.extent(name, axis) if streamed else 0)
         reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
-        nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=rows, reads=reads))
+        nodes.append(NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=rows, reads=reads))
     return StripStep(index=0, nodes=tuple(nodes))
 
 

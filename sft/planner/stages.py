@@ -63,7 +63,7 @@ class StagedModel:
         names = [name for name in problem.operators if name not in prologue]
         # What follows its operand is made where that is.
         rows, graph = problem.phases.rows, problem.graph
-        needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])
+        needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].is_extra_result)])
         self._main = _group_norms(graph, [name for name in names if name in needed])
         cuts = _StageCutSelection(problem, self._main).found
         self.stages = tuple(self._main[a:b] for a, b in pairwise((0, *(cut.place for cut in cuts), len(self._main))))
@@ -339,7 +339,7 @@ class _StageCutSelection:
         for position in range(1, len(self.names)):
             alive[self.names[position - 1]] = None
             alive = {name: None for name in alive if last[name] >= position}
-            if self.problem.phases.rows[self.names[position]].follows:
+            if self.problem.phases.rows[self.names[position]].is_extra_result:
                 continue
             values = tuple(name for name in alive if name not in outputs)
             sizes = [self.problem.value_bytes(name) for name in values]

@@ -85,8 +85,8 @@ def backward_constant_strips(machine: Machine, segment: TiledLayout, grads: Grad
     alike = _with_repeatable_programs(segment, "joint", walk, alike, step=1)
     for name in _differentiated_outputs(segment, walk):
         if alike.any():
-            same = machine.repeated_rows(grads.by_name[name], walk.chunk, segment.columns_of(name, walk).wanted, axes=scope.axes)
-            wanted = [segment.step(index)[name].wanted for index in range(len(alike))]
+            same = machine.repeated_rows(grads.by_name[name], walk.chunk, segment.columns_of(name, walk).owned, axes=scope.axes)
+            wanted = [segment.step(index)[name].owned for index in range(len(alike))]
             start, stop = (np.array([getattr(rows, end) for rows in wanted], dtype=np.int64) for end in ("start", "stop"))
             is_constant = np.zeros_like(alike) if same is None else is_constant_per_strip(same, start, stop)
             alike &= np.concatenate([is_constant[1:], [False]])
@@ -140,7 +140,7 @@ def separate_grad_bytes(segment: TiledLayout, program: Program) -> int:
 def _differentiated_outputs(segment: TiledLayout, walk: Sweep) -> list[str]:
     """The streamed outputs that bring a gradient."""
     scope = segment.scope_of(walk)
-    return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].wanted]
+    return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].owned]
 
 
 def _with_repeatable_programs(segment: TiledLayout, kind: StripKind, walk: Sweep, alike: BoolArray, *, step: int) -> BoolArray:

@@ -213,7 +213,7 @@ class TiledLayout:
 
     def part(self, name: str, step: StripStep, walk: Sweep) -> tuple[Interval, Interval]:
         """Rows and columns of a streamed output that a strip is for."""
-        return step[name].wanted, self.columns_of(name, walk).wanted
+        return step[name].owned, self.columns_of(name, walk).owned
 
 
 def _first_row(part: NodeRows) -> int:

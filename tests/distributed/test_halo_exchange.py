@@ -196,9 +196,7 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
                     continue
                 own = bands.layout.held[value].own[band]
                 for row in range(own.start, own.stop):
-                    maker = next(
-                        index for index, step in enumerate(steps) if row in range(step[value].wanted.start, step[value].wanted.stop)
-                    )
+                    maker = next(index for index, step in enumerate(steps) if row in range(step[value].owned.start, step[value].owned.stop))
                     assert table.made(value, row + 1) == (walks - 1) * count + maker + 1
                     assert table.wanted(value, row + 1) == count - 1 - maker
                     num_asked += 1

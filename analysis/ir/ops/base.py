@@ -41,7 +41,7 @@ class Operator:
     role: Role = "stream"
     is_sized: bool = False
     is_phased: bool = False
-    follows: bool = False
+    is_extra_result: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """The operands that come in strips; the others (parameters, global values) are whole."""
@@ -67,7 +67,7 @@ class Operator:
         """What the operator reads beyond the true image border."""
         return "none"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         """Whether the derivative reads the streamed operands, and whether it reads the result."""
         return (True, True)
 
@@ -90,7 +90,7 @@ class NextValueSpec(Operator):
 
     name: str = "repeat_next"
     role: Role = "whole"
-    follows: bool = True
+    is_extra_result: bool = True
 
 
 def axis_entry(value: Any, axis: int) -> int:

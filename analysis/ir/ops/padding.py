@@ -66,7 +66,7 @@ class PadSpec(Operator):
     def border(self, node: Node) -> Border:
         return _BORDER_KINDS[self.mode(node)]
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -86,7 +86,7 @@ class PadSpec(Operator):
 class CircularPadSpec(PadSpec):
     """The image with rows of the opposite border above and below it (circular padding of rows)."""
 
-    name: str = "wrapped"
+    name: str = "circular_pad"
     is_sized: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class BorderRowsSpec(Operator):
     name: str = "border_rows"
     role: Role = "reduce"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -126,7 +126,7 @@ class BorderRowsSpec(Operator):
 class ChannelPadSpec(Operator):
     """``pad`` of channels alone."""
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, axes = node.argument("pad"), graph.axes
@@ -159,7 +159,7 @@ class SliceSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return len(range(*self.span(node, axis)))
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:

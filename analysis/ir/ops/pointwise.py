@@ -33,7 +33,7 @@ class PointwiseSpec(Operator):
 
     name: str = "pointwise"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
 
 
@@ -41,9 +41,9 @@ class PointwiseSpec(Operator):
 class DetachSpec(Operator):
     """The value itself, without a gradient."""
 
-    name: str = "detached"
+    name: str = "detach"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
 
@@ -55,7 +55,7 @@ class PerPixelSpec(Operator):
         broadcasts: whether its operands broadcast, so that one which is no image must not vary along one.
     """
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
     broadcasts: bool = True
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -74,7 +74,7 @@ class ChannelwiseSpec(Operator):
         adds: whether it names a new one.
     """
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
     argument: str = "dim"
     adds: bool = False
 
@@ -95,9 +95,9 @@ class ChannelwiseSpec(Operator):
 class RepeatChannelsSpec(Operator):
     """All channels several times."""
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -126,7 +126,7 @@ class GatherChannelsSpec(ChannelwiseSpec):
 class AssignChannelsSpec(GatherChannelsSpec):
     """Some channels of an image replaced by another image: ``x[:, :2] = y``."""
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
 
@@ -136,7 +136,7 @@ class BinarySpec(Operator):
 
     name: str = "binary"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -149,7 +149,7 @@ class CatSpec(Operator):
 
     name: str = "cat"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -169,7 +169,7 @@ class FrozenNormSpec(Operator):
 
     name: str = "frozen_norm"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -182,7 +182,7 @@ class FrozenNormSpec(Operator):
 class UndecomposedLayerNormSpec(Operator):
     """A layer norm over the image that could not be taken apart."""
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         over = node.argument("normalized_shape")
@@ -198,7 +198,7 @@ class AffineSpec(Operator):
 
     name: str = "affine"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
 
@@ -206,12 +206,12 @@ class AffineSpec(Operator):
 class SpatialSideInputSpec(Operator):
     """What varies along the image without being one (a position embedding, a grid of coordinates): each strip takes its part."""
 
-    name: str = "beside"
+    name: str = "spatial_side_input"
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         return node.operands[1:]
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
 
@@ -221,7 +221,7 @@ class CastSpec(Operator):
 
     name: str = "cast"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
 
@@ -229,7 +229,7 @@ class CastSpec(Operator):
 class RandomOpSpec(Operator):
     """Dropout, masks and noise, which follow positions."""
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:

@@ -23,9 +23,9 @@ UNPOOLINGS = ("sft.max_unpool1d", "aten.max_unpool2d.default", "aten.max_unpool3
 class MaxPoolIndicesSpec(MaxPoolSpec):
     """Where in the image the maxima of a max pooling are (``return_indices``)."""
 
-    name: str = "max_pool_places"
+    name: str = "max_pool_indices"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
 

@@ -27,7 +27,7 @@ class _ShuffleSpec(Operator):
         argument: the argument that says how many rows and columns belong together.
     """
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
     argument: str = "factors"
 
     def factor(self, node: Node, axis: int) -> int:
@@ -38,7 +38,7 @@ class _ShuffleSpec(Operator):
         given = node.argument(self.argument)
         return len(given) if isinstance(given, tuple) else 2
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -91,7 +91,7 @@ class Im2colSpec(Operator):
         windows = transposed_window_of(node, axis)
         return (extent - windows.span) // windows.stride + 1
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -111,7 +111,7 @@ class Col2imSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:

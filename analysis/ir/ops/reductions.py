@@ -30,7 +30,7 @@ class SumSpec(_ReductionSpec):
 
     name: str = "sum"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -63,21 +63,21 @@ class MeanSpec(SumSpec):
 class MinMaxSpec(_ReductionSpec):
     """The largest or smallest element, and how often it occurs."""
 
-    name: str = "extremes"
+    name: str = "minmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgMaxSpec(_ReductionSpec):
     """The largest element, and its place."""
 
-    name: str = "peak"
+    name: str = "argmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpatialContractionSpec(_ReductionSpec):
     """A matrix product of two images over all pixels."""
 
-    name: str = "contracted"
+    name: str = "spatial_contraction"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0, None, *([None] * axes.count))

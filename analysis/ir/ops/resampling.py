@@ -66,7 +66,7 @@ class NearestSpec(Operator):
         factor = self._factor(node, axis)
         return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -115,7 +115,7 @@ class ResamplingSpec(Operator, ABC):
         sampling = self.sampling(node, axis)
         return extent if sampling is None else sampling.length
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -181,7 +181,7 @@ class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
 
     name: str = "adaptive_max"
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -198,7 +198,7 @@ _MAX_WINDOWS = 64
 class FixedSizeAvgPoolSpec(AdaptiveAvgPoolSpec):
     """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
 
-    name: str = "grid"
+    name: str = "fixed_size_avg_pool"
     role: Role = "reduce"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:

@@ -312,7 +312,7 @@ _RANDOM_OP_REMEDIES = {
 def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Operator, list[str]]:
     """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
     rows = _candidate_rows(node.target)
-    if any(row.follows for row in rows):
+    if any(row.is_extra_result for row in rows):
         return rows[0], []
     if not any(name in streamed for name in node.operands):
         return WHOLE, []

@@ -91,7 +91,7 @@ class TransposedConvolutionSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -128,7 +128,7 @@ class OverlapAddSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return self.spread(node).extent(extent) if axis == ROWS else extent
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:

@@ -68,7 +68,7 @@ class WindowedSpec(Operator, ABC):
         windows = [self.window(node, axis) for axis in range(self.num_axes(node))]
         return any(w.pad_low or w.pad_high or w.ceil for w in windows)
 
-    def keeps(self, node: Node) -> tuple[bool, bool]:
+    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
@@ -81,7 +81,7 @@ class WindowedSpec(Operator, ABC):
 class ChannelWindowSpec(Operator):
     """A window that slides along channels only: a pooling with one more axis than the image has (local response norm)."""
 
-    name: str = "rowwise"
+    name: str = "per_pixel"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         for key, alone in (("kernel_size", 1), ("stride", 1), ("padding", 0)):

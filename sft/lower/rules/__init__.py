@@ -28,30 +28,30 @@ _RULES: dict[str, Rule] = {
     "im2col": Im2colRule(),
     "col2im": Col2imRule(),
     "max_pool": MaxPoolRule(),
-    "max_pool_places": MaxPoolIndicesRule(),
+    "max_pool_indices": MaxPoolIndicesRule(),
     "max_unpool": MaxUnpoolRule(),
     "avg_pool": AvgPoolRule(),
     "nearest": NearestRule(),
-    "grid": FixedSizeAvgPoolRule(),
+    "fixed_size_avg_pool": FixedSizeAvgPoolRule(),
     "adaptive_max": AdaptiveMaxPoolRule(),
     "resampling": ResamplingRule(),
     "pad": PadRule(),
     "slice": SliceRule(),
     "border_rows": BorderRowsRule(),
-    "wrapped": CircularPadRule(),
+    "circular_pad": CircularPadRule(),
     "binary": BinaryRule(),
     "cat": CatRule(),
     "frozen_norm": FrozenNormRule(),
     "affine": AffineRule(),
     "cast": CastRule(),
-    "beside": SpatialSideInputRule(),
-    "detached": DetachRule(),
+    "spatial_side_input": SpatialSideInputRule(),
+    "detach": DetachRule(),
     "sum": SumRule(),
     "mean": MeanRule(),
-    "extremes": MinMaxRule(),
-    "peak": ArgMaxRule(),
+    "minmax": MinMaxRule(),
+    "argmax": ArgMaxRule(),
     "logsumexp": LogSumExpRule(),
-    "contracted": SpatialContractionRule(),
+    "spatial_contraction": SpatialContractionRule(),
     "moments": MomentsRule(),
 }
 _ACTIVATION, _TRACED, _WHOLE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule()
@@ -79,7 +79,7 @@ def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:
         return _STRIP_OR_WHOLE_RULES[node.target]
     if node.target in CASTS:
         return _RULES["cast"]
-    if row.role == "whole" or row.name == "rowwise" or not any(name in scope.streamed for name in node.operands):
+    if row.role == "whole" or row.name == "per_pixel" or not any(name in scope.streamed for name in node.operands):
         return _WHOLE
     if row.name == "pointwise":
         if node.target == "aten.relu.default":
@@ -89,7 +89,7 @@ def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:
         return _TRACED
     if whole and row.name == "resampling" and scope.deterministic:
         return _RULES["resampling"]  # torch's own derivative adds in any order
-    if whole and row.name in ("resampling", "adaptive_max", "wrapped", "beside"):
+    if whole and row.name in ("resampling", "adaptive_max", "circular_pad", "spatial_side_input"):
         return _WHOLE
     if whole and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)

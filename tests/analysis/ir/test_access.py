@@ -67,15 +67,6 @@ def test_read_is_the_hull_of_its_rows(access: AxisMap, start: int, length: int) 
     assert not access.read(Interval(start, start))
 
 
-@given(access=_maps(), row=st.integers(-30, 60))
-def test_expressions_say_the_same(access: AxisMap, row: int) -> None:
-    symbol = sp.Symbol("o", integer=True)
-    read = access.read(Interval(row, row + 1))
-    assert access.low_expr(symbol).subs(symbol, row) == read.start
-    assert access.high_expr(symbol).subs(symbol, row) == read.stop
-    assert access.frontier_expr(symbol).subs(symbol, row) == access.frontier(row)
-
-
 @pytest.mark.parametrize("bad", [{"scale": 0}, {"divisor": 0}, {"first": 1, "last": 0}])
 def test_refuses_what_is_no_map(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="not an access map"):

@@ -6,10 +6,11 @@ from math import prod
 
 from hypothesis import given
 
-from sft.analysis.ir.graph_cuts import Cut, ValueDag, crossing_cuts, division_tree, value_dag
+from sft.analysis.ir.graph_cuts import ValueDag, division_tree
 from sft.analysis.tiling.segments import separators
 from tests.helpers.dag_nets import Dag as Network
 from tests.helpers.dags import dags
+from tests.helpers.graph_cuts import Cut, crossing_cuts, value_dag
 from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 

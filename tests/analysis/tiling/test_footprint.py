@@ -161,13 +161,10 @@ def test_largest_strip_by_brute_force(footprint: Footprint, stride: int, num_byt
         assert found is not None and footprint.working_bytes(found) <= num_bytes < footprint.working_bytes(found + stride)
 
 
-def test_states_by_hand() -> None:
-    """Ten strips, every third state: four of them and two between; one at a time and its successor without a backward pass."""
+def test_state_bytes_by_hand() -> None:
+    """A state holds the carried rows of all values but the sources."""
     values = tuple(
         ValueFootprint(name=name, row_bytes=10, rate=Fraction(1), carried_rows=rows, is_source=source, is_kept=True)
         for name, rows, source in (("x", 7, True), ("a", 3, False), ("b", 2, False))
     )
     assert Footprint(values=values, training=True).state_bytes == 50
-    assert Footprint(values=values, training=True).states_bytes(10, 3, 2) == 2 * 50 * 6
-    assert Footprint(values=values, training=True).states_bytes(2, 9, 1) == 50 * 2
-    assert Footprint(values=values, training=False).states_bytes(10, 3, 2) == 100

@@ -56,7 +56,7 @@ def test_clipped_at_the_border_in_full() -> None:
     assert last["c2"].reads == (OperandRead(operand="p1", rows=Interval(383, 512), pad_low=0, pad_high=1),)
     assert last["x"].new == Interval(765, 1024)
     node = first["c1"]
-    assert (node.held, node.kept, node.carried) == (node.new, Interval(258, 258), Interval(0, 0))
+    assert (node.available, node.kept, node.carried) == (node.new, Interval(258, 258), Interval(0, 0))
 
 
 def test_axes_are_independent() -> None:

@@ -17,7 +17,7 @@ from sft.analysis.ir.graph import Node
 from sft.analysis.ir.ops import Operator
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
-from sft.analysis.tiling.segments import cut_positions, fused_segments, separators
+from sft.analysis.tiling.segments import cut_positions, separators
 from sft.analysis.tiling.sft_partition import (
     DimensionComponent,
     ValueDimension,
@@ -28,6 +28,7 @@ from sft.analysis.tiling.sft_partition import (
 )
 from tests.helpers.dag_nets import Dag
 from tests.helpers.dags import dags
+from tests.helpers.graph_cuts import fused_segments
 from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 DIMENSIONS = dimension_names(Axes(2))

@@ -53,12 +53,12 @@ def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, StripSchedule]) -> N
     _, _, schedule = case
     before: dict[str, Interval] = {}
     for step in _steps(schedule):
-        held = {node.name: node.held for node in step.nodes}
+        held = {node.name: node.available for node in step.nodes}
         for node in step.nodes:
             assert all(held[read.operand].contains(read.rows) for read in node.reads)
             if node.name not in schedule.sources:
                 assert node.carried == before.get(node.name, Interval(0, 0))
-                assert node.held == Interval(node.carried.start, node.new.stop)
+                assert node.available == Interval(node.carried.start, node.new.stop)
         before = {node.name: node.kept for node in step.nodes}
         assert {name: rows for name, rows in before.items() if rows and name not in schedule.sources} == schedule.carried_rows(
             step.index + 1
@@ -146,7 +146,7 @@ def test_kinds_tell_steps_apart(case: tuple[Dag, Built, StripSchedule]) -> None:
     _, _, schedule = case
 
     def relative(step: StripStep) -> tuple[object, ...]:
-        base = {node.name: node.held.start for node in step.nodes}
+        base = {node.name: node.available.start for node in step.nodes}
         reads = [
             tuple(
                 (r.operand, r.rows.start - base[r.operand] if r.rows else 0, len(r.rows), r.pad_low, r.pad_high, r.phase)
@@ -225,5 +225,5 @@ def test_sources_of_different_heights(strip_rows: int) -> None:
     for name, extent in (("x", 32), ("small", 16), ("sum", 32)):
         assert [row for node in _of(steps, name) for row in range(node.new.start, node.new.stop)] == list(range(extent))
     for step in steps:
-        held = {node.name: node.held for node in step.nodes}
+        held = {node.name: node.available for node in step.nodes}
         assert all(held[read.operand].contains(read.rows) for node in step.nodes for read in node.reads)

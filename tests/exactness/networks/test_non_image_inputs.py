@@ -258,7 +258,7 @@ def test_the_page_of_deep_models_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_vectors_and_labels_have_no_axes() -> None:
     assert [Axes.of_inputs(shapes).count for shapes in ([(2, 3)], [(2,)], [(2,) * 6], [(2, 3), (2, 3, 4)])] == [0, 0, 0, 1]
     assert find_missing_channels([(2, 12), (2,)]) == (False, False)
-    assert not Axes(0).are_of((2, 3)) and Axes(0).names == () and Axes(0).extent((2, 3), 0) == 1
+    assert not Axes(0).is_image_shape((2, 3)) and Axes(0).names == () and Axes(0).extent((2, 3), 0) == 1
 
 
 def test_the_command_line_plans_vectors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,13 +48,13 @@ def _relu(e: ProgramBuilder, slot: Slot) -> Slot:
 def test_nothing_in_the_way() -> None:
     e, x, w = _emitter()
     e.result("append", "y", _relu(e, _conv(e, x, w)))
-    assert _names(e) == ["Convolution.run relu"]
+    assert _names(e) == ["ConvolutionCall.run relu"]
 
 
 def test_a_weight_of_unknown_layout_gets_a_counted_copy() -> None:
     e, x, w = _emitter()
     e.result("append", "y", _relu(e, _conv(e, x, w)))
-    assert _names(e, ["source"]) == ["copy_.default", "Convolution.run relu"]
+    assert _names(e, ["source"]) == ["copy_.default", "ConvolutionCall.run relu"]
     (copied,) = (
         instruction for instruction in e.instructions if instruction.function is torch.empty and instruction.num_bytes == w.num_bytes
     )
@@ -66,7 +66,7 @@ def test_a_reader_between_convolution_and_relu() -> None:
     y = _conv(e, x, w)
     e.result("append", "z", e.call(aten.mul.Tensor, y, 2.0, shape=_SHAPE))
     e.result("append", "y", _relu(e, y))
-    assert _names(e) == ["Convolution.run", "mul.Tensor", "relu_.default"]
+    assert _names(e) == ["ConvolutionCall.run", "mul.Tensor", "relu_.default"]
 
 
 def test_a_branch_that_changes_before_the_relu() -> None:
@@ -76,7 +76,7 @@ def test_a_branch_that_changes_before_the_relu() -> None:
     e.call(aten.mul_.Tensor, branch, branch, writes=branch)
     e.result("append", "branch", branch)
     e.result("append", "y", _relu(e, total))
-    assert _names(e) == ["clone.default", "Convolution.run", "mul_.Tensor", "relu_.default"]
+    assert _names(e) == ["clone.default", "ConvolutionCall.run", "mul_.Tensor", "relu_.default"]
 
 
 def test_an_operand_that_changes_before_the_relu() -> None:
@@ -86,7 +86,7 @@ def test_an_operand_that_changes_before_the_relu() -> None:
     e.call(aten.mul_.Tensor, own, own, writes=own)
     e.result("append", "own", own)
     e.result("append", "y", _relu(e, y))
-    assert _names(e) == ["clone.default", "Convolution.run", "mul_.Tensor", "relu_.default"]
+    assert _names(e) == ["clone.default", "ConvolutionCall.run", "mul_.Tensor", "relu_.default"]
 
 
 def test_a_padded_copy_of_what_changes_stays() -> None:
@@ -96,20 +96,20 @@ def test_a_padded_copy_of_what_changes_stays() -> None:
     e.call(aten.mul_.Tensor, own, own, writes=own)
     e.result("append", "own", own)
     e.result("append", "y", e.call(aten.convolution.default, padded, w, None, *_PLAIN, shape=(1, 8, 7, 6)))
-    assert _names(e) == ["clone.default", "constant_pad_nd.default", "mul_.Tensor", "Convolution.run"]
+    assert _names(e) == ["clone.default", "constant_pad_nd.default", "mul_.Tensor", "ConvolutionCall.run"]
 
 
 def test_a_padded_copy_that_nobody_needs_goes() -> None:
     e, x, w = _emitter()
     padded = e.call(aten.constant_pad_nd.default, x, [0, 0, 1, 0], 0.0, shape=(1, 8, 7, 6))
     e.result("append", "y", e.call(aten.convolution.default, padded, w, None, *_PLAIN, shape=(1, 8, 7, 6)))
-    assert _names(e) == ["Convolution.run"]
+    assert _names(e) == ["ConvolutionCall.run"]
 
 
 def test_a_buffer_of_the_callers_layout_is_copied_into() -> None:
     e, x, w = _emitter()
     e.copy(e.port("out", "y", _SHAPE), _relu(e, _conv(e, x, w)))
-    assert _names(e) == ["Convolution.run relu", "copy_.default"]
+    assert _names(e) == ["ConvolutionCall.run relu", "copy_.default"]
 
 
 def test_a_masked_gradient_that_another_reads_stays_in_memory() -> None:
@@ -123,9 +123,9 @@ def test_a_masked_gradient_that_another_reads_stays_in_memory() -> None:
     alone = ProgramBuilder(
         dtype=e.dtype, instructions=list(e.instructions), ports=dict(e.ports), results=dict(e.results), _num_slots=e._num_slots
     )
-    assert _names(alone) == ["relu.default", "clone.default", "DataGradient.run"]
+    assert _names(alone) == ["relu.default", "clone.default", "DataGradientCall.run"]
     e.result("grad_carry", "masked", masked)
-    assert _names(e) == ["relu.default", "clone.default", "threshold_backward.default", "DataGradient.run"]
+    assert _names(e) == ["relu.default", "clone.default", "threshold_backward.default", "DataGradientCall.run"]
 
 
 def test_a_gradient_of_unknown_layout_gets_a_counted_copy() -> None:
@@ -134,7 +134,7 @@ def test_a_gradient_of_unknown_layout_gets_a_counted_copy() -> None:
     arriving = e.port("grad_out", "y", _SHAPE)
     e.call_many(aten.convolution_backward.default, (arriving, x, w, None, *_PLAIN, [True, False, False]), made)
     e.result("grad_source", "x", made[0])
-    assert _names(e) == ["copy_.default", "DataGradient.run"]
+    assert _names(e) == ["copy_.default", "DataGradientCall.run"]
     assert e.finish().peak_bytes == 2 * made[0].num_bytes
 
 

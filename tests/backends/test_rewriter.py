@@ -84,10 +84,10 @@ def test_a_program_stays_as_it_is_where_nothing_is_taken(mode: str) -> None:
 
 def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
     forward, restore, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel())))
-    assert _calls(forward) == ["LoadRows.run", "Convolution.run", "PooledConvolution.run"]
-    assert sorted(_calls(restore)) == ["Convolution.run", "LoadRows.run"]
-    of_conv = ["WeightGradient.add_bias", "WeightGradient.add_weight", "WeightGradient.run"]
-    assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradient.run", *of_conv, *of_conv])
+    assert _calls(forward) == ["LoadRowsCall.run", "ConvolutionCall.run", "PooledConvolutionCall.run"]
+    assert sorted(_calls(restore)) == ["ConvolutionCall.run", "LoadRowsCall.run"]
+    of_conv = ["WeightGradientCall.add_bias", "WeightGradientCall.add_weight", "WeightGradientCall.run"]
+    assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradientCall.run", *of_conv, *of_conv])
     names = {str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None}
     # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.
     assert not any(word in name for name in names for word in ("convolution", "max_pool", "threshold", "constant_pad", "relu"))
@@ -111,9 +111,9 @@ def test_without_computed_operands_no_mask_is_fused() -> None:
     """On Hopper with an old Triton kernels would make masked gradients in memory, which a program could not count."""
     _, _, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel(), computes_operands=False)))
     names = [str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None]
-    assert "PooledConvolution.run" not in _calls(joint)
+    assert "PooledConvolutionCall.run" not in _calls(joint)
     assert sum("threshold_backward" in name for name in names) == 2
-    assert _calls(joint).count("DataGradient.run") == 1
+    assert _calls(joint).count("DataGradientCall.run") == 1
 
 
 def test_a_chooser_may_take_one_gradient_alone() -> None:
@@ -127,10 +127,10 @@ def test_a_chooser_may_take_one_gradient_alone() -> None:
     problem = _problem()
     _, _, joint = _programs(_segment(problem, KernelBackend(selector=Weights())))
     _, _, plain = _programs(_segment(problem, None))
-    assert _calls(joint).count("WeightGradient.run") == 2
+    assert _calls(joint).count("WeightGradientCall.run") == 2
     calls = [kernel_call_of(instruction.function) for instruction in joint.instructions]
     assert {call.variant for call in calls if isinstance(call, WeightGradientCall)} == {"deep"}
-    assert "DataGradient.run" not in _calls(joint)
+    assert "DataGradientCall.run" not in _calls(joint)
     assert joint.flops == plain.flops
 
 

@@ -22,28 +22,46 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         (2, 3, 8, 6),
         {"tile": (4, None)},
         1,
-        {"PooledConvolution.run", "Convolution.run", "DataGradient.run", "WeightGradient.add_weight", "WeightGradient.add_bias"},
+        {
+            "PooledConvolutionCall.run",
+            "ConvolutionCall.run",
+            "DataGradientCall.run",
+            "WeightGradientCall.add_weight",
+            "WeightGradientCall.add_bias",
+        },
     ),
-    "panels": ("vgg", (1, 3, 8, 12), {"tile": (8, 8)}, 1, {"PooledConvolution.run", "Convolution.run"}),
+    "panels": ("vgg", (1, 3, 8, 12), {"tile": (8, 8)}, 1, {"PooledConvolutionCall.run", "ConvolutionCall.run"}),
     "eval norm": (
         "residual, eval norm",
         (1, 3, 12, 8),
         {"tile": (8, None)},
         3,
-        {"FrozenNorm.run", "FrozenNorm.sum", "FrozenNorm.differentiate", "LoadRows.run"},
+        {"FrozenNormCall.run", "FrozenNormCall.sum", "FrozenNormCall.differentiate", "LoadRowsCall.run"},
     ),
-    "train norm": ("residual, train norm", (2, 3, 8, 6), {"tile": (4, None)}, 1, {"Moments.run", "Affine.run", "Affine.sum"}),
-    "u-net": ("u-net", (1, 3, 8, 6), {"tile": (4, None)}, 3, {"Resize.run", "MaxPool.run", "MaxPool.differentiate"}),
-    "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, 1, {"Convolution.run", "WeightGradient.run"}),
-    "whole": ("vgg", (1, 3, 9, 8), {"strategy": "none"}, 1, {"PooledConvolution.run", "DataGradient.run", "WeightGradient.add_weight"}),
+    "train norm": ("residual, train norm", (2, 3, 8, 6), {"tile": (4, None)}, 1, {"MomentsCall.run", "AffineCall.run", "AffineCall.sum"}),
+    "u-net": ("u-net", (1, 3, 8, 6), {"tile": (4, None)}, 3, {"ResizeCall.run", "MaxPoolCall.run", "MaxPoolCall.differentiate"}),
+    "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, 1, {"ConvolutionCall.run", "WeightGradientCall.run"}),
+    "whole": (
+        "vgg",
+        (1, 3, 9, 8),
+        {"strategy": "none"},
+        1,
+        {"PooledConvolutionCall.run", "DataGradientCall.run", "WeightGradientCall.add_weight"},
+    ),
     "windows": (
         "windows",
         (1, 3, 13, 10),
         {"tile": (9, None)},
         7,
-        {"AveragePool.run", "AveragePool.differentiate", "MaxPool.differentiate"},
+        {"AveragePoolCall.run", "AveragePoolCall.differentiate", "MaxPoolCall.differentiate"},
     ),
-    "volume": ("volume", (1, 2, 6, 5, 4), {"tile": (4, None)}, 1, {"Convolution.run", "DataGradient.run", "WeightGradient.run"}),
+    "volume": (
+        "volume",
+        (1, 2, 6, 5, 4),
+        {"tile": (4, None)},
+        1,
+        {"ConvolutionCall.run", "DataGradientCall.run", "WeightGradientCall.run"},
+    ),
 }
 
 
@@ -65,8 +83,8 @@ def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
 def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}}
     (found,) = interpret_networks([job], tmp_path)
-    assert found["calls"].keys() >= {"NormedConvolution.run", "Convolution.run"}
-    assert "FrozenNorm.run" not in found["calls"]
+    assert found["calls"].keys() >= {"NormedConvolutionCall.run", "ConvolutionCall.run"}
+    assert "FrozenNormCall.run" not in found["calls"]
     assert found["ours"] <= _MOST * found["eager"]
     assert found["flops"] == found["plain_flops"]
 

@@ -22,7 +22,7 @@ _TARGETS = {80: "sm_80", 90: "sm_90", 942: "gfx942"}
 _SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 #: Registers that a kernel may use, by what is launched and the target, as Triton 3.9 made it. ``SFT_RECORD_REGISTERS=1`` raises or adds
 #: what a compilation finds, so a change of a kernel shows how it changes them; where nothing is recorded, spills are what bounds it.
-_RECORD = Path(__file__).parents[1] / "kernel_registers.json"
+_RECORD = Path(__file__).parents[1] / "kernels" / "kernel_registers.json"
 _RECORDED_WITH = "3.9."
 #: what kernels at the limit of 255 registers spill with the compilers before: at most so many bytes of a thread
 _SPILLS_OF_OLDER = 128

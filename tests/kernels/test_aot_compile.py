@@ -44,8 +44,8 @@ def _weight(precision: str, parts: dict[str, Any], **more: Any) -> dict[str, Any
 
 def _gates() -> dict[str, list[Gate]]:
     """The launches of each family."""
-    forward, adjoint = ("conv2d_triton", "launch_conv2d"), ("conv2d_data_gradient_triton", "launch_data_gradient")
-    weight = ("conv2d_weight_gradient_triton", "launch_weight_gradient")
+    forward, adjoint = ("conv.forward2d_triton", "launch_conv2d"), ("conv.data_grad2d_triton", "launch_data_gradient")
+    weight = ("conv.weight_grad2d_triton", "launch_weight_gradient")
 
     def gate(launch: tuple[str, str], when: tuple[int, ...], arguments: dict[str, Any], **facts: Any) -> Gate:
         return Gate(module=launch[0], launch=launch[1], when=when, arguments=arguments, **facts)
@@ -75,14 +75,14 @@ def _gates() -> dict[str, list[Gate]]:
             gate(weight, (80,), _weight("ieee", _conv(64, 64, _SINGLE))),
             gate(weight, (), _weight("bf16x3", _conv(64, 64, _SINGLE)), matrix=True),
             gate(weight, (), _weight("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True),
-            gate(("conv2d_weight_gradient_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
+            gate(("conv.weight_grad2d_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
         ],
     }
     depthwise = _conv(96, 96, _HALF, groups=96)
     gates["depthwise"] = [
-        gate(("depthwise_triton", "launch_depthwise"), (90,), _forward("", depthwise)),
-        gate(("depthwise_triton", "launch_depthwise_gradient"), (80,), _adjoint("", depthwise)),
-        gate(("depthwise_triton", "launch_depthwise_weight"), (90,), _weight("", depthwise)),
+        gate(("conv.depthwise_triton", "launch_depthwise"), (90,), _forward("", depthwise)),
+        gate(("conv.depthwise_triton", "launch_depthwise_gradient"), (80,), _adjoint("", depthwise)),
+        gate(("conv.depthwise_triton", "launch_depthwise_weight"), (90,), _weight("", depthwise)),
     ]
     gates["old assembler"] = [
         gate(forward, (90,), _forward("bf16x3", _conv(64, 128, _SINGLE)), affected=True),
@@ -102,17 +102,17 @@ def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
     name: NumberFormat = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
     forward, adjoint, weight = _forward(numbers, parts), _adjoint(numbers, parts), _weight(numbers, parts)
     launches: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("conv2d", "conv2d_triton", "launch_conv2d", forward),
-        ("conv2d", "conv2d_triton", "launch_conv2d", forward | {"residual": None, "out": pooled, "taps": taps}),
-        ("conv2d data gradient", "conv2d_data_gradient_triton", "launch_data_gradient", adjoint),
-        ("conv2d data gradient", "conv2d_data_gradient_triton", "launch_data_gradient", adjoint | {"output": None}),
+        ("conv2d", "conv.forward2d_triton", "launch_conv2d", forward),
+        ("conv2d", "conv.forward2d_triton", "launch_conv2d", forward | {"residual": None, "out": pooled, "taps": taps}),
+        ("conv2d data gradient", "conv.data_grad2d_triton", "launch_data_gradient", adjoint),
+        ("conv2d data gradient", "conv.data_grad2d_triton", "launch_data_gradient", adjoint | {"output": None}),
         (
             "conv2d data gradient",
-            "conv2d_data_gradient_triton",
+            "conv.data_grad2d_triton",
             "launch_data_gradient",
             adjoint | {"gradient": pooled, "output": pooled, "taps": taps},
         ),
-        ("conv2d weight gradient", "conv2d_weight_gradient_triton", "launch_weight_gradient", weight),
+        ("conv2d weight gradient", "conv.weight_grad2d_triton", "launch_weight_gradient", weight),
     ]
     for operator, module, launch, arguments in launches:
         wanted = ShapeClass(
@@ -136,7 +136,7 @@ def _pools(kernel: int) -> list[Gate]:
         ("launch_average_pool_gradient", {"gradient": y, "out": x} | options),
     ]
     when = (80,) if kernel == 2 else (90,)
-    return [Gate(module="pool_triton", launch=name, when=when, arguments=given | {"geometry": geometry}) for name, given in launches]
+    return [Gate(module="pool.pool_triton", launch=name, when=when, arguments=given | {"geometry": geometry}) for name, given in launches]
 
 
 def _names() -> list[str]:

@@ -139,12 +139,12 @@ def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     assert re.fullmatch(r"3\.\d+\.\d+-ptxas-\d+\.\d+", compiler_version(device))
     for version, is_right in (("12.8", False), ("12.9", False), ("13.1", False), ("13.3", True), ("14.0", True)):
-        monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability, version=version: version)
+        monkeypatch.setattr(blocks_triton, "assembler_version", lambda capability, version=version: version)
         assert blocks_triton.can_compute_operands(device) == is_right, version
         assert blocks_triton.safe_precision("bf16x3", device) == ("bf16x3" if is_right else "ieee")
         assert compiler_version(device).endswith(f"-ptxas-{version}")
     capability[:] = [8, 0]
-    monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability: "12.8")
+    monkeypatch.setattr(blocks_triton, "assembler_version", lambda capability: "12.8")
     assert blocks_triton.can_compute_operands(device) and blocks_triton.safe_precision("bf16x3", device) == "bf16x3"
 
 

@@ -199,7 +199,7 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     plain = {"x": fill_buffer(x, (_whole().height.input, _whole().width.input), dtype), "geometry": _whole()}
     jobs.append(
         _job(
-            "conv2d_triton",
+            "conv.forward2d_triton",
             "launch_conv2d",
             common | plain | {"out": torch.empty(2, 6, *_EXTENTS, dtype=dtype).to(memory_format=torch.channels_last)},
             ["out"],
@@ -210,15 +210,15 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
         arguments = common | {"x": fill_buffer(x, (geometry.height.input, geometry.width.input), dtype), "geometry": geometry}
         arguments["out"] = empty_buffer(2, 6, pooled_size(geometry), dtype)
         arguments["taps"] = empty_buffer(2, 2, pooled_size(geometry), torch.uint8)
-        jobs.append(_job("conv2d_triton", "launch_conv2d", arguments, ["out", "taps"]))
+        jobs.append(_job("conv.forward2d_triton", "launch_conv2d", arguments, ["out", "taps"]))
     maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"], dtype), weight, _whole(), bias=bias)
     backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
     dx = empty_buffer(2, 5, _EXTENTS, dtype)
-    jobs.append(_job("conv2d_data_gradient_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
+    jobs.append(_job("conv.data_grad2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
     slots = GradientSlots.zeros(parts["weight"].float(), bias=True, num_splits=2)
     arguments = backward | {"x": _last(parts["x"], dtype), "weights": slots.weights, "biases": slots.biases}
     options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
-    jobs.append(_job("conv2d_weight_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
+    jobs.append(_job("conv.weight_grad2d_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
     (y,) = next(results)
     assert bool(y.isnan().any()) and not bool(y.isnan().all())
@@ -257,7 +257,7 @@ def test_interpreted_stem(tmp_path: Path) -> None:
             }
             arguments |= {"weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "residual": None, "relu": False}
             arguments |= {"scale": None, "levels": levels, "out": empty_buffer(2, 6, geometry.output_size, dtype), **_BLOCKS}
-            jobs.append(_job("conv2d_triton", "launch_conv2d", arguments, ["out"]))
+            jobs.append(_job("conv.forward2d_triton", "launch_conv2d", arguments, ["out"]))
         slots = GradientSlots.zeros(parts["weight"].float(), bias=True, num_splits=2)
         geometry = tile_geometry(_EXTENTS, _WINDOWS, whole[0])
         dy = torch.randn(2, 6, *_EXTENTS, generator=torch.Generator().manual_seed(9)).to(dtype)
@@ -268,7 +268,7 @@ def test_interpreted_stem(tmp_path: Path) -> None:
         }
         arguments |= {"gradient": _last(dy, dtype), "output": None, "weights": slots.weights, "biases": slots.biases}
         options = {"groups": 1, "precision": "ieee", "block": (64, 16, 32)}
-        jobs.append(_job("conv2d_weight_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
+        jobs.append(_job("conv.weight_grad2d_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
     for dtype, parts in problems.items():
         numbers = _BYTE_LEVELS.numbers(x, dtype).double()
@@ -305,15 +305,15 @@ def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
         sums, own = ({"weights": one.weights, "biases": one.biases} for one in (slots, few))
         plain = {"gradient": _last(problem.dense, dtype), "output": None}
         return [
-            _job("conv2d_data_gradient_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]),
+            _job("conv.data_grad2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]),
             _job(
-                "conv2d_weight_gradient_triton",
+                "conv.weight_grad2d_triton",
                 "launch_weight_gradient",
                 backward | {"x": _last(parts["x"], dtype), **sums, **summed},
                 ["weights", "biases"],
             ),
-            _job("conv2d_triton", "launch_conv2d", levels | forward | _BLOCKS, ["out"]),
-            _job("conv2d_weight_gradient_triton", "launch_weight_gradient", levels | plain | own | summed, ["weights", "biases"]),
+            _job("conv.forward2d_triton", "launch_conv2d", levels | forward | _BLOCKS, ["out"]),
+            _job("conv.weight_grad2d_triton", "launch_weight_gradient", levels | plain | own | summed, ["weights", "biases"]),
         ]
 
     results = interpret([*jobs(), *(job | {"affected": True} for job in jobs())], tmp_path)
@@ -351,20 +351,22 @@ def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
     gates = {
         "forward": [
             gate(
-                "conv2d_triton",
+                "conv.forward2d_triton",
                 "launch_conv2d",
                 (90,),
                 forward | {"x": x, "weight": weight, "out": pooled, "taps": taps},
                 wide=True,
                 copied_operands=True,
             ),
-            gate("conv2d_triton", "launch_conv2d", (80,), forward | {"x": stem_x, "weight": stem_weight, "out": y, "levels": levels}),
+            gate(
+                "conv.forward2d_triton", "launch_conv2d", (80,), forward | {"x": stem_x, "weight": stem_weight, "out": y, "levels": levels}
+            ),
         ],
         "backward": [
-            gate("conv2d_data_gradient_triton", "launch_data_gradient", (90,), backward | {"weight": weight, "out": x}),
-            gate("conv2d_weight_gradient_triton", "launch_weight_gradient", (80,), backward | {"x": x, **slots}),
+            gate("conv.data_grad2d_triton", "launch_data_gradient", (90,), backward | {"weight": weight, "out": x}),
+            gate("conv.weight_grad2d_triton", "launch_weight_gradient", (80,), backward | {"x": x, **slots}),
             gate(
-                "conv2d_weight_gradient_triton",
+                "conv.weight_grad2d_triton",
                 "launch_weight_gradient",
                 (),
                 common | {"gradient": y, "output": y, "x": stem_x, "levels": levels, **stem_slots},

@@ -44,9 +44,9 @@ def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -
 
 
 _MODULES = {
-    "launch_conv3d": "conv3d_triton",
-    "launch_volume_data_gradient": "conv3d_data_gradient_triton",
-    "launch_volume_weight_gradient": "conv3d_weight_gradient_triton",
+    "launch_conv3d": "conv.forward3d_triton",
+    "launch_volume_data_gradient": "conv.data_grad3d_triton",
+    "launch_volume_weight_gradient": "conv.weight_grad3d_triton",
 }
 _LAYERS = [
     _Layer(name="plain", extents=(5, 4, 6), windows=(_window(3, padding=1),) * 3, channels=(18, 5), relu=True, num_samples=2, fused=True),

@@ -69,7 +69,7 @@ def _last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _job(launch: str, arguments: dict[str, Any], results: list[str]) -> dict[str, Any]:
-    module = "conv2d_triton" if launch == "launch_conv2d" else "conv2d_data_gradient_triton"
+    module = "conv.forward2d_triton" if launch == "launch_conv2d" else "conv.data_grad2d_triton"
     return {"run": "launch", "module": f"sft.kernels.{module}", "function": launch, "arguments": arguments, "results": results}
 
 
@@ -191,7 +191,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
         ("launch_data_gradient", backward | {"gradient": image, "output": None}, ()),
         ("launch_data_gradient", backward | {"gradient": image, "output": image}, ()),
     ]
-    modules = {"launch_conv2d": "conv2d_triton", "launch_data_gradient": "conv2d_data_gradient_triton"}
+    modules = {"launch_conv2d": "conv.forward2d_triton", "launch_data_gradient": "conv.data_grad2d_triton"}
     gates = [
         Gate(
             module=modules[launch],

@@ -204,8 +204,8 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     sgd = common | {"momentum_buffer": vector, "momentum": 0.9, "dampening": 0.0, "nesterov": True, "first": False}
     adamw = common | {"mean": vector, "square": vector, "step": 3, "betas": (0.9, 0.999), "eps": 1e-8}
     gates = [
-        Gate(module="sgd_triton", launch="launch_sgd", when=(80,), arguments=sgd),
-        Gate(module="adamw_triton", launch="launch_adamw", when=(90,), arguments=adamw),
+        Gate(module="optim.optimizers_triton", launch="launch_sgd", when=(80,), arguments=sgd),
+        Gate(module="optim.optimizers_triton", launch="launch_adamw", when=(90,), arguments=adamw),
     ]
     check_gates(gates, tmp_path)
 

@@ -194,7 +194,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     for adjoint, when in ((False, 80), (True, 90)):
         height, width = (band_table(axis, adjoint=adjoint, double=False, device=torch.device("meta")) for axis in resize.axes)
         given = {"x": out if adjoint else x, "out": x if adjoint else out, "height": height, "width": width}
-        gates.append(Gate(module="resize_triton", launch="launch_resize", when=(when,), arguments=given))
+        gates.append(Gate(module="resize.resize_triton", launch="launch_resize", when=(when,), arguments=given))
     check_gates(gates, tmp_path)
 
 

@@ -99,12 +99,12 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     panel = [image[:, :, :, 1:-1] for image in (kept, new, *parts)]
     gates = [
         Gate(
-            module="rows_triton",
+            module="rows.rows_triton",
             launch="launch_move_rows",
             when=(90,),
             arguments={"moves": [(kept, parts[0], False), (new, parts[1], False)]},
         ),
-        Gate(module="rows_triton", launch="launch_move_rows", arguments={"moves": [(panel[2][..., ::2], panel[0][..., ::2], True)]}),
+        Gate(module="rows.rows_triton", launch="launch_move_rows", arguments={"moves": [(panel[2][..., ::2], panel[0][..., ::2], True)]}),
     ]
     check_gates(gates, tmp_path)
 

@@ -1,22 +1,31 @@
-r"""Access maps: which input rows an output row reads, and their inverse, the frontier.
+"""Access maps: the input rows that each output row reads. Halos, receptive fields and frontiers are derived from them.
 
 Every operator that can be streamed reads, for the output row ``o``, the input rows ``[lo(o), hi(o))`` with
 
     lo(o) = floor((scale * o + first) / divisor)          hi(o) = floor((scale * o + last) / divisor) + 1
 
-(a convolution has ``scale = stride``, ``first = -padding``, ``last = dilation * (kernel - 1) - padding``, ``divisor = 1``;
-nearest upsampling by ``r`` has ``scale = 1`` and ``divisor = r``). These maps are monotone, so the *frontier*, the largest
-``n`` such that every output row below ``n`` can be computed from the input rows below ``R``, is a single floor:
+=========================  ========================================================================================
+convolution, pooling       ``scale = stride``, ``first = -padding``, ``last = dilation * (kernel - 1) - padding``
+nearest upsampling by r    ``scale = 1``, ``divisor = r``
+pointwise operator         the identity: ``scale = divisor = 1``, ``first = last = 0``
+=========================  ========================================================================================
+
+The *halo* of an output range is the part of ``[lo(start), hi(stop - 1))`` outside the range's own share of the input, so a strided or
+dilated convolution needs no rule of its own. Composing the maps along a path gives the *receptive field*
+(:func:`sft.analysis.tiling.footprint.receptive_field`); applying them backwards gives the halo of an independent tile
+(:mod:`sft.analysis.tiling.independent_tiles`), applying them forwards the rows that a strip carries (:mod:`sft.analysis.tiling.strips`).
+
+The maps are monotone, so the inverse is a single floor. The *frontier*, the largest ``n`` such that every output row below ``n`` can be
+computed from the input rows below ``R``, is
 
     hi(n - 1) <= R   <=>   n <= floor((divisor * R - last - 1) / scale) + 1.
 
-The image's borders are left out on purpose: rows above 0 and below the extent count as present (they are padding, known in
-advance), and the schedule clips. This is what lets a walk flush its last rows at the same pace as all others.
+Image borders are ignored on purpose: rows above 0 and below the extent count as available (they are padding, known in advance), and the
+schedule clips. A sweep therefore flushes its last rows in strips of the usual size.
 
 Frontiers compose along a path. Composing floors naively nests them without bound; :class:`FloorTerm` is the normal form
-``rate * floor((R + advance) / period) + bonus`` that stays closed as long as, at each operator, the rate so far and the
-next period divide one another, which holds for every common network. Joins take the minimum of several terms; dominated
-terms are pruned.
+``rate * floor((R + advance) / period) + bonus``. It is closed under composition as long as, at each operator, the rate so far and the next
+period divide one another, which holds for every common network. Joins take the minimum of several terms; dominated terms are pruned.
 """
 
 from __future__ import annotations
@@ -33,7 +42,7 @@ __all__ = ["AxisMap", "FloorTerm", "Frontier"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisMap:
-    """The rows of an input that each row of the output reads (module docstring).
+    """The rows of an input that each row of the output reads (see the module docstring).
 
     Attributes:
         scale: input rows that one output row advances by, times ``divisor``.
@@ -62,7 +71,7 @@ class AxisMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether row ``o`` reads row ``o`` and nothing else."""
+        """True if row ``o`` reads row ``o`` only."""
         return self.scale == 1 and self.divisor == 1 and self.first == 0 and self.last == 0
 
     def read(self, out: Interval) -> Interval:
@@ -72,15 +81,15 @@ class AxisMap:
         return Interval(self.low(out.start), (self.scale * (out.stop - 1) + self.last) // self.divisor + 1)
 
     def low(self, row: int) -> int:
-        """The first input row that output row ``row`` reads; as the map is monotone no later row reads an earlier one."""
+        """The first input row that output row ``row`` reads. The map is monotone, so no later row reads an earlier one."""
         return (self.scale * row + self.first) // self.divisor
 
     def phase(self, row: int) -> int:
-        """Where output row ``row`` stands among those that have the same first row."""
+        """Index of output row ``row`` among the output rows with the same first input row."""
         return (self.scale * row + self.first) % self.divisor
 
     def frontier(self, rows: int) -> int:
-        """How many output rows the first ``rows`` input rows complete, borders ignored."""
+        """Number of output rows that the first ``rows`` input rows complete, borders ignored."""
         return (self.divisor * rows - self.last - 1) // self.scale + 1
 
 
@@ -96,11 +105,11 @@ class FloorTerm:
     def __call__(self, rows: int) -> int:
         return self.rate * ((rows + self.advance) // self.period) + self.bonus
 
-    def through(self, access: AxisMap) -> FloorTerm | None:
-        """The frontier behind one more operator; ``None`` where the normal form does not close.
+    def compose(self, access: AxisMap) -> FloorTerm | None:
+        """The frontier after one more operator; ``None`` if the normal form does not close.
 
-        >>> stem = FloorTerm().through(AxisMap.window(kernel=7, stride=2, padding=3, dilation=1))
-        >>> stem, stem.through(AxisMap.window(kernel=3, stride=2, padding=1, dilation=1))
+        >>> stem = FloorTerm().compose(AxisMap.window(kernel=7, stride=2, padding=3, dilation=1))
+        >>> stem, stem.compose(AxisMap.window(kernel=3, stride=2, padding=1, dilation=1))
         (FloorTerm(rate=1, advance=0, period=2, bonus=-1), FloorTerm(rate=1, advance=2, period=4, bonus=-1))
         """
         # The operator maps n to floor((divisor * n - last - 1) / scale) + 1.
@@ -113,38 +122,38 @@ class FloorTerm:
         return None
 
     def dominates(self, other: FloorTerm) -> bool:
-        """Whether ``self(R) <= other(R)`` for every R, decided for terms of one slope only."""
+        """True if ``self(R) <= other(R)`` for every R. Decided for terms of one slope only; otherwise false."""
         if (self.rate, self.period) != (other.rate, other.period):
             return False
         return self.bonus + self.rate <= other.bonus or (self.bonus <= other.bonus and self.advance <= other.advance)
 
     def expr(self, rows: sp.Expr) -> sp.Expr:
-        """The term in SymPy."""
+        """The term as a SymPy expression in ``rows``."""
         return self.rate * sp.floor((rows + self.advance) / sp.Integer(self.period)) + self.bonus
 
 
 def _normalized_term(rate: int, advance: int, period: int, bonus: int) -> FloorTerm:
-    whole, advance = divmod(advance, period)
-    return FloorTerm(rate, advance, period, bonus + rate * whole)
+    quotient, advance = divmod(advance, period)
+    return FloorTerm(rate, advance, period, bonus + rate * quotient)
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The minimum of some floor terms; an empty tuple means that the normal form does not close."""
+    """The minimum of several floor terms. An empty tuple means that the normal form does not close."""
 
     terms: tuple[FloorTerm, ...] = (FloorTerm(),)
 
     def __call__(self, rows: int) -> int:
         return min(term(rows) for term in self.terms)
 
-    def through(self, access: AxisMap) -> Frontier:
-        """The frontier behind one more operator."""
-        terms = [term.through(access) for term in self.terms]
+    def compose(self, access: AxisMap) -> Frontier:
+        """The frontier after one more operator."""
+        terms = [term.compose(access) for term in self.terms]
         closed = [term for term in terms if term is not None]
         return Frontier(_without_dominated(closed)) if len(closed) == len(terms) else Frontier(())
 
     def meet(self, other: Frontier) -> Frontier:
-        """The frontier of an operator that waits for two inputs."""
+        """The frontier of an operator with two inputs: the minimum of both."""
         if not self.terms or not other.terms:
             return Frontier(())
         return Frontier(_without_dominated([*self.terms, *other.terms]))
@@ -158,7 +167,7 @@ class Frontier:
         return period
 
     def expr(self, rows: sp.Expr) -> sp.Expr:
-        """The frontier in SymPy."""
+        """The frontier as a SymPy expression in ``rows``."""
         return sp.Min(*(term.expr(rows) for term in self.terms)) if self.terms else sp.nan
 
 

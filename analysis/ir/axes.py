@@ -1,11 +1,11 @@
-"""The spatial axes of a model's images, and where they lie among a value's dimensions.
+"""The spatial axes of a model's images, and their position among a value's dimensions.
 
-Every streamed value is laid out ``[N, channels..., axes...]``: the batch first, one or more dimensions of channels, and the image's axes
-last, in one order for the whole graph (:mod:`sft.analysis.passes.layout` sees to that). A walk streams along the first axis (*rows*: the
-height of an image, the depth of a volume, the length of a signal) and cuts panels along the second (*columns*); a third one is always
-whole. A signal has no second axis: its values count as one column wide.
+Every streamed value has the layout ``[N, channels..., axes...]``: the batch first, then one or more dimensions of channels, then the
+image's axes, in one order for the whole graph (enforced by :mod:`sft.analysis.passes.layout`). A sweep streams along the first axis
+(*rows*: the height of an image, the depth of a volume, the length of a signal) and cuts panels along the second (*columns*); a third axis
+is never split. A signal has no second axis: its values count as one column wide.
 
-Inputs of other ranks (vectors, token ids) have no axes that a walk could follow: nothing of such a model comes in strips.
+Inputs of other ranks (vectors, token ids) have no spatial axes, and a model with such inputs only is not tiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 __all__ = ["COLUMNS", "ROWS", "Axes"]
 
-#: Index of the streamed axis, and of the one that panels cut.
+#: Index of the streamed axis, and of the axis that panels cut.
 ROWS, COLUMNS = 0, 1
 
 _AXIS_NAMES: dict[int, tuple[str, ...]] = {0: (), 1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
@@ -29,7 +29,7 @@ class Axes:
     """The spatial axes of a graph.
 
     Attributes:
-        count: how many there are, 1 to 3; 0 where no input is an image.
+        count: number of axes, 1 to 3; 0 if no input is an image.
     """
 
     count: int = 2
@@ -45,12 +45,12 @@ class Axes:
         return cls(rank - 2 if 3 <= rank <= 5 else 0)
 
     def is_image_shape(self, shape: Sequence[object]) -> bool:
-        """Whether an input of this shape is an image (a signal, a volume) with these axes."""
+        """True if an input of this shape is an image (a signal, a volume) with these axes."""
         return self.count > 0 and len(shape) == self.rank
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names, in order.
+        """Names of the axes, in order.
 
         >>> Axes(3).names
         ('depth', 'height', 'width')
@@ -59,11 +59,11 @@ class Axes:
 
     @property
     def rank(self) -> int:
-        """Dimensions of an ordinary image: batch, channels, axes."""
+        """Number of dimensions of an ordinary image: batch, channels, axes."""
         return 2 + self.count
 
     def dim(self, rank: int, axis: int) -> int | None:
-        """The dimension of a value with ``rank`` dimensions that an axis is; ``None`` where the graph has no such axis.
+        """Index of the dimension that is ``axis`` in a value with ``rank`` dimensions; ``None`` if the graph has no such axis.
 
         >>> Axes(2).dim(4, ROWS), Axes(2).dim(5, COLUMNS), Axes(1).dim(3, COLUMNS)
         (2, 4, None)
@@ -71,21 +71,21 @@ class Axes:
         return rank - self.count + axis if axis < self.count else None
 
     def extent(self, shape: Sequence[int], axis: int) -> int:
-        """The extent of a value along an axis; 1 where the graph has no such axis."""
+        """The extent of a value along an axis; 1 if the graph has no such axis."""
         return shape[len(shape) - self.count + axis] if axis < self.count else 1
 
     def of(self, shape: Sequence[Extent]) -> tuple[Extent, ...]:
-        """A shape's extents along the axes."""
+        """The spatial extents of a shape, in order of the axes."""
         return tuple(shape[max(0, len(shape) - self.count) :])
 
     def with_extent(self, shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
-        """A shape with another extent along an axis; itself where the graph has no such axis.
+        """A copy of a shape with another extent along an axis; unchanged if the graph has no such axis.
 
         >>> Axes(2).with_extent((1, 3, 8, 9), ROWS, 2)
         (1, 3, 2, 9)
         """
-        found = list(shape)
+        resized = list(shape)
         dim = self.dim(len(shape), axis)
         if dim is not None:
-            found[dim] = extent
-        return tuple(found)
+            resized[dim] = extent
+        return tuple(resized)

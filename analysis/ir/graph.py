@@ -1,7 +1,7 @@
-"""The captured model as frozen data: nodes in topological order, each the one value that it makes.
+"""The captured model as immutable data: nodes in topological order, each with the one value that it computes.
 
-Shapes are SymPy expressions in the input's height and width (plain integers where capture found them constant), so one
-graph serves every image size. Nothing here knows torch.
+Shapes are SymPy expressions in the input's height and width (plain integers where the capture found them constant), so one graph serves
+every image size. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ SideEffect = Literal["", "draws", "writes"]
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The place of a node's value in another node's arguments."""
+    """A reference to a node's value in another node's arguments."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicNumber:
-    """A fractional number that `forward` computes of sizes, such as ``1 / x.shape[-1]``, in a node's arguments.
+    """A fractional number that `forward` computes from sizes, such as ``1 / x.shape[-1]``, in a node's arguments.
 
-    It is computed as Python does, call by call: algebra on sizes would round differently, or not at all.
+    It is evaluated as Python does, call by call: algebra on sizes would round differently, or not at all.
 
     Attributes:
-        function: what was called.
-        arguments: sizes as expressions, numbers, and such numbers again.
+        function: the function called.
+        arguments: its arguments: sizes as expressions, numbers, and nested symbolic numbers.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def at(self, size: Callable[[sp.Basic], int]) -> Any:
-        """The number, given what tells the value of an expression."""
+        """Evaluate the number; ``size`` gives the value of an expression."""
         return self.function(*(_evaluate_number(argument, size) for argument in self.arguments))
 
 
@@ -63,14 +63,14 @@ class Node:
 
     Attributes:
         name: unique in the graph.
-        kind: where the value comes from.
+        kind: origin of the value.
         target: the operator (``"aten.conv2d.default"``); for parameters and buffers their qualified name.
-        arguments: the operator's arguments in schema order, by name; tensors stand as :class:`Ref`.
+        arguments: the operator's arguments in schema order, by name; tensors are represented by :class:`Ref`.
         shape: extents, symbolic in the input's height and width.
         dtype: element type without the ``torch.`` (``"float32"``).
         itemsize_bytes: bytes of one element.
         module_path: the qualified name of the module that called the operator (``""`` is the model itself).
-        effect: what the operator does besides computing its value: it draws random numbers, or writes into its operands.
+        effect: side effect of the operator: it draws random numbers, or writes into its operands.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Node:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the values that the operator reads, in order, repeated where they are read twice."""
+        """Names of the values that the operator reads, in order; a value that is read twice occurs twice."""
         return tuple(refs_in(tuple(value for _, value in self.arguments)))
 
     def argument(self, name: str, default: Any = None) -> Any:
@@ -97,21 +97,21 @@ class Node:
         return dict(self.arguments)
 
     def with_shape(self, shape: tuple[int, ...]) -> Node:
-        """The same with these extents, which are numbers; what is known of its arguments stays known."""
+        """A copy with these extents, which are numbers. Cached attributes of the arguments are shared."""
         if shape == self.shape and all(type(extent) is int for extent in self.shape):
             return self
-        other = copy(self)
-        object.__setattr__(other, "shape", shape)
-        return other
+        resized = copy(self)
+        object.__setattr__(resized, "shape", shape)
+        return resized
 
     @property
     def is_complex(self) -> bool:
-        """Whether its elements are complex numbers."""
+        """True if the elements are complex numbers."""
         return self.dtype.startswith("complex")
 
     @property
     def is_floating(self) -> bool:
-        """Whether its elements are fractions, and no whole numbers or truth values."""
+        """True if the elements are floating-point numbers, not integers or booleans."""
         return self.dtype in _FLOATING_DTYPES
 
     @property
@@ -122,7 +122,7 @@ class Node:
 
 
 def refs_in(value: Any) -> Iterator[str]:
-    """The names referred to in an argument, in order."""
+    """Names referred to in an argument, in order."""
     if isinstance(value, Ref):
         yield value.name
     elif isinstance(value, (tuple, list)):
@@ -146,9 +146,9 @@ class Graph:
     Attributes:
         nodes: inputs, parameters, buffers and operators.
         outputs: names of the values that the model returns, in order.
-        updates: values that become a buffer's content once the model has run, with the buffer's qualified name.
+        updates: values that become a buffer's content after the model has run, with the buffer's qualified name.
         axes: the spatial axes of its images.
-        beside: what the model returns besides values, with its place among all that it returns: ``None``, texts, numbers.
+        constant_outputs: non-tensor results of the model (``None``, strings, numbers), each with its position among all results.
     """
 
     nodes: tuple[Node, ...]
@@ -172,17 +172,17 @@ class Graph:
         return self._node_of[name]
 
     def position(self, name: str) -> int:
-        """The node's place in the topological order."""
+        """Index of a node in the topological order."""
         return self._index[name]
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the model's tensor inputs, in order."""
+        """Names of the model's tensor inputs, in order."""
         return tuple(node.name for node in self.nodes if node.kind == "input")
 
     @cached_property
     def results(self) -> tuple[str, ...]:
-        """The values that must come out, each once: outputs, then updates."""
+        """The values that the graph must deliver, each once: outputs, then updates."""
         return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))
 
     @cached_property
@@ -190,33 +190,33 @@ class Graph:
         return frozenset(self.results)
 
     def ancestors(self, names: Collection[str]) -> frozenset[str]:
-        """The values that ``names`` depend on, themselves included."""
-        found = set(names)
+        """The values that ``names`` depend on, ``names`` included."""
+        reached = set(names)
         for node in reversed(self.nodes):
-            if node.name in found:
-                found.update(node.operands)
-        return frozenset(found)
+            if node.name in reached:
+                reached.update(node.operands)
+        return frozenset(reached)
 
     def descendants(self, names: Collection[str]) -> frozenset[str]:
-        """The values that depend on ``names``, themselves included."""
-        found = set(names)
+        """The values that depend on ``names``, ``names`` included."""
+        reached = set(names)
         for node in self.nodes:
-            if not found.isdisjoint(node.operands):
-                found.add(node.name)
-        return frozenset(found)
+            if not reached.isdisjoint(node.operands):
+                reached.add(node.name)
+        return frozenset(reached)
 
     def without_dead_operators(self) -> Graph:
-        """The graph without operators and parameters that nothing comes out of; its inputs stay."""
+        """Dead-code elimination: drop operators and parameters that no result depends on; inputs stay."""
         needed = self.ancestors(self.results)
         return replace(self, nodes=tuple(node for node in self.nodes if node.name in needed or node.kind == "input"))
 
     def sources(self, names: Sequence[str], among: Collection[str]) -> tuple[str, ...]:
-        """What the operators ``names`` read from outside, of the values ``among``, in order."""
+        """Values among ``among`` that the operators ``names`` read from outside their own set, in order."""
         inside = set(names)
         return tuple(dict.fromkeys(o for name in names for o in self[name].operands if o in among and o not in inside))
 
     def live_out(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The values of the operators ``names`` that others read, or that must come out."""
+        """Values of the operators ``names`` that are results, or that operators outside ``names`` read."""
         inside, results, users = set(names), self._results, self.users
         return tuple(name for name in names if name in results or not inside.issuperset(users[name]))
 

@@ -1,19 +1,26 @@
-"""Where a graph can be taken apart: chains of cuts, and the division tree.
+"""Graph cuts: the values that cross each position of an execution order, and the division tree of a graph of values.
 
-*Cuts.* Between two operators of an execution order some values cross: made before (or inputs), read behind. If it is one value, the place
-is a separator. Where skips cross it is several, a cut set: everything behind can be computed from it, so a network with long skips (a
-U-Net) is a chain too, if its cuts may be sets.
+*Crossing values.* A value crosses a position between two operators if it is computed before it (or is an input) and read after it. A
+position with a single crossing value is a separator. Long skips (a U-Net) make several values cross: a cut set, from which all later
+values can be computed. With cut sets, such a network is a chain too.
 
-*Division.* A directed acyclic graph of values with one source and one target is taken apart into *independent segments*: vertices between
-two ends that have no connection to the outside but through these. Feng and Huang, "Optimal gradient checkpoint search for arbitrary
-computation graphs", CVPR 2021, sections 5.1 and 5.2, tell three kinds apart: a *linear* segment has splitting vertices that every path
-passes, a *branch* segment consists of several that share both ends, any other is *complex*, and falls into the largest independent segments
-inside it. Divided on and on, down to single edges, they are a tree, which is unique.
+*Division tree.* A directed acyclic graph of values with one source and one target divides into *independent segments*: vertices between
+two ends that are connected to the rest of the graph through these ends only. Feng and Huang, "Optimal gradient checkpoint search for
+arbitrary computation graphs", CVPR 2021, sections 5.1 and 5.2, distinguish three kinds:
 
-How the parts are found here: a splitting vertex is one that no edge jumps over in a topological order. Branches are the connected
-components without the two ends. The segments with ends ``k`` and ``l`` inside a complex one are what falls off when ``k`` and ``l`` are
-taken out: components with neither its source nor its target. (The paper's Algorithm 4 asks for *all* vertices between ``k`` and ``l`` to be
-independent, and so misses a clean branch beside a tangled one.) Complexity: O(V^2 (V + E)) for a complex segment, O(V + E) for the others.
+* *linear*: it has splitting vertices, which every path passes;
+* *branch*: it consists of several segments that share both ends;
+* *complex*: neither; it divides into the largest independent segments inside it.
+
+Recursive division down to single edges gives a tree, which is unique. Algorithm:
+
+* A splitting vertex is one that no edge jumps over in a topological order.
+* Branches are the connected components after the two ends are removed.
+* Segments with ends ``k`` and ``l`` inside a complex one are the components that contain neither its source nor its target after ``k`` and
+  ``l`` are removed. (The paper's Algorithm 4 requires *all* vertices between ``k`` and ``l`` to be independent, and so misses a clean
+  branch next to a tangled one.)
+
+Complexity: O(V^2 (V + E)) for a complex segment, O(V + E) for the two other kinds.
 """
 
 from __future__ import annotations
@@ -32,25 +39,26 @@ __all__ = ["Division", "ValueDag", "crossing_values", "division_tree"]
 
 
 def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """What crosses each place in a run of operators, both ends included: values made before (or outside), and read behind.
+    """The values that cross each position in a run of operators, both ends included: computed before it (or outside), and read after it.
 
     Args:
         graph: the graph.
         names: the run, in execution order.
-        among: values from outside that count when they are read.
+        among: values from outside that count if the run reads them.
 
     Returns:
-        For ``0..len(names)`` operators before the place, the values in order of making.
+        For each position ``0..len(names)``, the number of operators before it, the crossing values in topological order. Only reads by the
+        run itself count.
     """
-    place = {name: i for i, name in enumerate(names)}
-    last: dict[str, int] = {}
+    position_of = {name: i for i, name in enumerate(names)}
+    last_read: dict[str, int] = {}
     for name in names:
         for operand in graph[name].operands:
-            if operand in place or operand in among:
-                last[operand] = place[name]
+            if operand in position_of or operand in among:
+                last_read[operand] = position_of[name]
     crossing: list[list[str]] = [[] for _ in range(len(names) + 1)]
-    for value in sorted(last, key=graph.position):
-        for position in range(place.get(value, -1) + 1, last[value] + 1):
+    for value in sorted(last_read, key=graph.position):
+        for position in range(position_of.get(value, -1) + 1, last_read[value] + 1):
             crossing[position].append(value)
     return tuple(map(tuple, crossing))
 
@@ -60,10 +68,10 @@ class ValueDag:
     """Values and the operations between them, for the search of checkpoints.
 
     Attributes:
-        sizes_bytes: size of each vertex; vertices are numbered in a topological order, the first is the only source, the last the only
-        target. edges: (from, to).
-        edge_bytes: what an operation holds for its backward besides its operands and its result, where that is not 0.
-        names: a name for each vertex, if there are any.
+        sizes_bytes: size of each vertex. Vertices are in topological order; the first is the only source, the last the only target.
+        edges: pairs (from, to).
+        edge_bytes: bytes that an operation keeps for its backward in addition to its operands and its result, if not 0.
+        names: a name for each vertex, optional.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -83,25 +91,25 @@ class ValueDag:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each vertex those behind it."""
-        found: list[list[int]] = [[] for _ in self.sizes_bytes]
+        """For each vertex its direct successors, in order."""
+        successors: list[list[int]] = [[] for _ in self.sizes_bytes]
         for a, b in self.edges:
-            found[a].append(b)
-        return tuple(tuple(sorted(behind)) for behind in found)
+            successors[a].append(b)
+        return tuple(tuple(sorted(targets)) for targets in successors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """An independent segment and how it divides.
+    """An independent segment and its division.
 
     Attributes:
         source: its first end.
-        target: its other end.
-        interior: the vertices between.
+        target: its last end.
+        interior: the vertices between the ends.
         kind: ``"edge"``, ``"linear"``, ``"branch"`` or ``"complex"``.
-        parts: the segments that it divides into; of a linear one in order.
+        parts: the child segments; those of a linear one in order.
         inner_bytes: the sizes of the interior and of the edges together.
-        connecting: the interior vertices that are ends of parts, in order.
+        connecting: the interior vertices that are ends of child segments, in order.
     """
 
     source: int
@@ -114,7 +122,7 @@ class Division:
 
 
 def division_tree(dag: ValueDag) -> Division:
-    """The division tree of a whole graph."""
+    """The division tree of a graph of values."""
     last = len(dag.sizes_bytes) - 1
     return _divide(dag, 0, last, tuple(range(1, last)), frozenset(dag.edges))
 
@@ -122,43 +130,43 @@ def division_tree(dag: ValueDag) -> Division:
 def _divide(dag: ValueDag, source: int, target: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> Division:
     inner_bytes = sum(dag.sizes_bytes[v] for v in interior) + sum(dag.edge_bytes.get(edge, 0) for edge in edges)
 
-    def division(kind: Literal["edge", "linear", "branch", "complex"], parts: list[Division], connecting: Sequence[int]) -> Division:
+    def division(kind: Literal["edge", "linear", "branch", "complex"], children: list[Division], connecting: Sequence[int]) -> Division:
         return Division(
             source=source,
             target=target,
             interior=interior,
             kind=kind,
-            parts=tuple(parts),
+            parts=tuple(children),
             inner_bytes=inner_bytes,
             connecting=tuple(connecting),
         )
 
     if not interior:
         return division("edge", [], [])
-    splitting = _cut_vertices(source, interior, edges)
-    if splitting:
-        ends = [source, *splitting, target]
-        parts = []
+    cut_vertices = _cut_vertices(source, interior, edges)
+    if cut_vertices:
+        ends = [source, *cut_vertices, target]
+        children = []
         for a, b in pairwise(ends):
             between = tuple(v for v in interior if a < v < b)
-            parts.append(_divide(dag, a, b, between, frozenset(e for e in edges if a <= e[0] and e[1] <= b)))
-        return division("linear", parts, splitting)
+            children.append(_divide(dag, a, b, between, frozenset(e for e in edges if a <= e[0] and e[1] <= b)))
+        return division("linear", children, cut_vertices)
     branches = _connected_components(interior, edges)
     direct = (source, target) in edges
     if len(branches) + direct > 1:
-        parts = [_divide(dag, source, target, branch, _edges_touching(edges, branch)) for branch in branches]
+        children = [_divide(dag, source, target, branch, _edges_touching(edges, branch)) for branch in branches]
         if direct:
-            parts.append(_divide(dag, source, target, (), frozenset([(source, target)])))
-        return division("branch", parts, [])
-    parts = []
+            children.append(_divide(dag, source, target, (), frozenset([(source, target)])))
+        return division("branch", children, [])
+    children = []
     covered: set[int] = set()
     for a, b, inside in _maximal_inner_segments(source, target, interior, edges):
-        own = _edges_touching(edges, inside) | ({(a, b)} & edges)
-        parts.append(_divide(dag, a, b, inside, own))
+        inner_edges = _edges_touching(edges, inside) | ({(a, b)} & edges)
+        children.append(_divide(dag, a, b, inside, inner_edges))
         covered |= set(inside)
-    used = frozenset().union(*(_edges_touching(edges, part.interior) | ({(part.source, part.target)} & edges) for part in parts))
-    parts += [_divide(dag, a, b, (), frozenset([(a, b)])) for a, b in sorted(edges - used)]
-    return division("complex", parts, [v for v in interior if v not in covered])
+    used = frozenset().union(*(_edges_touching(edges, child.interior) | ({(child.source, child.target)} & edges) for child in children))
+    children += [_divide(dag, a, b, (), frozenset([(a, b)])) for a, b in sorted(edges - used)]
+    return division("complex", children, [v for v in interior if v not in covered])
 
 
 def _edges_touching(edges: frozenset[tuple[int, int]], vertices: Sequence[int]) -> frozenset[tuple[int, int]]:
@@ -171,16 +179,16 @@ def _cut_vertices(source: int, interior: tuple[int, ...], edges: frozenset[tuple
     reach: dict[int, int] = {}
     for a, b in edges:
         reach[a] = max(reach.get(a, a), b)
-    found, farthest = [], reach[source]
+    vertices, farthest = [], reach[source]
     for v in interior:
         if farthest <= v:
-            found.append(v)
+            vertices.append(v)
         farthest = max(farthest, reach[v])
-    return found
+    return vertices
 
 
 def _connected_components(vertices: Collection[int], edges: Collection[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Connected components of some vertices, by their first."""
+    """Connected components of some vertices, ordered by their first vertex."""
     graph = nx.Graph()
     graph.add_nodes_from(vertices)
     graph.add_edges_from(edge for edge in edges if edge[0] in graph and edge[1] in graph)
@@ -196,11 +204,11 @@ def _maximal_inner_segments(
     for a, b in edges:
         neighbours[a].append(b)
         neighbours[b].append(a)
-    found: list[tuple[int, int, tuple[int, ...]]] = []
+    candidates: list[tuple[int, int, tuple[int, ...]]] = []
     for a, b in combinations(vertices, 2):
         if (a, b) == (source, target):
             continue
-        # What still hangs together with an end of the whole is not between a and b.
+        # A vertex still connected with an end of the enclosing segment is not between a and b.
         seen = {a, b}
         stack = [v for v in (source, target) if v not in seen]
         seen.update(stack)
@@ -209,14 +217,14 @@ def _maximal_inner_segments(
                 if w not in seen:
                     seen.add(w)
                     stack.append(w)
-        inside = tuple(v for v in interior if v not in seen)
-        if inside:
-            found.append((a, b, inside))
-    found.sort(key=lambda segment: (-len(segment[2]), segment))
+        inner = tuple(v for v in interior if v not in seen)
+        if inner:
+            candidates.append((a, b, inner))
+    candidates.sort(key=lambda segment: (-len(segment[2]), segment))
     largest: list[tuple[int, int, tuple[int, ...]]] = []
     covered: set[int] = set()
-    for a, b, inside in found:
-        if covered.isdisjoint(inside) and a not in covered and b not in covered:
-            largest.append((a, b, inside))
-            covered.update(inside)
+    for a, b, inner in candidates:
+        if covered.isdisjoint(inner) and a not in covered and b not in covered:
+            largest.append((a, b, inner))
+            covered.update(inner)
     return sorted(largest)

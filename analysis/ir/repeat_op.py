@@ -1,11 +1,13 @@
-"""Repeated blocks in a capture: one operator that stands for all of them.
+"""The ``sft::repeat`` operator: a sequence of repeated blocks as one node of the graph.
 
-A module that runs one block many times by a schedule of its own cannot be stepped into: its blocks are not in its ``forward``. While a
-model is captured such a module calls ``sft::repeat`` instead. The exporter writes that down as it does any operator: what it reads (the
-input, weights, buffers), what it makes (the output, and the next values of buffers that change), and a number. Behind the number is what
-the lowering asks for everything else, a :class:`RepeatHandle`, which the graph's node holds in the number's place.
+A module that runs one block many times by a schedule of its own (:mod:`sft.repeat`) cannot be exported block by block. During capture it
+calls ``sft::repeat`` instead, and the exporter records that call like any operator:
 
-The next values are nodes of their own, made where the repetition runs; a module writes them to its buffers as any other would.
+* tensor operands: the input, parameters and buffers of all blocks;
+* results: the output, and the next values of buffers that change, each a node of its own;
+* an integer, the index of a :class:`RepeatHandle`. The graph's node holds the handle itself in its place; lowering needs it.
+
+The module writes the next values to its buffers like any other module.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from sft.analysis.ir.graph import Node, Ref
 
 __all__ = ["REPEAT", "REPEAT_NEXT", "RepeatCapture", "RepeatHandle", "capture_repeats", "current_repeat_capture", "with_rng_arguments"]
 
-#: The operator, and a buffer's next value.
+#: Targets of the operator itself, and of a buffer's next value.
 REPEAT, REPEAT_NEXT = "sft.repeat.default", "sft.repeat_next"
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
@@ -40,21 +42,21 @@ torch.library.register_fake("sft::repeat", _fake_results, lib=_LIBRARY)
 
 
 class RepeatHandle(Protocol):
-    """What a node knows of the blocks that it stands for; the rest is for whoever lowers it."""
+    """Description of the blocks that a repeat node represents. Lowering uses further attributes that this layer does not know."""
 
     @property
     def is_random(self) -> bool:
-        """Whether masks are drawn in the blocks."""
+        """True if the blocks draw random masks."""
         ...
 
 
 @dataclass(slots=True)
 class RepeatCapture:
-    """A capture that is going on.
+    """State of a running capture.
 
     Attributes:
         paths: the qualified names of the model's modules, by identity.
-        repetitions: those that were called so far.
+        repetitions: handles of the repeated blocks called so far.
     """
 
     paths: dict[int, str]
@@ -74,10 +76,10 @@ class RepeatCapture:
         shared: Sequence[Tensor],
         updated: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Write down a call: the output, and the next values of the buffers that change.
+        """Record a call: returns the output, and the next values of the buffers that change.
 
         Args:
-            repetition: what it stands for.
+            repetition: the handle of the blocks.
             x: the input of the first block.
             params: the parameters of all blocks.
             fixed: the buffers of all blocks that do not change.
@@ -85,31 +87,31 @@ class RepeatCapture:
             updated: the buffers of all blocks that change.
         """
         self.repetitions.append(repetition)
-        found: list[Tensor] = torch.ops.sft.repeat(x, [*params], [*fixed], [*shared], [*updated], len(self.repetitions) - 1)
-        return found
+        results: list[Tensor] = torch.ops.sft.repeat(x, [*params], [*fixed], [*shared], [*updated], len(self.repetitions) - 1)
+        return results
 
 
 _CURRENT_CAPTURE: ContextVar[RepeatCapture | None] = ContextVar("sft_capturing", default=None)
 
 
 def current_repeat_capture() -> RepeatCapture | None:
-    """The capture that is going on here; ``None`` where there is none."""
+    """The capture running in this context, or ``None``."""
     return _CURRENT_CAPTURE.get()
 
 
 @contextlib.contextmanager
 def capture_repeats(model: nn.Module) -> Iterator[RepeatCapture]:
-    """While this is on, repeated blocks of ``model`` are written down instead of run."""
-    found = RepeatCapture({id(module): path for path, module in model.named_modules()})
-    token = _CURRENT_CAPTURE.set(found)
+    """Context in which repeated blocks of ``model`` are recorded instead of run."""
+    capture = RepeatCapture({id(module): path for path, module in model.named_modules()})
+    token = _CURRENT_CAPTURE.set(capture)
     try:
-        yield found
+        yield capture
     finally:
         _CURRENT_CAPTURE.reset(token)
 
 
 def with_rng_arguments(node: Node, seed: Ref, site: int) -> Node | None:
-    """A repetition with what its masks follow, the seed and its own number among the random operators; ``None`` if it draws none."""
+    """A random repeat node with the seed and its site number as arguments; ``None`` for any other node."""
     if node.target != REPEAT or not node.argument("which").is_random:
         return None
     arguments: tuple[tuple[str, Any], ...] = (("seed", seed), ("site", site))

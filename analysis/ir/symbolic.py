@@ -1,10 +1,9 @@
-"""The exporter's sizes in SymPy's words, on our symbols.
+"""Symbolic sizes: arithmetic on extents and shapes, and the translation of the exporter's size expressions.
 
-Sizes are integers, and SymPy's arithmetic of these is exact, as Python's. Where a model multiplies a size by a float, or divides it, Python
-rounds at each operation; SymPy would multiply out, cancel and only then round, and find another integer at some sizes. The functions here
-are numbers to SymPy only when a size is, and are then what Python computes.
-
-Arithmetic of extents and shapes, which are integers or SymPy expressions of the image's size.
+An extent is an integer, or a SymPy expression in the image's size on positive integer symbols. Integer arithmetic is exact in both. A
+model may also multiply or divide a size by a float. Python rounds at each such operation; SymPy would expand, cancel and round only then,
+and get another integer at some sizes. :class:`FloatSize`, :class:`FloatQuotient` and :class:`TruncatedSize` therefore stay unevaluated
+until their arguments are numbers, and then compute as Python does.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ __all__ = [
 
 
 def split_factors(extent: Any, shape: Sequence[Any]) -> list[int]:
-    """How many pixels of an axis may become a dimension of their own: where a shape has ``extent / factor, factor`` side by side; else 1.
+    """Factors by which a pixel axis may be split into ``extent / factor, factor``: pairs of neighbours in a shape, and 1.
 
-    >>> split_factors(12, (2, 4, 4, 3, 4, 6))  # rows in three fours, if the fours before them are those of something else
+    >>> split_factors(12, (2, 4, 4, 3, 4, 6))  # 12 rows as 4 x 3, or as 3 x 4 if the 4 before is another dimension
     [3, 4, 1]
     """
-    found = [
+    factors = [
         factor
         for size, factor in pairwise(shape)
         if isinstance(factor, int)
@@ -46,23 +45,23 @@ def split_factors(extent: Any, shape: Sequence[Any]) -> list[int]:
         and size == divide_extent(extent, factor)
         and not (isinstance(extent, int) and extent % factor)
     ]
-    return [*dict.fromkeys(found), 1]
+    return [*dict.fromkeys(factors), 1]
 
 
 def divide_extent(extent: Any, factor: int) -> Any:
-    """Whole ``factor`` in an extent."""
+    """``extent // factor``."""
     return extent // factor if isinstance(extent, int) else symbolic_floor(extent / sp.Integer(factor)) if factor != 1 else extent
 
 
 def symbolic_floor(value: sp.Expr) -> sp.Expr:
-    """The whole part of an expression, in one form for all that differ by a whole number.
+    """The floor of an expression, in one canonical form for all expressions that differ by an integer.
 
     >>> h = sp.Symbol("h", integer=True)
     >>> symbolic_floor((h - 1) / 2) + 1 == symbolic_floor((h + 1) / 2)
     True
     """
-    number, rest = value.as_coeff_Add()
-    return sp.floor(rest + number % 1) + sp.floor(number) if number.is_Rational else sp.floor(value)
+    constant, variable = value.as_coeff_Add()
+    return sp.floor(variable + constant % 1) + sp.floor(constant) if constant.is_Rational else sp.floor(value)
 
 
 def broadcast_shapes(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
@@ -72,7 +71,7 @@ def broadcast_shapes(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, .
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are equal for every size of the image."""
+    """True if two shapes are equal for every size of the image."""
     return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))
 
 
@@ -81,7 +80,7 @@ def _positive_symbol(symbol: sp.Symbol) -> sp.Symbol:
 
 
 def extent_from_torch(size: int | torch.SymInt) -> sp.Expr | int:
-    """A size of the exporter's as a number, or on our symbols."""
+    """A size of the exporter as an integer, or as an expression on our symbols."""
     if isinstance(size, int):
         return size
     expr = size.node.expr
@@ -92,39 +91,39 @@ def extent_from_torch(size: int | torch.SymInt) -> sp.Expr | int:
 
 @lru_cache(maxsize=2**12)  # a network has many values of one size
 def expr_from_torch(expr: sp.Expr) -> sp.Expr:
-    """Torch's own integer division in SymPy's words, on our symbols."""
+    """An expression of the exporter with plain SymPy functions in the place of torch's, on our symbols."""
     plain = expr
-    for name, meaning in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
+    for name, function in _TORCH_FUNCTIONS.items():
+        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, function=function: function(*e.args))
     return plain.xreplace({symbol: _positive_symbol(symbol) for symbol in plain.free_symbols})
 
 
 class FloatSize(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A size as a floating-point number, so that what it is multiplied by is not: ``0.6 * (2 * n + 1)`` is rounded once, as PyTorch does.
+    """A size converted to float. It blocks expansion: ``0.6 * (2 * n + 1)`` is rounded once, as in PyTorch.
 
-    SymPy would make ``1.2 * n + 0.6`` of it, which at some sizes is just below the whole number that PyTorch finds.
+    SymPy would expand it to ``1.2 * n + 0.6``, which at some sizes is just below the integer that PyTorch computes.
     """
 
     @classmethod
     def eval(cls, size: sp.Expr) -> sp.Expr | None:
-        """Of a number the same in double precision."""
+        """Evaluate to double precision if the argument is an integer."""
         return sp.Float(int(size), 15) if size.is_Integer else None
 
     def _eval_is_integer(self) -> bool | None:
-        found: bool | None = self.args[0].is_integer
-        return found
+        is_integer: bool | None = self.args[0].is_integer
+        return is_integer
 
     def _eval_is_positive(self) -> bool | None:
-        found: bool | None = self.args[0].is_positive
-        return found
+        is_positive: bool | None = self.args[0].is_positive
+        return is_positive
 
 
 class FloatQuotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A quotient in double precision; SymPy's would be exact, and ``size / 49 * 49`` the size again."""
+    """A quotient in double precision. SymPy's would be exact, and ``size / 49 * 49`` equal to the size."""
 
     @classmethod
     def eval(cls, number: sp.Expr, divisor: sp.Expr) -> sp.Expr | None:
-        """Of numbers a number."""
+        """Evaluate to double precision if both arguments are numbers."""
         return sp.Float(float(number) / float(divisor), 15) if number.is_number and divisor.is_number and divisor != 0 else None
 
     def _eval_is_nonnegative(self) -> bool | None:
@@ -132,22 +131,22 @@ class FloatQuotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
 
 
 def _is_power_of_two(number: sp.Expr) -> bool:
-    """Whether dividing by it is exact."""
+    """True if division by the number is exact."""
     return bool(number.is_number and number > 0 and math.frexp(float(number))[0] == 0.5)
 
 
 class TruncatedSize(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A number without what is behind its point, as ``int`` takes it: of one below zero that is not its floor."""
+    """A number truncated towards zero, like ``int``; for negative numbers that is not the floor."""
 
     is_integer = True
 
     @classmethod
     def eval(cls, number: sp.Expr) -> sp.Expr | None:
-        """Of a number the whole one."""
+        """Evaluate if the argument is a number."""
         return sp.Integer(int(number)) if number.is_number else None
 
 
-#: The exporter's own SymPy functions.
+#: The exporter's own SymPy functions, by class name.
 _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "FloorDiv": lambda a, b: symbolic_floor(a / b),
     "CleanDiv": lambda a, b: a / b,

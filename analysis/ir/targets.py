@@ -1,4 +1,4 @@
-"""Operator targets that several layers of the analysis name: random operators, elementwise losses, cumulative momentum."""
+"""Operator targets that several packages of the analysis name: random operators, elementwise losses, cumulative momentum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CUMULATIVE_MOMENTUM = -1.2345e30
 #: Random operators with counter-based generators.
 RANDOM_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
-#: Losses of single elements of their operands, which broadcast.
+#: Elementwise losses; their operands broadcast.
 ELEMENTWISE_LOSSES = frozenset(
     f"aten.{name}.default"
     for name in (

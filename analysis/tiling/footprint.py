@@ -231,7 +231,7 @@ def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Ope
             continue
         access = rows[name].access(graph[name], 0)
         operands = [o for o in graph[name].operands if o in streamed]
-        through = [(found[o] if o in inside else Frontier()).through(access) for o in dict.fromkeys(operands)]
+        through = [(found[o] if o in inside else Frontier()).compose(access) for o in dict.fromkeys(operands)]
         meet = through[0]
         for other in through[1:]:
             meet = meet.meet(other)

@@ -43,7 +43,7 @@ def _nested(chain: Sequence[AxisMap], rows: int) -> int:
 def _composed(chain: Sequence[AxisMap]) -> Frontier:
     frontier = Frontier()
     for access in chain:
-        frontier = frontier.through(access)
+        frontier = frontier.compose(access)
     return frontier
 
 
@@ -136,7 +136,7 @@ def test_meets_are_minima_and_pruning_keeps_them(branches: list[list[AxisMap]], 
     for other in frontiers[1:]:
         meet = meet.meet(other)
     for access in after:
-        meet = meet.through(access)
+        meet = meet.compose(access)
     if meet.terms:
         for rows in _ROWS:
             assert meet(rows) == _nested(after, min(_nested(branch, rows) for branch in branches))
@@ -168,7 +168,7 @@ def test_no_dominance_between_slopes() -> None:
 class _Rows(int):
     """A number of rows that goes through operators as a frontier does: what the normal form is compared with."""
 
-    def through(self, access: AxisMap) -> _Rows:
+    def compose(self, access: AxisMap) -> _Rows:
         return _Rows(access.frontier(self))
 
     def meet(self, other: _Rows) -> _Rows:
@@ -178,14 +178,14 @@ class _Rows(int):
 def _bottleneck(frontier: _F, stride: int) -> _F:
     """ResNet's block: 1x1, 3x3, 1x1 around an identity or a strided 1x1 convolution."""
     point = AxisMap.window(kernel=1, stride=1, padding=0, dilation=1)
-    body = frontier.through(point).through(AxisMap.window(kernel=3, stride=stride, padding=1, dilation=1)).through(point)
-    return body.meet(frontier.through(AxisMap.window(kernel=1, stride=stride, padding=0, dilation=1)))
+    body = frontier.compose(point).compose(AxisMap.window(kernel=3, stride=stride, padding=1, dilation=1)).compose(point)
+    return body.meet(frontier.compose(AxisMap.window(kernel=1, stride=stride, padding=0, dilation=1)))
 
 
 def _resnet152(frontier: _F) -> list[_F]:
     """Frontiers behind the stem and each block."""
     for kernel in (7, 3):
-        frontier = frontier.through(AxisMap.window(kernel=kernel, stride=2, padding=kernel // 2, dilation=1))
+        frontier = frontier.compose(AxisMap.window(kernel=kernel, stride=2, padding=kernel // 2, dilation=1))
     found = [frontier]
     for stage, depth in enumerate((3, 8, 36, 3)):
         found += [frontier := _bottleneck(frontier, 2 if stage > 0 and index == 0 else 1) for index in range(depth)]
@@ -209,10 +209,10 @@ def test_a_unet_stays_small(levels: int) -> None:
     conv, pool, up = AxisMap.window(kernel=3, stride=1, padding=1, dilation=1), AxisMap(scale=2, last=1), AxisMap(divisor=2)
 
     def level(frontier: Frontier, depth: int) -> Frontier:
-        here = frontier.through(conv).through(conv)
+        here = frontier.compose(conv).compose(conv)
         if depth == 0:
             return here
-        return level(here.through(pool), depth - 1).through(up).meet(here).through(conv).through(conv)
+        return level(here.compose(pool), depth - 1).compose(up).meet(here).compose(conv).compose(conv)
 
     def nested(rows: int, depth: int) -> int:
         here = rows - 2

@@ -71,7 +71,7 @@ class Engine:
         def together() -> contextlib.AbstractContextManager[None]:
             engine = own()
             assert engine is not None
-            return engine._joined().together()
+            return engine._joined().synchronized()
 
         self.preparation = PlanCache(
             model,
@@ -144,7 +144,7 @@ class Engine:
             return self._run(inputs, input_grad)
         party = self._joined()
         refuse_sinks_on_mesh(input_grad)
-        with party.link.guarded():
+        with party.transport.propagate_failures():
             return self._run(inputs, input_grad)
 
     def meet(self) -> None:
@@ -154,7 +154,7 @@ class Engine:
             RankError: one does not come.
         """
         if isinstance(self.mesh, LiveMesh):
-            self._joined().meet()
+            self._joined().barrier()
 
     def band_rows(self, extent: int) -> tuple[int, int]:
         """This rank's rows of a value of so many rows, by the last plan."""
@@ -187,7 +187,7 @@ class Engine:
             hosts.publish()
             updates = [outputs[name] for name, _ in graph.updates]
             if self.party is not None:
-                updates = self.party.settled(updates)
+                updates = self.party.broadcast_buffers(updates)
         except BaseException:
             hosts.discard()
             torch.set_rng_state(generator_state)
@@ -214,13 +214,13 @@ class Engine:
             traced = kind.traced
             same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
             modes = (traced.autocast, traced.default_dtype, kind.deterministic)
-            self.party.agree((*same, *modes), "call all ranks of one image with the same inputs and modes")
+            self.party.check_agreement((*same, *modes), "call all ranks of one image with the same inputs and modes")
         ready = self.preparation.prepare(kind, contents)
         if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
             cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
             rows = ready.plan.mesh and [rank.rows for rank in ready.plan.mesh.ranks]
             remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
-            self.party.agree((cuts, rows), remedy)
+            self.party.check_agreement((cuts, rows), remedy)
         self.last_plan = ready.plan
         if ready.plan.streamed_weights and self.streamed_weights is None:
             taken = self.stream_weights()
@@ -243,7 +243,7 @@ class Engine:
                 tensors[node.name] = contents.tensors[node.target]
             elif node.kind == "seed":
                 seed = _seed_tensor(draw_seed())
-                tensors[node.name] = seed if self.party is None else self.party.shared_seed(seed)
+                tensors[node.name] = seed if self.party is None else self.party.broadcast_seed(seed)
             elif node.kind != "operator":
                 constant = ready.captured.capture.constants.get(node.target)
                 tensors[node.name] = resolve_tensor(self.model, node.target) if constant is None else constant

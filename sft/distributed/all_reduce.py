@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from sft.distributed.communicator import BandMachine, PendingMessages
-from sft.distributed.link import Message, RankGroup, Topic
+from sft.distributed.transport import Message, RankGroup, Topic
 from sft.runtime.machine import Buffer
 
 __all__ = ["WINDOW_BYTES", "DenseBuffer", "all_reduce_buffers", "queue_all_reduce"]
@@ -141,7 +141,7 @@ def queue_all_reduce(machine: BandMachine, values: Sequence[DenseBuffer], over: 
         # A window ends where the next one begins, so between all messages and the wait for them there is as much time.
         turn, phase = divmod(number, 3)
         due = (2 * turn + phase) * num_strips // (2 * len(windows))
-        machine.agenda.put(due, partial(step, machine, rooms[windows[turn].dtype]))
+        machine.comm_queue.put(due, partial(step, machine, rooms[windows[turn].dtype]))
 
 
 def _allocate_staging(machine: BandMachine, windows: Sequence[_ReduceWindow]) -> dict[torch.dtype, _StagingBuffers]:

@@ -29,9 +29,9 @@ from sft.distributed.all_reduce import DenseBuffer, all_reduce_buffers, queue_al
 from sft.distributed.band_segments import BandSegment, BandWholeSegment, OwnedGradMask
 from sft.distributed.communicator import BandMachine, RowBuffer
 from sft.distributed.halo_exchange import HaloExchange, StripTimeline
-from sft.distributed.link import RankGroup, Topic
 from sft.distributed.merge_statistics import MERGES
 from sft.distributed.ownership import OwnershipMap, assign_ownership
+from sft.distributed.transport import RankGroup, Topic
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region

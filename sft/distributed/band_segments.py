@@ -12,7 +12,7 @@ from sft.analysis.tiling.strips import StripSchedule, StripStep
 from sft.common.interval import Interval
 from sft.distributed.communicator import BandMachine
 from sft.distributed.halo_exchange import StripTimeline
-from sft.distributed.link import RankGroup
+from sft.distributed.transport import RankGroup
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Program
 from sft.lower.running_reductions import partial_shape
@@ -69,7 +69,7 @@ class BandSegment(TiledSegment):
         partial: Mapping[str, Buffer] | None,
     ) -> None:
         if partial is not None:  # strips that are only restored are run when their gradients are made
-            cast(BandMachine, machine).agenda.reach(self._strips_before[walk] + index)
+            cast(BandMachine, machine).comm_queue.reach(self._strips_before[walk] + index)
         super()._run_forward(machine, values, store, index, walk, partial)
 
     def _run_joint(
@@ -83,7 +83,7 @@ class BandSegment(TiledSegment):
         carried: dict[str, Buffer],
         count: int,
     ) -> dict[str, Buffer]:
-        cast(BandMachine, machine).agenda.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
+        cast(BandMachine, machine).comm_queue.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
         return super()._run_joint(machine, values, store, grads, index, walk, carried, count)
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:

@@ -32,8 +32,8 @@ import torch
 
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.common.interval import Interval
-from sft.distributed.link import Message, RankGroup, RankTraffic, Topic, Transport
 from sft.distributed.mesh import MeshShape
+from sft.distributed.transport import Message, RankGroup, RankTraffic, Topic, Transport
 from sft.runtime.machine import Buffer, Machine
 
 __all__ = ["BandMachine", "CommQueue", "Communicator", "PendingMessages", "RowBuffer", "RowExchange"]
@@ -87,7 +87,7 @@ class BandMachine(Machine, Protocol):
     def comm(self) -> Communicator: ...
 
     @property
-    def agenda(self) -> CommQueue:
+    def comm_queue(self) -> CommQueue:
         """What is to be done between strips."""
 
     @property
@@ -173,7 +173,7 @@ class Communicator:
         band: likewise.
     """
 
-    link: Transport
+    transport: Transport
     shape: MeshShape
     replica: int
     band: int
@@ -181,7 +181,7 @@ class Communicator:
     @property
     def traffic(self) -> RankTraffic:
         """What has been sent and received."""
-        return self.link.traffic
+        return self.transport.traffic
 
     def place(self, over: RankGroup) -> tuple[int, int]:
         """How many members a group has, and which of them this rank is."""
@@ -200,14 +200,16 @@ class Communicator:
         self, machine: BandMachine, over: RankGroup, topic: Topic, messages: Sequence[Message], sent_bytes: int, received_bytes: int
     ) -> PendingMessages:
         """Begin to send and to receive."""
-        ticket = self.link.post(over, topic, messages)
-        return PendingMessages(ticket=ticket, topic=topic, sent_bytes=sent_bytes, received_bytes=received_bytes, clock=machine.agenda.clock)
+        ticket = self.transport.post(over, topic, messages)
+        return PendingMessages(
+            ticket=ticket, topic=topic, sent_bytes=sent_bytes, received_bytes=received_bytes, clock=machine.comm_queue.clock
+        )
 
     def wait(self, machine: BandMachine, posted: PendingMessages) -> None:
         """Wait until that is done."""
-        self.link.wait(posted.ticket)
-        is_beside = machine.agenda.clock > posted.clock
-        self.traffic.note(posted.topic, posted.sent_bytes, posted.received_bytes, is_beside=is_beside)
+        self.transport.wait(posted.ticket)
+        is_overlapped = machine.comm_queue.clock > posted.clock
+        self.traffic.record(posted.topic, posted.sent_bytes, posted.received_bytes, is_overlapped=is_overlapped)
 
     def exchange(
         self, machine: BandMachine, value: RowBuffer, sends: Mapping[int, Interval], receives: Mapping[int, Interval], *, adds: bool

@@ -111,7 +111,7 @@ class HaloExchange:
         due = max((_require_timeline(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
         self._send_ahead(machine, ahead, due, values)
         yield
-        machine.agenda.finish(1 if table is None else table.num_strips)
+        machine.comm_queue.finish(1 if table is None else table.num_strips)
         self._end(machine, earlier)
         for name, held in lent.items():
             if held.is_gathered:
@@ -131,7 +131,7 @@ class HaloExchange:
         due = max((_require_timeline(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
         self._send_ahead(machine, ahead, due, grads)
         yield
-        machine.agenda.finish((1 if table is None else table.num_strips) if is_run else 0)
+        machine.comm_queue.finish((1 if table is None else table.num_strips) if is_run else 0)
         self._end(machine, earlier)
         self._send(machine, self._row_exchanges(complete, upwards=True, returns=True), grads)
 
@@ -164,7 +164,7 @@ class HaloExchange:
             for name, parcel in row_exchanges.items():
                 parcel.post(machine, handles[name])
 
-        machine.agenda.put(due, post)
+        machine.comm_queue.put(due, post)
 
     def _send(self, machine: BandMachine, row_exchanges: Mapping[str, RowExchange], handles: Mapping[str, Buffer]) -> None:
         """Post what is made last."""
@@ -187,7 +187,7 @@ class HaloExchange:
             if table is None or (parcel.receives and not is_first):
                 parcel.wait(machine)
             else:
-                machine.agenda.put(
+                machine.comm_queue.put(
                     due(table, name, parcel.received) if parcel.receives else table.num_strips, partial(parcel.wait, machine)
                 )
 

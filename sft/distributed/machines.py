@@ -9,8 +9,8 @@ import torch
 
 from sft.common.errors import InternalError
 from sft.distributed.communicator import CommQueue, Communicator, RowExchange
-from sft.distributed.link import Message, RankGroup, RankTraffic, Topic
 from sft.distributed.merge_statistics import merge_statistics
+from sft.distributed.transport import Message, RankGroup, RankTraffic, Topic
 from sft.planner.projection import TracingMachine
 from sft.runtime.machine import Buffer, SimulatedBuffer
 from sft.torch_runtime.machine import TorchMachine
@@ -42,7 +42,7 @@ class BandTracingMachine(TracingMachine):
     """
 
     comm: Communicator
-    agenda: CommQueue = field(default_factory=CommQueue)
+    comm_queue: CommQueue = field(default_factory=CommQueue)
     row_exchanges: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
     def copy(self, target: Buffer, source: Buffer) -> None:
@@ -73,7 +73,7 @@ class BandTorchMachine(TorchMachine):
     """
 
     comm: Communicator
-    agenda: CommQueue = field(default_factory=CommQueue)
+    comm_queue: CommQueue = field(default_factory=CommQueue)
     row_exchanges: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
     def copy(self, target: Buffer, source: Buffer) -> None:

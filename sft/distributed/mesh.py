@@ -60,12 +60,6 @@ class LiveMesh:
     ranks: tuple[int, ...]
     timeout: timedelta
 
-    @property
-    def band_ranks(self) -> tuple[int, ...]:
-        """The global ranks that share this rank's image, band by band."""
-        first = self.replica * self.shape.num_bands
-        return self.ranks[first : first + self.shape.num_bands]
-
 
 def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
     """What an argument ``mesh`` stands for.

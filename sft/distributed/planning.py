@@ -19,9 +19,9 @@ from sft.common.errors import BudgetError, InputError
 from sft.distributed.balancing import balance_bands, run_divisions
 from sft.distributed.band_region import BandRegion, BandRegionBuilder
 from sft.distributed.communicator import Communicator
-from sft.distributed.link import RankTraffic
 from sft.distributed.machines import BandTracingMachine, CountingTransport
 from sft.distributed.mesh import MeshShape
+from sft.distributed.transport import RankTraffic
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.mesh_plan import MeshPlan, RankPlan
 from sft.planner.options import Options
@@ -152,9 +152,11 @@ def project_bands(bands: BandRegionBuilder, shape: MeshShape, which: Sequence[in
         region = bands.region(band)
         key = bands.likeness(region)
         if key not in alike:
-            link = CountingTransport()
-            machine = BandTracingMachine(on_host=bands.problem.on_host, comm=Communicator(link=link, shape=shape, replica=0, band=band))
-            alike[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), link.traffic)
+            transport = CountingTransport()
+            machine = BandTracingMachine(
+                on_host=bands.problem.on_host, comm=Communicator(transport=transport, shape=shape, replica=0, band=band)
+            )
+            alike[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), transport.traffic)
         found[band] = replace(alike[key], region=region)
     return found
 

@@ -1,9 +1,8 @@
-"""A rank of a mesh while it runs: its link, what it agrees on with the others, and its machines."""
+"""A rank of a running mesh: its transport, the agreements between ranks, and the machines that it runs passes on."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,23 +11,20 @@ import torch
 
 from sft.common.errors import InputError
 from sft.distributed.communicator import Communicator
-from sft.distributed.link import RankGroup, RankTraffic
 from sft.distributed.machines import BandTorchMachine
 from sft.distributed.mesh import LiveMesh
-from sft.distributed.process_link import ProcessTransport
+from sft.distributed.process_transport import ProcessTransport
+from sft.distributed.transport import RankGroup, RankTraffic
 
 __all__ = ["RankContext"]
 
-#: Links made so far between the same ranks: all of them count alike, as they call the same models first in the same order.
-_num_links: Counter[tuple[int, ...]] = Counter()
-
 
 class RankContext:
-    """One rank among others.
+    """Communication state of one rank.
 
     Args:
-        mesh: where it is.
-        device: where its tensors are.
+        mesh: the mesh and this rank's position in it.
+        device: device of this rank's tensors.
     """
 
     def __init__(self, mesh: LiveMesh, device: torch.device) -> None:
@@ -40,68 +36,66 @@ class RankContext:
             "replica": tuple(range(mesh.band, mesh.shape.num_ranks, num_bands)),
             "mesh": tuple(range(mesh.shape.num_ranks)),
         }
-        name = f"{'-'.join(map(str, mesh.ranks))}/{_num_links[mesh.ranks]}"
-        _num_links[mesh.ranks] += 1
-        self.link = ProcessTransport(mesh.ranks, members, mesh.timeout, device, name)
-        self.comm = Communicator(link=self.link, shape=mesh.shape, replica=mesh.replica, band=mesh.band)
+        self.transport = ProcessTransport(mesh.ranks, members, mesh.timeout, device, "model")
+        self.comm = Communicator(transport=self.transport, shape=mesh.shape, replica=mesh.replica, band=mesh.band)
 
     @property
     def traffic(self) -> RankTraffic:
-        """What this rank has sent and received for its steps."""
-        return self.link.traffic
+        """Bytes that this rank has sent and received in its steps."""
+        return self.transport.traffic
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context that fails on all ranks if it fails on one, and ends on none before all are through.
+    def synchronized(self) -> Iterator[None]:
+        """Run the body as a collective: it fails on all ranks if it fails on one, and returns when all ranks have finished it.
 
         Raises:
             RankError: another rank failed.
         """
-        with self.link.guarded():
+        with self.transport.propagate_failures():
             yield
-            self._wait()
+            self._all_arrived()
 
-    def meet(self) -> None:
-        """Make sure that all ranks are there, before something waits for them that does not know who is missing.
-
-        Raises:
-            RankError: one is not.
-        """
-        with self.link.guarded():
-            self._wait()
-
-    def _wait(self) -> None:
-        """Until all ranks are here."""
-        self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
-
-    def machine(self, device: torch.device, **parts: Any) -> BandTorchMachine:
-        """What runs a pass on this rank, of what a plain machine is made of."""
-        return BandTorchMachine(device=device, comm=self.comm, **parts)
-
-    def agree(self, what: Any, remedy: str) -> None:
-        """Make sure that all bands of this image are asked the same, or do the same.
+    def barrier(self) -> None:
+        """Wait for all ranks. Used before waits of other libraries, which cannot name a missing rank.
 
         Raises:
-            InputError: they are not.
+            RankError: a rank is missing.
         """
-        digest = hashlib.sha256(repr(what).encode()).digest()[:8]
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
-        differing = [band for band, other in enumerate(self.link.gathered("band", own)) if not torch.equal(other, own)]
+        with self.transport.propagate_failures():
+            self._all_arrived()
+
+    def _all_arrived(self) -> None:
+        """Wait until all ranks have reached this call."""
+        self.transport.all_gather("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+
+    def machine(self, device: torch.device, **arguments: Any) -> BandTorchMachine:
+        """The machine of one pass on this rank; ``arguments`` are those of ``TorchMachine``."""
+        return BandTorchMachine(device=device, comm=self.comm, **arguments)
+
+    def check_agreement(self, value: Any, remedy: str) -> None:
+        """Check that a value (inputs, modes, decisions) is the same on all bands of this image.
+
+        Raises:
+            InputError: it differs.
+        """
+        digest = hashlib.sha256(repr(value).encode()).digest()[:8]
+        local = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
+        differing = [band for band, remote in enumerate(self.transport.all_gather("band", local)) if not torch.equal(remote, local)]
         if differing:
-            raise InputError(f"bands {differing} of this image differ from band {self.mesh.band} ({what}); {remedy}")
+            raise InputError(f"bands {differing} of this image differ from band {self.mesh.band} ({value}); {remedy}")
 
-    def shared_seed(self, seed: torch.Tensor) -> torch.Tensor:
-        """The seed of the first rank of this image, so that all bands draw parts of one mask."""
-        common = seed.to(self.device)  # on the host itself, which is filled in place
-        self.link.broadcast("band", common)
-        return common.to(seed.device)
+    def broadcast_seed(self, seed: torch.Tensor) -> torch.Tensor:
+        """The seed of the first band of this image, so that all bands draw rows of one mask."""
+        shared = seed.to(self.device)  # a seed on the host is filled in place
+        self.transport.broadcast("band", shared)
+        return shared.to(seed.device)
 
-    def settled(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What buffers are to hold, once all ranks have come this far: the first replica's, whose images' statistics all take."""
-        found = buffers
+    def broadcast_buffers(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Next values of the buffers, on all ranks those of the first replica's images; returns when all ranks have arrived."""
+        values = buffers
         if self.mesh.shape.num_replicas > 1:
-            found = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in buffers]
-            for tensor in found:
-                self.link.broadcast("mesh", tensor)
-        self._wait()
-        return found
+            values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in buffers]
+            for tensor in values:
+                self.transport.broadcast("mesh", tensor)
+        self._all_arrived()
+        return values

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,13 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.common.errors import InputError
-from sft.distributed.link import Message
-from sft.distributed.process_link import ProcessTransport
+from sft.distributed.process_transport import ProcessTransport
+from sft.distributed.transport import Message
 
 __all__ = ["DataParallelGroup", "ShardStaging"]
-
-#: Links made so far between the same ranks, which all of them count alike.
-_num_links: Counter[tuple[int, ...]] = Counter()
 
 
 class DataParallelGroup:
@@ -58,9 +54,7 @@ class DataParallelGroup:
             )
         self.count, self.place = len(ranks), ranks.index(dist.get_rank())
         if self.count > 1:
-            name = f"replicas/{'-'.join(map(str, ranks))}/{_num_links[ranks]}"
-            _num_links[ranks] += 1
-            self._link = ProcessTransport(ranks, {"mesh": tuple(range(self.count))}, timeout, device, name)
+            self._link = ProcessTransport(ranks, {"mesh": tuple(range(self.count))}, timeout, device, "optimizer")
 
     def share_of(self, num_elements: int, place: int | None = None) -> tuple[int, int]:
         """The first element of a rank's share, and the one behind its last."""
@@ -104,14 +98,14 @@ class DataParallelGroup:
             return
         self._is_guarded = True
         try:
-            with self._link.guarded():
+            with self._link.propagate_failures():
                 yield
         finally:
             self._is_guarded = False
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, in the order of the ranks."""
-        return [tensor] if self._link is None else self._link.gathered("mesh", tensor)
+        return [tensor] if self._link is None else self._link.all_gather("mesh", tensor)
 
     def numbers(self, own: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers, in the order of the ranks."""

@@ -16,12 +16,10 @@ The link between device and host.
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
 
 __all__ = ["Alternative", "HostLink", "Stage", "StageChain", "stage_classes"]
@@ -168,22 +166,6 @@ class StageChain:
             if (other.first, other.last, other.mode) == (first, last, mode):
                 return other
         raise InputError(f"the chain has no alternative {mode!r} for stages {first}..{last}")
-
-    def to_json(self) -> str:
-        """The chain as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StageChain:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            InputError: it is not such text.
-        """
-        try:
-            return dataclass_from_dict(cls, parse_json_object(text))
-        except InputError as error:
-            raise InputError(f"this is no chain's JSON: {error}") from error
 
 
 def stage_classes(chain: StageChain) -> tuple[int, ...]:

@@ -17,12 +17,10 @@ What one computation of a schedule reads, makes and costs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
 from sft.solvers.chain import StageChain
 
@@ -48,7 +46,6 @@ OperationKind = Literal["forward", "loss", "backward", "free", "offload", "relea
 
 _KINDS = frozenset({"forward", "loss", "backward", "free", "offload", "release", "prefetch"})
 _SIGNS = {"free": "-", "offload": ">", "release": "~", "prefetch": "<"}
-_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,25 +105,6 @@ class Schedule:
     def count(self, kind: OperationKind) -> int:
         """How many stages the operations of a kind cover (or how many operations, if they cover none)."""
         return sum(o.last - o.first + 1 for o in self.operations if o.kind == kind)
-
-    def to_json(self) -> str:
-        """The schedule as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps({"format": _FORMAT, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            InputError: it is not such text, or of another version.
-        """
-        try:
-            data = parse_json_object(text)
-            if data.pop("format", None) != _FORMAT:
-                raise InputError(f"it was written by another version; this one reads format {_FORMAT}")
-            return dataclass_from_dict(cls, data)
-        except InputError as error:
-            raise InputError(f"this is no schedule's JSON: {error}") from error
 
 
 def activation_name(i: int) -> str:

@@ -11,7 +11,6 @@ refuses a schedule that reads what is not there, makes or frees a value twice, o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,10 +64,6 @@ class Simulation:
     def idle_seconds(self) -> float:
         """Time in which nothing is computed."""
         return max(0.0, self.seconds - self.compute_seconds)
-
-    def busy_seconds(self, stream: StreamName) -> float:
-        """Time in which a stream works."""
-        return math.fsum(event.end_seconds - event.start_seconds for event in self.events if event.stream == stream)
 
 
 def simulate(chain: StageChain, schedule: Schedule, *, link: HostLink | None = None) -> Simulation:

@@ -51,24 +51,24 @@ def _bands(
 
 
 def test_an_agenda_is_kept_in_order_and_shows_its_clock() -> None:
-    agenda, done = CommQueue(), list[tuple[str, int]]()
+    comm_queue, done = CommQueue(), list[tuple[str, int]]()
 
     def note(name: str) -> None:
-        done.append((name, agenda.clock))
+        done.append((name, comm_queue.clock))
 
-    agenda.put(2, partial(note, "late"))
-    agenda.put(0, partial(note, "first"))
-    agenda.put(2, partial(note, "later"))
-    agenda.put(5, partial(note, "last"))
+    comm_queue.put(2, partial(note, "late"))
+    comm_queue.put(0, partial(note, "first"))
+    comm_queue.put(2, partial(note, "later"))
+    comm_queue.put(5, partial(note, "last"))
     for strip in range(4):
-        agenda.reach(strip)
+        comm_queue.reach(strip)
     assert done == [("first", 0), ("late", 2), ("later", 2)]
-    assert len(agenda.entries) == 4, "what is done is held until the segment is through"
-    agenda.finish(5)
-    agenda.put(1, partial(note, "next"))
-    agenda.finish(1)
+    assert len(comm_queue.entries) == 4, "what is done is held until the segment is through"
+    comm_queue.finish(5)
+    comm_queue.put(1, partial(note, "next"))
+    comm_queue.finish(1)
     assert done[3:] == [("last", 5), ("next", 6)]
-    assert agenda.clock == 6 and not agenda.entries
+    assert comm_queue.clock == 6 and not comm_queue.entries
 
 
 _MESHES: dict[str, Callable[[], tuple[BandRegionBuilder, MeshShape]]] = {

@@ -97,21 +97,21 @@ def _raises_beside_messages(rank: int, method: str) -> str:
     net(x).sum().backward()
     grads = {name: parameter.grad for name, parameter in net.named_parameters()}
     net.zero_grad(set_to_none=True)
-    before, link, num_under_way = _state(net), net._sft_engine.party.link, 0
+    before, transport, num_under_way = _state(net), net._sft_engine.party.transport, 0
     original = getattr(BandSegment, method)
 
     def failing(segment: BandSegment, *arguments: Any) -> Any:
         nonlocal num_under_way
         found = original(segment, *arguments)
-        if rank == 1 and link._under_way:
-            num_under_way = len(link._under_way)
+        if rank == 1 and transport._pending_works:
+            num_under_way = len(transport._pending_works)
             raise OSError("the disk is gone")
         return found
 
     with patch.object(BandSegment, method, failing), pytest.raises((sft.SftError, OSError)) as caught:
         net(x).sum().backward()
     assert (num_under_way > 0) == (rank == 1)
-    assert not link._under_way, "a failed step leaves messages behind"
+    assert not transport._pending_works, "a failed step leaves messages behind"
     assert all(parameter.grad is None for parameter in net.parameters())
     if method == "_run_forward":
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

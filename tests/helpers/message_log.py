@@ -9,9 +9,9 @@ from typing import Any
 
 from sft.distributed.band_region import BandRegionBuilder
 from sft.distributed.communicator import Communicator
-from sft.distributed.link import Message, RankGroup, RankTraffic, Topic
 from sft.distributed.machines import BandTracingMachine
 from sft.distributed.mesh import MeshShape
+from sft.distributed.transport import Message, RankGroup, RankTraffic, Topic
 from sft.planner.projection import Projection, project_step
 from sft.runtime.moves import ScheduleOp
 
@@ -57,7 +57,7 @@ class _Log:
 
     @property
     def _now(self) -> tuple[str, int]:
-        return self.machine.move, self.machine.agenda.clock
+        return self.machine.move, self.machine.comm_queue.clock
 
     def _rank(self, over: RankGroup, member: int) -> int:
         num_bands = self.shape.num_bands
@@ -88,12 +88,12 @@ class LoggedStep:
 
 def logged_step(bands: BandRegionBuilder, shape: MeshShape, replica: int, band: int, *, exactly: bool = True) -> LoggedStep:
     """A step of byte counts, strip by strip or (not ``exactly``) added up."""
-    link = _Log(shape, replica, band)
-    comm = Communicator(link=link, shape=shape, replica=replica, band=band)
-    link.machine = machine = LoggedMachine(on_host=bands.problem.on_host, comm=comm)
+    transport = _Log(shape, replica, band)
+    comm = Communicator(transport=transport, shape=shape, replica=replica, band=band)
+    transport.machine = machine = LoggedMachine(on_host=bands.problem.on_host, comm=comm)
     projection = project_step(bands.problem, bands.region(band), exactly=exactly, machine=machine)
-    assert not machine.row_exchanges and not machine.agenda.entries, "a step ends with rows under way"
-    return LoggedStep(tuple(link.events), projection, link.traffic)
+    assert not machine.row_exchanges and not machine.comm_queue.entries, "a step ends with rows under way"
+    return LoggedStep(tuple(transport.events), projection, transport.traffic)
 
 
 def num_stuck(ranks: Sequence[Sequence[Event]], *, in_order: bool) -> int:

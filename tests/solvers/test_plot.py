@@ -1,4 +1,4 @@
-"""Sweeps over budgets, and their pictures."""
+"""Strategies over a range of budgets, and the figure of time against memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.common.errors import InputError, SourceError
-from sft.solvers.chain import HostLink
+from sft.common.errors import BudgetError, InputError, SourceError
+from sft.solvers.chain import HostLink, StageChain
 from sft.solvers.offloading import plain_peak_bytes
-from sft.solvers.plot import ParetoPoint, pareto_front, points_to_csv, sweep_budgets
+from sft.solvers.plot import ParetoPoint, pareto_front
 from sft.solvers.registry import SOLVERS, get_solver
 from sft.solvers.simulate import simulate
 from tests.helpers.chains import random_chain
@@ -22,24 +22,31 @@ def _point(name: str, peak_bytes: int, seconds: float) -> ParetoPoint:
     return ParetoPoint(strategy=name, budget_bytes=peak_bytes, seconds=seconds, peak_bytes=peak_bytes, host_bytes=0)
 
 
-def test_a_sweep_has_every_strategy_within_every_budget_that_it_can_meet() -> None:
+def _min_budget(chain: StageChain, name: str) -> int:
+    with pytest.raises(BudgetError) as refusal:
+        get_solver(name)(chain, budget_bytes=1, link=_LINK)
+    return refusal.value.needed_bytes
+
+
+def test_every_strategy_stays_within_every_budget_that_it_can_meet_and_none_is_faster_than_auto() -> None:
     chain = random_chain(random.Random(41), 6)
-    points = sweep_budgets(chain, num_budgets=4, link=_LINK)
-    assert {point.strategy for point in points} == set(SOLVERS)
-    for point in points:
-        assert point.peak_bytes <= point.budget_bytes
-        found = simulate(chain, get_solver(point.strategy)(chain, budget_bytes=point.budget_bytes, link=_LINK), link=_LINK)
-        assert (found.seconds, found.peak_bytes, found.host_peak_bytes) == (point.seconds, point.peak_bytes, point.host_bytes)
-    autos = {point.budget_bytes: point.seconds for point in points if point.strategy == "auto"}
-    assert all(point.seconds >= autos[point.budget_bytes] for point in points if point.budget_bytes in autos)
-    assert [point.budget_bytes for point in points if point.strategy == "none"] == [plain_peak_bytes(chain)]
-    lines = points_to_csv(points).splitlines()
-    assert lines[0] == "strategy,budget_bytes,seconds,peak_bytes,host_bytes" and len(lines) == len(points) + 1
-    with pytest.raises(InputError, match="two budgets"):
-        sweep_budgets(chain, num_budgets=1)
+    least = {name: _min_budget(chain, name) for name in SOLVERS}
+    top, low = least["none"], min(least.values())
+    assert top == plain_peak_bytes(chain)
+    grid = {round(top * (low / top) ** (step / 3)) for step in range(4)}
+    seconds: dict[str, dict[int, float]] = {}
+    for name, solver in SOLVERS.items():
+        for budget in {*(budget for budget in grid if budget >= least[name]), least[name]}:
+            simulation = simulate(chain, solver(chain, budget_bytes=budget, link=_LINK), link=_LINK)
+            assert simulation.peak_bytes <= budget
+            seconds.setdefault(name, {})[budget] = simulation.seconds
+    assert set(seconds) == set(SOLVERS)
+    for times in seconds.values():
+        assert all(time >= seconds["auto"][budget] for budget, time in times.items() if budget in seconds["auto"])
+    assert list(seconds["none"]) == [plain_peak_bytes(chain)]
 
 
-def test_the_front_is_what_nothing_betters() -> None:
+def test_the_front_has_the_points_that_no_other_point_betters() -> None:
     a, b, c, d = _point("a", 1, 9.0), _point("b", 2, 9.0), _point("c", 3, 4.0), _point("d", 3, 5.0)
     assert pareto_front([d, c, b, a]) == (a, c)
 
@@ -48,20 +55,17 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from sft.solvers import plot
 
-    chain = random_chain(random.Random(42), 6)
-    budget = plain_peak_bytes(chain) * 3 // 4
-    found = simulate(chain, get_solver("auto")(chain, budget_bytes=budget, link=_LINK), link=_LINK)
-    plot.save_figure(plot.timeline_figure(found, budget_bytes=budget, title="auto"), tmp_path / "time.png")
-    plot.save_figure(plot.pareto_figure([_point("a", 1, 2.0), _point("auto", 1, 1.0)], plain_seconds=1.0), tmp_path / "front.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["front.png", "time.png"]
-    before = (tmp_path / "time.png").read_bytes()
+    points = [_point("a", 1, 2.0), _point("auto", 1, 1.0)]
+    plot.save_figure(plot.pareto_figure(points, plain_seconds=1.0, title="auto"), tmp_path / "front.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["front.png"]
+    before = (tmp_path / "front.png").read_bytes()
     assert before.startswith(b"\x89PNG") and len(before) > 5000
-    figure = plot.timeline_figure(found)
-    with pytest.raises(InputError, match=r"time\.strange"):
-        plot.save_figure(figure, tmp_path / "time.strange")
+    figure = plot.pareto_figure(points)
+    with pytest.raises(InputError, match=r"front\.strange"):
+        plot.save_figure(figure, tmp_path / "front.strange")
     with pytest.raises(SourceError):
-        plot.save_figure(figure, tmp_path / "nowhere" / "time.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["front.png", "time.png"]
-    assert (tmp_path / "time.png").read_bytes() == before
+        plot.save_figure(figure, tmp_path / "nowhere" / "front.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["front.png"]
+    assert (tmp_path / "front.png").read_bytes() == before
     with pytest.raises(InputError, match="no points"):
         plot.pareto_figure([])

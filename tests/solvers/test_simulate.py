@@ -106,7 +106,7 @@ def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
         _event("compute", "B1", 9.0, 13.0),
     )
     assert (found.seconds, found.idle_seconds, found.host_peak_bytes) == (13.0, 1.0, 10)
-    assert found.busy_seconds("down") == 5.0
+    assert sum(event.end_seconds - event.start_seconds for event in found.events if event.stream == "down") == 5.0
     late = (*operations[:6], backward_op(2), prefetch_op("x0"), *_PLAIN[5:])
     assert simulate(_CHAIN, _schedule(*late), link=_SLOW).seconds == 9.0 + 2.0 + 4.0
 
@@ -201,10 +201,7 @@ def test_a_streamed_cut_is_never_on_the_device() -> None:
         simulate(chain, replace(schedule, streamed_cuts=(7,)))
 
 
-def test_json_round_trips_and_text() -> None:
-    tile = Alternative(first=1, last=2, mode="tile(4)", forward_seconds=1, backward_seconds=1, streamable=True)
-    chain = StageChain(input_bytes=10, input_grad_bytes=3, stages=(_STAGE, replace(_STAGE, saved_bytes=3)), alternatives=(tile,))
-    assert StageChain.from_json(chain.to_json()) == chain
+def test_the_text_of_a_schedule_has_a_sign_for_each_operation() -> None:
     schedule = Schedule(
         strategy="test",
         operations=(
@@ -218,14 +215,9 @@ def test_json_round_trips_and_text() -> None:
         streamed_cuts=(1,),
         streamed_weights=(2,),
     )
-    assert Schedule.from_json(schedule.to_json()) == schedule
     assert str(schedule) == "F1-2[tile(4)]+ >x2 ~x2 <x2 L B1-2[tile(4)]"
-    for text in ("", "[]", "{}", '{"format": 99}', '{"format": 1, "strategy": "x", "operations": [{"kind": "jump"}]}'):
-        with pytest.raises(InputError):
-            Schedule.from_json(text)
-    for text in ("", "[]", '{"input_bytes": 1, "stages": []}', '{"input_bytes": 1, "stages": [{"forward_seconds": 1}]}'):
-        with pytest.raises(InputError):
-            StageChain.from_json(text)
+    with pytest.raises(InputError, match="jump"):
+        Operation(kind="jump")  # type: ignore[arg-type]  # an unknown kind
 
 
 def test_impossible_chains_and_links_are_refused() -> None:

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import sft
 from sft.backends.resolve import check_triton
-from sft.distributed import process_link as link
-from sft.distributed.link import TOPICS
-from sft.distributed.process_link import _batched_p2p
+from sft.distributed import process_transport
+from sft.distributed.process_transport import _batched_p2p
+from sft.distributed.transport import TOPICS
 from sft.lower import joint_traces as traces
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
@@ -201,7 +201,7 @@ def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda topic, _: topic)
     device = torch.device("cuda", 1)
-    groups = link._new_groups(None, 0, 2, timedelta(seconds=1), device)
+    groups = process_transport._new_groups(None, 0, 2, timedelta(seconds=1), device)
     assert connected == [(topic, device) for topic in TOPICS if topic != "control"]
     assert groups["control"] is groups["globals"]
 

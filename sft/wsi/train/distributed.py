@@ -3,7 +3,7 @@
 Ranks come in *replicas*, which have slides of their own, of *bands*, which share one slide. The slides of a group are dealt out to the
 replicas like cards, so that what one process does one after another, in order, is done side by side, and put back into that order.
 
-Everything is said over one link of the program's own (`sft.distributed.process_link`), from the memory of the host: a rank that fails
+Everything is said over one link of the program's own (`sft.distributed.process_transport`), from the memory of the host: a rank that fails
 tells the others why, and all of them fail, with a :class:`sft.common.errors.RankError`. Sums are taken in the order of the replicas, so
 all ranks have the same bits. What is said beside gradients is pickled; all ranks are processes of one program, started by one person.
 
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from sft.common.errors import InputError, RankError
 from sft.distributed.all_reduce import DenseBuffer, all_reduce_buffers
-from sft.distributed.link import RankGroup
 from sft.distributed.mesh import LiveMesh, MeshShape
 from sft.distributed.rank_context import RankContext
+from sft.distributed.transport import RankGroup
 from sft.wsi.config import RanksConfig
 
 __all__ = ["SINGLE_RANK", "Ranks", "SingleRank", "World", "connect_ranks", "joined", "rendezvous_ranks"]
@@ -235,19 +235,19 @@ class _MultiRank:
     @contextmanager
     def together(self) -> Iterator[None]:
         """A context that fails on all ranks if it fails on one, and that nobody leaves before all are through."""
-        with self._rank_context.link.guarded():
+        with self._rank_context.transport.propagate_failures():
             self.gathered(None)  # connections are there from the beginning, so that whoever dies is missed at once
             yield
             self.gathered(None)
 
     def gathered(self, value: T, among: RankScope = "all") -> list[T]:
-        link, over = self._rank_context.link, _over(among)
+        transport, over = self._rank_context.transport, _over(among)
         own = _bytes_of(value)
-        with link.guarded():
-            sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()], device="cpu"))]
+        with transport.propagate_failures():
+            sizes = [int(size) for size in transport.all_gather(over, torch.tensor([own.numel()], device="cpu"))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: own.numel()] = own
-            everybody = link.gathered(over, padded)
+            everybody = transport.all_gather(over, padded)
         return [_value_of(other[:size]) for other, size in zip(everybody, sizes, strict=True)]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -266,7 +266,7 @@ class _MultiRank:
                 # In the order of the indices, whatever layout each rank's gradient has.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
         sums = [DenseBuffer(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
-        with self._rank_context.link.guarded():
+        with self._rank_context.transport.propagate_failures():
             all_reduce_buffers(self._rank_context.machine(_HOST), sums, "replica", "parameters")
         for gradient, host in staged:
             gradient.copy_(host)
@@ -292,13 +292,13 @@ class _MultiRank:
 
     def _spread(self, over: RankGroup, value: Any) -> Any:
         """The value of a group's first member, on all of them."""
-        link = self._rank_context.link
+        transport = self._rank_context.transport
         own = _bytes_of(value)
         size = torch.tensor([own.numel()], device="cpu")
-        with link.guarded():
-            link.broadcast(over, size)
+        with transport.propagate_failures():
+            transport.broadcast(over, size)
             data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            link.broadcast(over, data)
+            transport.broadcast(over, data)
         return _value_of(data)
 
 

@@ -102,7 +102,7 @@ def build(case: ModelCase) -> nn.Module:
     if case.name == "resnet50":
         model: nn.Module = models.resnet50(1000)
     else:
-        model = ModelName(text=f"torchvision:{case.name}", place="network", options_place="build").maker().make({})
+        model = ModelName(text=f"torchvision:{case.name}", place="network", options_place="build").factory().make({})
     return (models.freeze_norm(model) if case.frozen else model).double().train()
 
 

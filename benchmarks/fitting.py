@@ -89,7 +89,7 @@ def answer(question: Question) -> Measured:
     torch.set_num_threads(question.threads)
     torch.manual_seed(0)
     name = ModelName(text=f"torchvision:{question.network}", place="network", options_place="answer")
-    plain = name.maker().make({}).train()
+    plain = name.factory().make({}).train()
     x = torch.randn(question.batch, 3, question.side, question.side)
     net: Any = sft.compile(copy.deepcopy(plain), tuple(x.shape), budget="1TiB")
     rounds = [(_seconds(plain, x), _seconds(net, x)) for _ in range(_NUM_WARMUPS + question.rounds)][_NUM_WARMUPS:]

@@ -125,7 +125,7 @@ def build(network: str) -> nn.Module:
             model = models.unet(1)
         else:
             case = NETWORKS[network]
-            model = ModelName(text=f"torchvision:{case.of_torchvision}", place="network", options_place="build").maker().make({})
+            model = ModelName(text=f"torchvision:{case.of_torchvision}", place="network", options_place="build").factory().make({})
             model = models.freeze_norm(model) if case.frozen else model
     return model.train()
 

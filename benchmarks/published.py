@@ -84,7 +84,7 @@ LINK = HostLink(down_bytes_per_second=12.2e9, up_bytes_per_second=12.2e9, full_d
 def make_model(name: str) -> nn.Module:
     """A network of torchvision on the meta device, in training mode."""
     arguments = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
-    maker = ModelName(text=f"torchvision:{name}", place="network", options_place="make_network").maker()
+    maker = ModelName(text=f"torchvision:{name}", place="network", options_place="make_network").factory()
     with torch.device("meta"):
         return maker.make(arguments).train()
 

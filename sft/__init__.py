@@ -1,4 +1,4 @@
-"""Exact training of convolutional networks on images that do not fit the device, inside a byte budget.
+"""Exact training of convolutional networks on images that exceed the device's memory, inside a byte budget.
 
 >>> import torch, sft
 >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU())

@@ -1,4 +1,4 @@
-"""``python -m sft``."""
+"""Entry point of ``python -m sft``."""
 
 from sft.cli.main import main
 

@@ -56,7 +56,7 @@ def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
     False
     """
     reader = _FingerprintReader({id(module) for module in contents.modules.values()})
-    return tuple(reader.of_module(path, module) for path, module in contents.places)
+    return tuple(reader.of_module(path, module) for path, module in contents.named_modules)
 
 
 class _FingerprintReader:

@@ -1,4 +1,4 @@
-"""``sft.check``: what of a model runs in strips."""
+"""``sft.check``: a report of the operators of a model that run in strips, and of those that cannot."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["CheckReport", "check", "check_capturable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What of a model runs in strips.
+    """Result of :func:`check`.
 
     Attributes:
         ok: whether the model compiles.
-        problems: why not: one line an operator, with module path and remedy.
+        problems: if not, one line per operator, with module path and remedy.
         num_streamed: operators that run in strips.
-        num_whole: operators that run on whole tensors.
-        num_phases: runs between barriers (global values).
-        whole_reasons: why operators that read an image run on whole tensors: one line each, with module path and remedy.
+        num_whole: operators that run on full tensors.
+        num_phases: phases between barriers (global values).
+        whole_reasons: reasons why operators that read an image run on full tensors: one line each, with module path and remedy.
     """
 
     ok: bool
@@ -46,7 +46,7 @@ class CheckReport:
 
 
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
-    """What of ``model`` can run in strips, what cannot, and what to do about it. Never raises."""
+    """Report which operators of ``model`` run in strips, which cannot, and remedies. Never raises."""
     try:
         check_capturable(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
@@ -69,7 +69,11 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Refuse modules that cannot be looked into."""
+    """Refuse modules that cannot be captured.
+
+    Raises:
+        InputError: a module with its own ``__call__``, a data-parallel wrapper, a scripted module, or lazy parameters.
+    """
     if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise InputError(
             f"(the model itself): {type(model).__name__} has a `__call__` of its own, which would run around and inside of what is "
@@ -81,8 +85,8 @@ def check_capturable(model: nn.Module) -> None:
             "the compiled one in nn.parallel.DistributedDataParallel"
         )
     for path, module in model.named_modules():
-        where = f"{path or '(the model itself)'}: {type(module).__name__}"
+        label = f"{path or '(the model itself)'}: {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"{where}: a scripted or traced module cannot be captured; give the module that it was made of")
+            raise InputError(f"{label}: a scripted or traced module cannot be captured; give the module that it was made of")
         if any(is_lazy(value) for value in (*module._parameters.values(), *module._buffers.values())):
-            raise InputError(f"{where}: its parameters are not initialised yet; call the model once before it is compiled")
+            raise InputError(f"{label}: its parameters are not initialised yet; call the model once before it is compiled")

@@ -1,4 +1,4 @@
-"""``sft.compile`` and ``sft.plan``."""
+"""The entry points ``sft.compile`` and ``sft.plan``: they check the arguments, and delegate to an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sft.torch_runtime.streamed_parameters import StreamedParameters
 
 __all__ = ["compile", "plan"]
 
-#: The memory of a small card.
+#: Memory of a small GPU.
 DEFAULT_BUDGET = "11GiB"
 
 
@@ -38,38 +38,38 @@ def compile(
     mesh: Any = None,
     options: Options | None = None,
 ) -> Any:
-    """A module that computes what ``model`` computes, with the same gradients, inside ``budget`` bytes.
+    """Wrap ``model`` in a module that computes the same outputs and gradients inside ``budget`` bytes.
 
     Args:
-        model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded: by ``fully_shard`` (FSDP2),
-            applied before, to the model itself and any of its parts. Outputs, gradients and updates are those of whole weights.
+        model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded by ``fully_shard`` (FSDP2),
+            applied before to the model and any of its submodules. Outputs, gradients and updates are those of unsharded weights.
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. Inputs of three to five dimensions
-            are images; a model without any (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on whole tensors. ``None`` stands
-            for an extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any
-            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape, for the type of its numbers
-            where these are whole, and for inputs that want a gradient where it requires one. Or the input itself where it will be read in
-            strips (an array, a slide, a source): the plan then is one for inputs that are never resident.
-        budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
-            when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
-            ``plan`` was made for).
-        device: where to run; the model is moved there. The model's own device by default.
-        optimizer: counts its state into the budget: what it holds, or before its first step what it will. Or the bytes of a state that is
-            known otherwise.
-        output: where outputs go, those of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
+            are images; a model without images (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on full tensors. ``None`` denotes
+            an extent that varies; planning then waits for the first call. A new size is planned on first use. A tensor (on any
+            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) gives its shape, its element type if that is an
+            integer type, and a requested gradient if it requires one. Alternatively the input itself, if it is to be read in strips (an
+            array, a slide, a source): the plan is then for inputs that are never resident.
+        budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
+            if ``optimizer`` is given, inputs, outputs, and all memory of the step. Default: `None` (11 GiB, or the budget of a given
+            ``plan``).
+        device: where to run; the model is moved there. Default: the model's device.
+        optimizer: its state counts in the budget: the present state, or before its first step the projected one. Alternatively the bytes
+            of the state.
+        output: destination of the outputs of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
             larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
-            strip. Or the path of a ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped
-            file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
-        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says. One
-            that needs more than ``budget`` here (it may have been made on another machine) is refused.
+            strip. Or the path of a ``.npy`` file (a list with one per output for several outputs): the output is then a tensor that maps
+            the file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
+        plan: a plan from :func:`plan` or from JSON, used for calls with its input shapes and its placements of inputs and outputs. A plan
+            that needs more than ``budget`` on this machine is refused.
         mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out): all its ranks
-            compile and call the model together. Ranks along ``"band"`` share one image, of which each runs a band of rows; all of them
-            give the same input (a tensor of the whole image, or a source, of which each reads its own rows and a few of its neighbours').
-            Outputs are whole and equal on all of them, so that each computes the same loss; with ``output="band"`` outputs that are
-            images stay where they are made, ``net.band_rows(output)`` says which rows those are, and the loss that is minimised is the sum
-            over bands of what each computes of its own rows. Ranks along ``"replica"`` have images of their own. After ``backward`` the
+            compile and call the model together. Ranks along ``"band"`` share one image, of which each computes a band of rows; all of them
+            pass the same input (a tensor of the full image, or a source, of which each rank reads its own rows and a halo).
+            Outputs are complete and equal on all of them, so that each computes the same loss. With ``output="band"`` image outputs
+            stay on the rank that computes them, ``net.band_rows(output)`` gives its rows, and the minimised loss is the sum
+            over bands of each rank's loss on its own rows. Ranks along ``"replica"`` have different images. After ``backward`` the
             parameters' gradients are equal on all ranks: sums over bands, means over replicas. Or a pair ``(replicas, bands)``, to plan
-            without any processes. ``budget`` is each rank's.
-        options: wishes about the plan.
+            without processes. ``budget`` is per rank.
+        options: options of the plan.
 
     Raises:
         UnsupportedError: operators without an exact rule, each with its module path and a remedy.
@@ -85,14 +85,16 @@ def compile(
     if options is not None and not isinstance(options, Options):
         raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
-        given = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
-        raise InputError(f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {given}; leave it out where there is none")
-    resolved = resolve_mesh(mesh, (options or Options()).mesh_timeout)
-    if destination.in_bands and resolved is None:
+        received = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
+        raise InputError(
+            f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out where there is none"
+        )
+    resolved_mesh = resolve_mesh(mesh, (options or Options()).mesh_timeout)
+    if destination.in_bands and resolved_mesh is None:
         raise InputError("output='band' is for several ranks: give a mesh, or output='device'")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
-    if plan is not None and (resolved is not None or plan.mesh is not None):
+    if plan is not None and (resolved_mesh is not None or plan.mesh is not None):
         raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
     examples = examples_of(input_shape)
     shapes = () if examples else shapes_of(input_shape)
@@ -100,7 +102,7 @@ def compile(
         budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
     if (options or Options()).streams_weights:
-        check_can_stream(resolved, None)
+        check_can_stream(resolved_mesh, None)
     if device is not None:
         _move_to_device(model, available_device(device), options or Options())
     engine = Engine(
@@ -110,14 +112,14 @@ def compile(
         optimizer=optimizer,
         plan=plan,
         destination=destination,
-        mesh=resolved,
+        mesh=resolved_mesh,
     )
     net = wrap_module(model, engine)
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
     elif all(extent is not None for shape in shapes for extent in shape):
-        known = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
-        engine.last_plan = engine.plan_for_shapes(known, dtypes_of(input_shape), input_grads_of(input_shape))
+        static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
+        engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape))
     return net
 
 
@@ -129,9 +131,9 @@ def plan(
     options: Options | None = None,
     **compile_arguments: Any,
 ) -> Plan:
-    """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
+    """The plan that :func:`compile` would use; no step is run. The model may be on the meta device.
 
-    Of a model on a GPU the parts of the plan are tried there, each once on numbers of its own: only the device knows what it takes besides
+    For a model on a GPU each segment of the plan is run once on dummy data: only the device knows its memory beyond
     tensors (``Plan.overhead_bytes``).
 
     Raises:
@@ -140,20 +142,20 @@ def plan(
     net = compile(model, input_shape, budget=budget, options=options, **compile_arguments)
     if net._sft_engine.last_plan is None:
         raise InputError(f"a plan needs every extent, got input_shape {input_shape!r}")
-    found: Plan = net._sft_engine.last_plan
-    return found
+    result: Plan = net._sft_engine.last_plan
+    return result
 
 
 def _move_to_device(model: nn.Module, device: torch.device, options: Options) -> None:
-    """Move a model to a device: of one whose weights are streamed only what is resident."""
+    """Move a model to a device; with streamed weights only its resident tensors."""
     if not options.streams_weights:
         model.to(device)
         return
-    taken = StreamedParameters.of(model, device, options.weights_file)
-    own = {id(param) for param in taken.params.values()}
+    streamed = StreamedParameters.of(model, device, options.weights_file)
+    streamed_ids = {id(param) for param in streamed.params.values()}
     with torch.no_grad():
         for module in model.modules():
             for param in module._parameters.values():
-                if param is not None and id(param) not in own:
+                if param is not None and id(param) not in streamed_ids:
                     param.data = param.to(device)
             module._buffers.update((name, None if buffer is None else buffer.to(device)) for name, buffer in module._buffers.items())

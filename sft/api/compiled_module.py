@@ -1,8 +1,8 @@
 """The class of compiled modules.
 
-A compiled module is an instance of a subclass of the model's own class that shares the model's ``__dict__``: parameters, buffers,
-submodules, hooks and the training flag are the same objects under the same names, whichever of the two is asked or changed. The
-engine sits in a slot of its own, outside that dictionary, so ``state_dict`` and everything else that walks a module never sees it.
+A compiled module is an instance of a subclass of the model's class that shares the model's ``__dict__``: parameters, buffers, submodules,
+hooks and the training flag are the same objects under the same names in both. The engine is stored in a slot outside that dictionary, so
+``state_dict`` and all other code that traverses a module never sees it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["CompiledModule", "wrap_module"]
 
 
 class _OverridableMethod:
-    """A method that tools replace on an instance (``net.forward = wrapped``): kept apart from the dictionary, which is the model's, too."""
+    """A method that tools may replace on an instance (``net.forward = wrapped``), stored outside the dictionary that the model shares."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -47,7 +47,7 @@ class _OverridableMethod:
 
 
 class CompiledModule:
-    """What a compiled module adds to its model's class."""
+    """The methods that a compiled module adds to its model's class."""
 
     __slots__ = ()
     _sft_engine: Engine
@@ -58,22 +58,22 @@ class CompiledModule:
     def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
         """The model's output.
 
-        Inputs that are no tensors on the model's device are read strip by strip and never whole in its memory: host tensors of a
-        model that is elsewhere, NumPy arrays and memmaps (uint8 pixels divided by 255), slides (`sft.sources.Raster`), and whatever else
-        is a `sft.sources.Source`. They must stay as they are until the backward pass is through: it reads them again, and nobody
-        would notice a change.
+        Inputs that are not tensors on the model's device are read strip by strip, and are never completely in its memory: host tensors of a
+        model on another device, NumPy arrays and memmaps (uint8 pixels divided by 255), slides (`sft.sources.Raster`), and any other
+        `sft.sources.Source`. They must stay unchanged until the backward pass has completed: it reads them again, and changes are not
+        detected.
 
         Args:
             inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`. By position, or by the
-                names that the model's own ``forward`` has for them.
+                names of the model's own ``forward``.
             input_grad: a writable array (or `sft.sources.RowSink`) of the input's shape that the backward pass fills with the
-                input's gradient, strip by strip: what it held is replaced. For several inputs a sequence, None where no gradient is
-                wanted. If the backward pass fails, its content is undefined. Default: `None`
+                input's gradient, strip by strip; its former content is replaced. For several inputs a sequence, None where no gradient is
+                requested. If the backward pass fails, its content is undefined. Default: `None`
 
         Raises:
-            InputError: an argument is wrong; nothing was changed.
-            UnsupportedError: somebody traces the call instead of running it.
-            SourceError: rows cannot be read, or an output cannot be written; nothing was changed.
+            InputError: an argument is wrong; no state was changed.
+            UnsupportedError: the call is traced instead of run.
+            SourceError: rows cannot be read, or an output cannot be written; no state was changed.
             BudgetError: no plan fits.
         """
         refuse_tracing(inputs)
@@ -81,60 +81,60 @@ class CompiledModule:
 
     @property
     def last_reading(self) -> Reading | None:
-        """What the last call read of inputs that are not resident, and how much of the time was hidden; None if they all were."""
+        """Statistics of the last call's streamed inputs: bytes, and time hidden by prefetching; None if all inputs were resident."""
         return self._sft_engine.last_reading
 
     @property
     def last_skipping(self) -> Skipping | None:
-        """What strips the last call left out; its backward pass adds its own. None without ``Options(skip_repeats=True)``."""
+        """Strips that the last call skipped; its backward pass adds its own. None without ``Options(skip_repeats=True)``."""
         return self._sft_engine.last_skipping
 
     @property
     def weight_counters(self) -> StreamCounters | None:
-        """What passes have read of streamed weights, summed up; None if they were not streamed yet."""
-        taken = self._sft_engine.streamed_weights
-        return None if taken is None else taken.counters
+        """Counters of all passes over streamed weights; None if they are not streamed yet."""
+        streamed = self._sft_engine.streamed_weights
+        return None if streamed is None else streamed.counters
 
     @property
     def plan(self) -> Plan:
         """The plan of the last call, or of the shape given to ``compile``."""
-        found = self._sft_engine.last_plan
-        if found is None:
+        plan = self._sft_engine.last_plan
+        if plan is None:
             raise InputError("no plan yet: the input shape varies; call the module or plan_for(shape) first")
-        return found
+        return plan
 
     def band_rows(self, extent: int) -> tuple[int, int]:
-        """Of a value of so many rows the first one that is this rank's, and the one behind its last.
+        """First and last (exclusive) row of this rank, for a value of ``extent`` rows.
 
         Raises:
-            InputError: the model was not compiled for a mesh of processes, or there is no plan yet.
+            InputError: the model was not compiled for a mesh of processes, or no plan exists yet.
         """
         return self._sft_engine.band_rows(extent)
 
     def plan_for(self, *inputs: Any, input_grad: Any = None) -> Plan:
-        """The plan for these inputs, given as a call would give them or as shapes (of tensors on the device)."""
+        """The plan for these inputs, passed as in a call, or as shapes (of tensors on the device)."""
         if inputs and all(isinstance(value, torch.Tensor) or is_streamable_input(value) for value in inputs):
             return self._sft_engine.plan_for_inputs(inputs, input_grad)
-        given = inputs[0] if len(inputs) == 1 else inputs
-        wanted = shapes_of(given)
-        shapes = [tuple(extent for extent in shape if extent is not None) for shape in wanted]
-        if shapes != list(wanted):
+        input_shape = inputs[0] if len(inputs) == 1 else inputs
+        requested = shapes_of(input_shape)
+        shapes = [tuple(extent for extent in shape if extent is not None) for shape in requested]
+        if shapes != list(requested):
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
-        return self._sft_engine.plan_for_shapes(shapes, dtypes_of(given))
+        return self._sft_engine.plan_for_shapes(shapes, dtypes_of(input_shape))
 
-    #: What ``nn.Module.compile`` of the plain model leaves in the shared dictionary: it would run that model, and on its own.
+    #: Hides the entry of ``nn.Module.compile`` of the plain model in the shared dictionary, which would run that model.
     _compiled_call_impl = property(lambda self: None)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """What ``nn.Module`` has for ``torch.compile`` in place."""
+        """Refuse the in-place ``torch.compile`` of ``nn.Module``."""
         refuse_wrapping("its own method compile()", "use torch.compile(net), which compiles what is around it")
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` asks for."""
+        """Refuse ``torch.jit.script``."""
         refuse_wrapping("torch.jit.script", "script the original model")
 
     def _replicate_for_data_parallel(self) -> Any:
-        """What ``nn.DataParallel`` asks for, with more than one device."""
+        """Refuse ``nn.DataParallel`` with more than one device."""
         refuse_wrapping("nn.DataParallel", "use nn.parallel.DistributedDataParallel")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -149,27 +149,28 @@ class CompiledModule:
 
 
 class _CompiledShardedModule(CompiledModule):
-    """What a compiled module adds to the class of a model that is sharded by ``fully_shard``."""
+    """The additions to the class of a model that is sharded by ``fully_shard``."""
 
     __slots__ = ()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         sharding = self._sft_engine.sharding
         assert sharding is not None
-        self._sft_engine.meet()  # FSDP would wait for its own timeout, and not say for whom
+        self._sft_engine.meet()  # FSDP would wait for its own timeout, and not name the missing rank
         with sharding.calling():
             return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
 
     def _get_fsdp_state(self) -> Any:
-        """FSDP finds the state of a module by the object that it was given."""
+        """State of FSDP, which looks it up by the object that it sharded."""
         model: Any = self._sft_engine.model
         return model._get_fsdp_state()
 
 
 def _refuse_copies(engine: Engine) -> None:
-    """
+    """Refuse to copy a model whose weights are in a file.
+
     Raises:
-        InputError: the weights have a file, which is one model's.
+        InputError: the file belongs to one model.
     """
     file = engine.preparation.options.weights_file
     if file is not None:
@@ -177,16 +178,16 @@ def _refuse_copies(engine: Engine) -> None:
 
 
 def _copy_settings(engine: Engine) -> dict[str, Any]:
-    """What a copy is compiled with; an optimizer is one of the original's parameters, and the copy's is not known."""
-    asked = engine.preparation
+    """Engine arguments of a copy. An optimizer object belongs to the original's parameters, and is not passed on."""
+    plan_cache = engine.preparation
     return {
-        "budget_bytes": asked.budget_bytes,
-        "options": asked.options,
-        "optimizer": asked.optimizer if isinstance(asked.optimizer, int) else None,
-        "plan": asked.given_plan,
-        "destination": asked.destination,
-        "mesh": asked.mesh,
-        "backend": asked.backend,
+        "budget_bytes": plan_cache.budget_bytes,
+        "options": plan_cache.options,
+        "optimizer": plan_cache.optimizer if isinstance(plan_cache.optimizer, int) else None,
+        "plan": plan_cache.given_plan,
+        "destination": plan_cache.destination,
+        "mesh": plan_cache.mesh,
+        "backend": plan_cache.backend,
     }
 
 
@@ -195,9 +196,10 @@ def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
 
 
 def wrap_module(model: nn.Module, engine: Engine) -> Any:
+    """Make the compiled module of a model and its engine."""
     base: Any = type(model)
     cls: Any = _compiled_class(base, CompiledModule if engine.sharding is None else _CompiledShardedModule)
-    net = nn.Module.__new__(cls)  # a class's own __new__ would make, or initialize, something else
+    net = nn.Module.__new__(cls)  # the class's own __new__ may have side effects
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
     object.__setattr__(net, "_sft_forward", None)
@@ -207,7 +209,7 @@ def wrap_module(model: nn.Module, engine: Engine) -> Any:
 @cache
 def _compiled_class(cls: Any, addition: type[CompiledModule]) -> type[nn.Module]:
     def new(compiled: type[nn.Module], *args: Any, **keywords: Any) -> Any:
-        """Modules that make others of their own class (a slice of an ``nn.Sequential``) make plain ones: nobody has compiled these."""
+        """Make a plain module: methods that make modules of their own class (a slice of an ``nn.Sequential``) do not compile them."""
         return cls(*args, **keywords)
 
     return type(

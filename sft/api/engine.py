@@ -183,7 +183,7 @@ class Engine:
         try:
             hosts = HostOutputs.open(self.preparation.destination, graph.outputs, ready.region, leaves.device)
             outputs = run_region(ready.region, leaves, hosts.by_name)
-            results = hosts.arranged(graph.outputs, outputs)
+            results = hosts.in_order(graph.outputs, outputs)
             hosts.publish()
             updates = [outputs[name] for name, _ in graph.updates]
             if self.party is not None:

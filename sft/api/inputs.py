@@ -1,22 +1,24 @@
-"""What ``net(x)`` may be given, and what becomes of it: a tensor on the device, or a source that is read strip by strip.
+"""Inputs of a compiled model: the arguments of ``net(x)``, and the ``input_shape`` of ``sft.compile``.
+
+A call resolves each argument to a resident tensor or to a source that is read strip by strip:
 
 ========================================  ====================================================================================
-x                                         becomes
+argument                                  resolved to
 ========================================  ====================================================================================
-tensor on the model's device              itself: whole, and counted whole
-tensor on the host, model elsewhere       a source: exact, rows go to the device as they are needed
-NumPy array or memmap                     a source: uint8 pixels divided by 255, floats as they are; axes as in `sft.sources.ArraySource`
+tensor on the model's device              itself: resident, and counted with its full size
+tensor on the host, model on a device     a source: exact, rows are copied to the device when needed
+NumPy array or memmap                     a source: uint8 pixels divided by 255, floats unchanged; axes as in `sft.sources.ArraySource`
 `sft.sources.Raster` (a slide, a crop)    a source: pixels divided by 255
-`sft.sources.LabelSource`                  itself: whole numbers as they are, for a loss inside the model
-any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` say how pixels are normalised
+`sft.sources.LabelSource`                 itself: integers unchanged, for a loss inside the model
+any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` define the normalisation of pixels
 ========================================  ====================================================================================
 
 With ``input_grad=`` a tensor on the host becomes a source too.
 
-Tensors of whole numbers (labels, masks) stay what they are. A tensor without channels of an image's size, ``[N, H, W]`` beside
-``[N, C, H, W]``, is an image of one channel here; the capture takes that channel away again before the model sees it.
+Integer tensors (labels, masks) are unchanged. A tensor of an image's size without channels, ``[N, H, W]`` next to ``[N, C, H, W]``, is
+treated as an image of one channel; the capture removes that channel before the model sees it.
 
-What a caller says of the inputs: shapes, tensors that stand for them, or the inputs themselves.
+An ``input_shape`` is a shape, a tensor that represents one, an input that is streamed, or a sequence of these.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ __all__ = [
     "shapes_of",
 ]
 
-#: Of an image along any axis: schedules have an entry for each row of each value, and more rows than this have no memory.
+#: Maximal extent of an image along any axis: schedules have an entry per row of each value, and more rows would exhaust host memory.
 _MAX_EXTENT = 2**24
 
 
@@ -65,10 +67,10 @@ class ResolvedInput:
     """One input of a call.
 
     Attributes:
-        tensor: where it is resident.
-        source: where it is read strip by strip.
-        version_guard: the tensor behind the source, if it is one.
-        make_sink: makes what takes the gradient of a source, where that is wanted.
+        tensor: the tensor, if it is resident.
+        source: the source, if it is read strip by strip.
+        version_guard: the tensor that the source reads, whose version is checked before the backward pass.
+        make_sink: makes the sink of the source's gradient, if that is requested.
     """
 
     tensor: Tensor | None = None
@@ -77,101 +79,103 @@ class ResolvedInput:
     make_sink: Callable[[], RowSink] | None = None
 
     @property
+    def _value(self) -> Tensor | Source:
+        value = self.tensor if self.source is None else self.source
+        assert value is not None
+        return value
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """``(N, C, H, W)``."""
-        given = self.tensor if self.source is None else self.source
-        assert given is not None
-        return tuple(given.shape)
+        return tuple(self._value.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the network gets."""
-        given = self.tensor if self.source is None else self.source
-        assert given is not None
-        return given.dtype
+        """Element type of the model's input."""
+        return self._value.dtype
 
     @property
     def needs_grad(self) -> bool:
-        """Whether its gradient is wanted."""
+        """True if its gradient is requested."""
         return self.make_sink is not None or (self.tensor is not None and self.tensor.requires_grad)
 
     @property
     def is_channels_last(self) -> bool:
-        """Whether it is a tensor laid out channels last."""
+        """True if it is a tensor in channels-last layout."""
         return self.tensor is not None and is_channels_last(self.tensor)
 
     @property
     def splits_batch(self) -> bool:
-        """Whether it can be taken a few batch elements at a time."""
-        parts = [part for part in (self.source, self.make_sink and self.make_sink()) if part is not None]
-        return self.shape[:1] in ((), (1,)) or all(hasattr(part, "samples") for part in parts)
+        """True if it can be read in groups of batch elements."""
+        endpoints = [endpoint for endpoint in (self.source, self.make_sink and self.make_sink()) if endpoint is not None]
+        return self.shape[:1] in ((), (1,)) or all(hasattr(endpoint, "samples") for endpoint in endpoints)
 
 
 def is_streamable_input(value: object) -> bool:
-    """Whether a value is an input that is read in strips: an array, a slide or a source, but no tensor."""
+    """True for inputs that are read in strips: arrays, slides and sources, but not tensors."""
     return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
 
 
 def resolve_inputs(
     values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device, *, casts: bool = False
 ) -> tuple[ResolvedInput, ...]:
-    """The inputs of a call.
+    """Resolve the arguments of a call.
 
     Args:
-        values: what the caller gave.
-        input_grad: where gradients of inputs go: None, one array or sink, or a sequence of them with an entry for each input.
+        values: the arguments.
+        input_grad: destination of the inputs' gradients: None, one array or sink, or a sequence of them with an entry per input.
         dtype: of the model.
         device: of the model.
-        casts: whether autocast is on, so that a tensor may be of another floating-point type.
+        casts: whether autocast is on, so that a tensor may have another floating-point type.
 
     Raises:
-        InputError: naming everything that is wrong with any of them.
+        InputError: lists all problems of all inputs.
         SourceError: a slide cannot be opened.
     """
     if not values:
         raise InputError("no input given; call net(x) with a tensor of shape [N, C, H, W]")
     targets = _grad_targets(input_grad, len(values))
     problems: list[str] = []
-    found: list[ResolvedInput] = []
+    resolved: list[ResolvedInput] = []
     for position, (value, target) in enumerate(zip(values, targets, strict=True)):
         name = f"input {position}"
         try:
             if isinstance(value, Tensor):
                 is_free = not value.dtype.is_complex and (not value.is_floating_point() or (casts and target is None))
-                wanted = value.dtype if is_free else dtype
-                _check_tensor(name, value, wanted, device, wants_sink=target is not None)
+                expected = value.dtype if is_free else dtype
+                _check_tensor(name, value, expected, device, wants_sink=target is not None)
                 is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
-                given = _host_tensor(name, value, dtype) if is_host else ResolvedInput(tensor=value)
+                entry = _host_tensor(name, value, dtype) if is_host else ResolvedInput(tensor=value)
             else:
-                given = ResolvedInput(source=_source(name, value, dtype))
+                entry = ResolvedInput(source=_source(name, value, dtype))
             if target is not None:
-                given = _with_sink(name, given, value, target, dtype)
-            found.append(given)
+                entry = _with_sink(name, entry, value, target, dtype)
+            resolved.append(entry)
         except InputError as error:
             problems.append(str(error))
-    if not problems and not any(given.shape for given in found):
+    if not problems and not any(entry.shape for entry in resolved):
         problems.append("input 0 has no dimensions; batch it with x[None]")
     if not problems:
-        problems = _source_batch_error(found)
+        problems = _source_batch_error(resolved)
     if problems:
         raise InputError("; ".join(problems))
-    return tuple(found)
+    return tuple(resolved)
 
 
 def _source_batch_error(inputs: Sequence[ResolvedInput]) -> list[str]:
-    """What is wrong with images that are read in strips, but have fewer samples than another: these are whole tensors to the model."""
-    axes = Axes.of_inputs([given.shape for given in inputs])
-    counts = [given.shape[0] if axes.is_image_shape(given.shape) else 0 for given in inputs]
+    """Problems of streamed images with fewer samples than another image: the model would treat them as full tensors."""
+    axes = Axes.of_inputs([each.shape for each in inputs])
+    counts = [each.shape[0] if axes.is_image_shape(each.shape) else 0 for each in inputs]
     return [
         f"input {position} has {count} sample(s), another image {max(counts)}: only images with as many are read or written in strips; "
         f"give a tensor on the model's device, or {max(counts)} samples"
-        for position, (given, count) in enumerate(zip(inputs, counts, strict=True))
-        if 0 < count < max(counts) and (given.source is not None or given.make_sink is not None)
+        for position, (each, count) in enumerate(zip(inputs, counts, strict=True))
+        if 0 < count < max(counts) and (each.source is not None or each.make_sink is not None)
     ]
 
 
 def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
-    """For each input whether it is an image of the others' size, but without channels.
+    """For each input, whether it has the size of another image, but no channels.
 
     >>> find_missing_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
     (False, True, False)
@@ -182,7 +186,7 @@ def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]
 
 
 def add_missing_channels(values: Sequence[ResolvedInput], lacking: Sequence[bool]) -> tuple[ResolvedInput, ...]:
-    """The inputs, those that lack channels with one."""
+    """Add a channel dimension to the inputs that lack it."""
     return tuple(
         replace(value, tensor=value.tensor.unsqueeze(1)) if lacks and value.tensor is not None else value
         for value, lacks in zip(values, lacking, strict=True)
@@ -204,7 +208,7 @@ def _grad_targets(input_grad: Any, num_inputs: int) -> list[Any]:
 
 
 def check_extents(name: str, shape: Sequence[int | None]) -> None:
-    """Refuse images that are larger than any; ``None`` stands for an extent that varies.
+    """Refuse images above the maximal extent; ``None`` denotes an extent that varies.
 
     Raises:
         InputError: an extent is too large.
@@ -263,13 +267,13 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
 
 
-def _with_sink(name: str, given: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:
-    assert given.source is not None
-    shape = given.source.shape
+def _with_sink(name: str, entry: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:
+    assert entry.source is not None
+    shape = entry.source.shape
     if isinstance(target, RowSink):
         if tuple(target.shape) != tuple(shape):
             raise InputError(f"{name} has shape {tuple(shape)}, its sink {tuple(target.shape)}; give one of the same shape")
-        return ResolvedInput(source=given.source, version_guard=given.version_guard, make_sink=lambda: target)
+        return ResolvedInput(source=entry.source, version_guard=entry.version_guard, make_sink=lambda: target)
     try:
         make = partial(ArraySink, target, shape=shape, dtype=dtype)
         make()
@@ -277,7 +281,7 @@ def _with_sink(name: str, given: ResolvedInput, value: Any, target: Any, dtype: 
             raise InputError("it shares memory with the input, which is read while the gradient is written. Give an array of its own.")
     except InputError as error:
         raise InputError(f"input_grad of {name}: {error}") from error
-    return ResolvedInput(source=given.source, version_guard=given.version_guard, make_sink=make)
+    return ResolvedInput(source=entry.source, version_guard=entry.version_guard, make_sink=make)
 
 
 def _may_overlap(value: Any, target: Any) -> bool:
@@ -289,7 +293,7 @@ InputShape = Any
 
 
 def examples_of(inputs: Any) -> tuple[Any, ...]:
-    """The inputs themselves, where one of them is to be read in strips; empty where they are shapes."""
+    """The inputs themselves, if one of them is streamed; empty if they are shapes."""
     if is_streamable_input(inputs):
         return (inputs,)
     is_several = isinstance(inputs, (list, tuple)) and any(is_streamable_input(value) for value in inputs)
@@ -297,7 +301,7 @@ def examples_of(inputs: Any) -> tuple[Any, ...]:
 
 
 def _items(input_shape: InputShape) -> list[Any]:
-    """What stands for each input: a shape or a tensor."""
+    """The entry of each input: a shape or a tensor."""
     if isinstance(input_shape, torch.Tensor):
         return [input_shape]
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
@@ -308,18 +312,18 @@ def _items(input_shape: InputShape) -> list[Any]:
 
 
 def dtypes_of(input_shape: InputShape) -> list[torch.dtype | None]:
-    """The element type of each input that holds whole numbers; the others have the model's."""
-    given = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
-    return [None if dtype is None or dtype.is_floating_point else dtype for dtype in given]
+    """Element type of each integer input; ``None`` for inputs of the model's type."""
+    dtypes = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
+    return [None if dtype is None or dtype.is_floating_point else dtype for dtype in dtypes]
 
 
 def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
-    """Of which inputs the gradient is wanted."""
+    """For each input, whether its gradient is requested."""
     return tuple(isinstance(item, torch.Tensor) and item.requires_grad for item in _items(input_shape))
 
 
 def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
-    """One shape, or several, with ``None`` for extents that vary."""
+    """The shapes of the inputs, with ``None`` for extents that vary."""
     shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
     shapes = [tuple(int(extent) if is_integer(extent) else extent for extent in shape) for shape in shapes]
     if not any(shapes):

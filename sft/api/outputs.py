@@ -1,16 +1,16 @@
-"""What ``sft.compile(..., output=...)`` may be given, and where the outputs of a call go.
+"""Outputs of a compiled model: the argument ``sft.compile(..., output=...)``, and host memory or files for the outputs of a call.
 
 ==============================  ==============================================================================================
-output                          each output of a call is
+output                          each output of a call
 ==============================  ==============================================================================================
 ``"device"``                    a tensor on the model's device
 ``"host"``                      a CPU tensor in host memory
-``"band"``                      with a mesh: this rank's rows of it, on its device (what is no image is whole on every rank)
-a path that ends in ``.npy``    a CPU tensor that is the mapped file; the model must have one output
-a sequence of these paths       the same, a path for each output; ``"host"`` in place of a path for one that needs no file
-==============================  ==============================================================================================
+``"band"``                      with a mesh: this rank's rows of it, on its device (an output that is not an image is complete on every
+rank) a path that ends in ``.npy``    a CPU tensor that maps the file; the model must have one output a sequence of these paths       the
+same, a path for each output; ``"host"`` in place of a path for one without a file ==============================
+==============================================================================================
 
-The bytes of outputs that are not on the device are not in the budget, nor in what ``sft.measure_peak`` counts.
+The bytes of outputs off the device are neither in the budget, nor in the count of ``sft.measure_peak``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[
 
 @dataclass(frozen=True, slots=True)
 class OutputDestination:
-    """Where the outputs of a compiled model go.
+    """Destination of the outputs of a compiled model.
 
     Attributes:
         on_host: whether they leave the device.
-        paths: the file of each output, None for one that has none; empty where no output has one.
+        paths: the file of each output, None for one without a file; empty if no output has one.
         in_bands: whether each rank of a mesh keeps its own rows of outputs that are images.
     """
 
@@ -48,10 +48,10 @@ class OutputDestination:
     in_bands: bool = False
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Refuse outputs that cannot go there, given their element types.
+        """Refuse outputs of element types that the destination cannot hold.
 
         Raises:
-            InputError: not as many paths as outputs, or a type that NumPy lacks.
+            InputError: the number of paths differs from that of outputs, or NumPy lacks a type.
         """
         if not self.paths:
             return
@@ -70,12 +70,12 @@ class OutputDestination:
             raise InputError("; ".join(problems))
 
     def path_of(self, position: int) -> Path | None:
-        """The file of an output."""
+        """The file of an output, if any."""
         return self.paths[position] if self.paths else None
 
 
 def resolve_output(output: object) -> OutputDestination:
-    """The destination that an argument ``output`` stands for.
+    """Parse the argument ``output``.
 
     Raises:
         InputError: neither a known word nor paths of files that can be made.
@@ -112,33 +112,33 @@ def _path(entry: object) -> Path:
 
 @dataclass(slots=True)
 class HostOutputs:
-    """The outputs of one call on the host, from before it runs until it is known to have worked.
+    """Host outputs of one call, from allocation to publication.
 
     Attributes:
-        by_name: what takes each output, by value name.
-        again: what takes a copy, by position, of an output that is an input of the model, or that an earlier output is, too.
+        by_name: destination of each output, by value name.
+        duplicates: destination of a copy, by position, for an output that is also an input of the model or an earlier output.
     """
 
     by_name: dict[str, HostOutput] = field(default_factory=dict)
-    again: dict[int, HostOutput] = field(default_factory=dict)
+    duplicates: dict[int, HostOutput] = field(default_factory=dict)
 
     @classmethod
     def open(cls, destination: OutputDestination, names: Sequence[str], region: Region, device: torch.device) -> HostOutputs:
-        """Room for the outputs of one call.
+        """Allocate the outputs of one call.
 
         Args:
             destination: where they go.
-            names: of their values, in order, the same value twice where the model returns it twice.
-            region: what computes them.
-            device: where it runs.
+            names: their values in order; a value that the model returns twice occurs twice.
+            region: the computation.
+            device: its device.
 
         Raises:
-            InputError: a file cannot be made, or there is not so much host memory; nothing was changed.
-            SourceError: there is no room for a file; nothing was changed.
+            InputError: a file cannot be made, or host memory is short; no file was changed.
+            SourceError: the disk has no space for a file; no file was changed.
         """
-        found = cls()
+        outputs = cls()
         if not destination.on_host:
-            return found
+            return outputs
         if device.type == "meta" and any(destination.paths):
             raise InputError(
                 "output names a file, but a model on the meta device computes no values to write; give output='host' for a dry run"
@@ -146,9 +146,9 @@ class HostOutputs:
         try:
             for position, name in enumerate(names):
                 path = destination.path_of(position)
-                is_new = name in region.host_outputs and name not in found.by_name
-                is_here = name in found.by_name or (name not in region.host_outputs and device.type == "cpu")
-                if path is None and is_here:
+                is_new = name in region.host_outputs and name not in outputs.by_name
+                needs_no_copy = name in outputs.by_name or (name not in region.host_outputs and device.type == "cpu")
+                if path is None and needs_no_copy:
                     continue
                 shape, dtype = region.shapes[name], region.dtypes[name]
                 if path is not None:
@@ -156,31 +156,31 @@ class HostOutputs:
                 else:
                     host = allocate_host_output(shape, dtype, channels_last=name not in region.contiguous, is_dry=device.type == "meta")
                 if is_new:
-                    found.by_name[name] = host
+                    outputs.by_name[name] = host
                 else:
-                    found.again[position] = host
+                    outputs.duplicates[position] = host
         except BaseException:
-            found.discard()
+            outputs.discard()
             raise
-        return found
+        return outputs
 
-    def arranged(self, names: Sequence[str], outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def in_order(self, names: Sequence[str], outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The outputs in order, given those of the region by value name."""
         return [
-            copy_to_host(self.again[position], outputs[name]) if position in self.again else outputs[name]
+            copy_to_host(self.duplicates[position], outputs[name]) if position in self.duplicates else outputs[name]
             for position, name in enumerate(names)
         ]
 
     def publish(self) -> None:
-        """Put all files where the caller wants them, in order.
+        """Move all files to their final names, in order.
 
         Raises:
-            SourceError: a file cannot be put there; those before it are.
+            SourceError: a file cannot be moved; the earlier ones are.
         """
-        for host in (*self.by_name.values(), *self.again.values()):
+        for host in (*self.by_name.values(), *self.duplicates.values()):
             host.publish()
 
     def discard(self) -> None:
-        """Remove the files that are not published."""
-        for host in (*self.by_name.values(), *self.again.values()):
+        """Remove the unpublished files."""
+        for host in (*self.by_name.values(), *self.duplicates.values()):
             host.discard()

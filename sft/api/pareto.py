@@ -1,12 +1,10 @@
-"""Time against memory: what smaller and smaller budgets cost.
+"""Pareto front of time against memory: plans for decreasing budgets.
 
-A plan is the answer to one budget and holds no model, so it cannot be asked about another; ``sft.pareto`` takes what ``sft.plan`` takes and
-plans once for each budget and strategy. The model is captured once.
+A plan fits one budget and keeps no model, so it cannot be adapted to another budget. ``sft.pareto`` takes the arguments of ``sft.plan``,
+captures the model once (a :class:`PlanningSession`), and plans for each budget and strategy.
 
-Budgets that are not given fall by equal ratios, from what plain PyTorch needs to the smallest that each strategy names as working. So every
-curve ends at its own least.
-
-One model asked again and again: plans for many budgets and wishes, on one capture.
+Default budgets form a geometric sequence, from plain PyTorch's need down to the smallest budget that each strategy supports; every curve
+ends at its own minimum.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ _UNLIMITED_BYTES = 2**62
 
 
 class PlanningSession:
-    """A model at one size, captured once.
+    """A model at one size, captured once, for plans with many budgets and options.
 
     Args:
         model: as for `sft.plan`.
         input_shape: as for `sft.plan`; every extent is needed.
-        compile_arguments: others of `sft.compile`, but for plan, budget and options.
+        compile_arguments: other arguments of `sft.compile`, except plan, budget and options.
 
     Attributes:
-        plain: the plan that keeps everything, whatever it needs.
+        plain: the plan that keeps all activations, whatever its bytes.
 
     Raises:
         InputError: an argument is wrong.
@@ -52,7 +50,7 @@ class PlanningSession:
     """
 
     def __init__(self, model: nn.Module, input_shape: Any, **compile_arguments: Any) -> None:
-        # Nothing is refused for want of memory.
+        # No budget: the capture must not fail for lack of memory.
         net = compile(model, input_shape, budget=_UNLIMITED_BYTES, options=Options(strategy="none"), **compile_arguments)
         self._engine: Engine = net._sft_engine
         plain = self._engine.last_plan
@@ -61,7 +59,7 @@ class PlanningSession:
         self.plain: Plan = plain
 
     def plan(self, budget_bytes: int, options: Options) -> Plan:
-        """The plan for a budget and wishes.
+        """The plan for a budget and options.
 
         Raises:
             BudgetError, UnsupportedError: as `sft.plan`.
@@ -69,22 +67,22 @@ class PlanningSession:
         return self._engine.replan(budget_bytes, options)
 
 
-#: Times further apart than this are drawn on a logarithmic scale.
-_WIDE = 10
+#: Ratio of the longest to the shortest time from which the plot has a logarithmic scale.
+_LOG_SCALE_RATIO = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffRow:
-    """What a strategy makes of a budget.
+    """Bytes and time of one strategy at one budget.
 
     Attributes:
         strategy: its name.
         budget_bytes: the budget.
-        total_bytes: what the plan needs of it: resident bytes and the projected peak.
-        flops: what a step computes.
-        plain_flops: what plain PyTorch computes.
+        total_bytes: bytes of the plan: resident bytes and the projected peak.
+        flops: FLOPs of a step.
+        plain_flops: FLOPs of a step of plain PyTorch.
         estimated_seconds: of a step, at rates of the kind of device; see `sft.Plan.estimated_seconds`.
-        projected_seconds: of a step, measured with ``Options(profile="measure")``; else ``None``.
+        projected_seconds: of a step, measured with ``Options(profile="measure")``; otherwise ``None``.
     """
 
     strategy: str
@@ -97,12 +95,12 @@ class TradeoffRow:
 
     @property
     def redundancy(self) -> float:
-        """FLOPs over those of plain PyTorch."""
+        """FLOPs relative to plain PyTorch."""
         return self.flops / self.plain_flops if self.plain_flops else 1.0
 
     @property
     def seconds(self) -> float:
-        """Measured seconds, where there are any; else the estimated ones."""
+        """Measured seconds if available, otherwise estimated ones."""
         return self.estimated_seconds if self.projected_seconds is None else self.projected_seconds
 
 
@@ -117,66 +115,68 @@ def pareto(
     path: str | os.PathLike[str] | None = None,
     **compile_arguments: Any,
 ) -> tuple[TradeoffRow, ...]:
-    """Plan for several budgets, and draw time against memory.
+    """Plan for several budgets, and plot time against memory.
 
     Args:
         model: as for `sft.plan`.
         input_shape: as for `sft.plan`; every extent is needed.
-        budgets: what the device may hold, each in bytes or as ``"11GiB"``. Default: `None`, ``num_budgets`` from what plain
-            PyTorch needs down to the least that works.
-        num_budgets: how many budgets to choose, two at least.
+        budgets: device memory, each in bytes or as ``"11GiB"``. Default: `None`, ``num_budgets`` from plain PyTorch's need down to the
+            smallest that works.
+        num_budgets: number of default budgets, at least two.
         strategies: names of strategies, see `sft.Options`.
-        options: other wishes about the plans. With ``profile="measure"`` each plan is timed, in the memory that it plans with: give budgets
+        options: other options of the plans. With ``profile="measure"`` each plan is timed, in the memory that it plans with: give budgets
             that the device has. Default: `None`
-        path: a file for the picture, with an ending that matplotlib knows. Default: `None`, no picture
-        compile_arguments: others of `sft.compile`.
+        path: a file for the plot, with an extension that matplotlib supports. Default: `None`, no plot
+        compile_arguments: other arguments of `sft.compile`.
 
     Returns:
-        A row for each strategy and budget that it can work with, by strategy and from the largest budget to the smallest.
+        A row for each strategy and budget for which it has a plan, by strategy and from the largest budget to the smallest.
 
     Raises:
-        InputError: an argument is wrong; matplotlib is missing or knows no such ending.
-        BudgetError: no strategy can work with any of the budgets.
+        InputError: an argument is wrong; matplotlib is missing or does not support the extension.
+        BudgetError: no strategy has a plan for any of the budgets.
         UnsupportedError: the model cannot be compiled.
-        SourceError: the picture cannot be written.
+        SourceError: the plot cannot be written.
     """
-    wishes = options or Options()
-    asked = [replace(wishes, strategy=name) for name in dict.fromkeys(strategies)]  # refuses a wrong name before anything is planned
-    if not asked:
+    base = options or Options()
+    requests = [replace(base, strategy=name) for name in dict.fromkeys(strategies)]  # refuses a wrong name before planning
+    if not requests:
         raise InputError(f"strategies is empty: name one of {', '.join(STRATEGIES)}")
-    given = None if budgets is None else sorted({parse_bytes(budget) for budget in budgets}, reverse=True)
-    if given is not None and not given:
+    budget_list = None if budgets is None else sorted({parse_bytes(budget) for budget in budgets}, reverse=True)
+    if budget_list is not None and not budget_list:
         raise InputError("budgets is empty: name some, or leave it out")
-    if given is None and num_budgets < 2:
+    if budget_list is None and num_budgets < 2:
         raise InputError(f"num_budgets {num_budgets}: choose two or more, or give budgets")
     if path is not None:
-        check_drawable(path)  # planning takes long: what hinders drawing is said before
+        check_drawable(path)  # planning takes long: report obstacles to plotting first
     sweep = _BudgetSweep(model, input_shape, compile_arguments)
-    chosen = sweep.chosen(asked, num_budgets) if given is None else [given] * len(asked)
-    rows = tuple(row for wish, wanted in zip(asked, chosen, strict=True) for row in sweep.rows(wish, wanted))
+    chosen = sweep.default_budgets(requests, num_budgets) if budget_list is None else [budget_list] * len(requests)
+    rows = tuple(
+        row for request, budgets_of_request in zip(requests, chosen, strict=True) for row in sweep.rows(request, budgets_of_request)
+    )
     if not rows:
         raise min(sweep.refusals, key=lambda refusal: refusal.needed_bytes if isinstance(refusal, BudgetError) else math.inf)
     if path is not None:
-        # An estimate is worth something beside another one.
+        # Estimates are only meaningful relative to another estimate.
         plain_seconds = None if _is_measured(rows) else sweep.plain.estimated_seconds
         save_figure(tradeoff_figure(rows, plain_seconds=plain_seconds), path)
     return rows
 
 
 def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None = None) -> Figure:
-    """Each strategy's best times over the bytes that they take.
+    """Plot each strategy's best times over bytes.
 
     Args:
-        rows: of a sweep.
-        plain_seconds: what plain PyTorch takes, by the same clock; times are then multiples of it. Default: `None`
+        rows: rows of a sweep.
+        plain_seconds: time of plain PyTorch, by the same clock; times are then multiples of it. Default: `None`
     """
     points = [
         ParetoPoint(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
         for row in rows
     ]
     figure = pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
-    if max(row.seconds for row in rows) > _WIDE * min(row.seconds for row in rows):
-        figure.axes[0].set_yscale("log")  # strips of a row or two would leave nothing else to see
+    if max(row.seconds for row in rows) > _LOG_SCALE_RATIO * min(row.seconds for row in rows):
+        figure.axes[0].set_yscale("log")  # strips of one or two rows would flatten all other points
     return figure
 
 
@@ -185,7 +185,7 @@ def _is_measured(rows: Sequence[TradeoffRow]) -> bool:
 
 
 class _BudgetSweep:
-    """One model, asked again and again."""
+    """Plans of one model for a sequence of budgets."""
 
     def __init__(self, model: nn.Module, input_shape: Any, compile_arguments: dict[str, Any]) -> None:
         refused = sorted({"plan", "budget"}.intersection(compile_arguments))
@@ -196,7 +196,7 @@ class _BudgetSweep:
         self.refusals: list[SftError] = []
 
     def rows(self, options: Options, budgets: Sequence[int]) -> Iterator[TradeoffRow]:
-        """A row for each budget that the strategy can work with."""
+        """A row for each budget for which the strategy has a plan."""
         for budget_bytes in budgets:
             try:
                 plan = self._session.plan(budget_bytes, options)
@@ -213,19 +213,19 @@ class _BudgetSweep:
                 projected_seconds=plan.projected_seconds,
             )
 
-    def chosen(self, asked: Sequence[Options], num_budgets: int) -> list[list[int]]:
-        """Budgets for each strategy, from the largest to its smallest."""
-        least = [self._least_bytes(options) for options in asked]
+    def default_budgets(self, requests: Sequence[Options], num_budgets: int) -> list[list[int]]:
+        """Budgets for each strategy, from the largest to its minimum."""
+        least = [self._least_bytes(options) for options in requests]
         top = max(self.plain.total_bytes, *least)
-        low = min(least)
-        grid = {round(top * (low / top) ** (step / (num_budgets - 1))) for step in range(num_budgets)}
-        return [sorted({own, *(budget for budget in grid if budget > own)}, reverse=True) for own in least]
+        lowest = min(least)
+        grid = {round(top * (lowest / top) ** (step / (num_budgets - 1))) for step in range(num_budgets)}
+        return [sorted({minimum, *(budget for budget in grid if budget > minimum)}, reverse=True) for minimum in least]
 
     def _least_bytes(self, options: Options) -> int:
-        """The smallest budget that a strategy names."""
+        """The smallest budget that a strategy reports."""
         try:
             return self._session.plan(1, replace(options, profile="auto")).total_bytes
         except BudgetError as refusal:
             return refusal.needed_bytes
-        except UnsupportedError:  # it has no plan for this model at all
+        except UnsupportedError:  # it has no plan for this model
             return self.plain.total_bytes

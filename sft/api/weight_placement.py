@@ -1,4 +1,4 @@
-"""Where the weights of a compiled model are to be: what a plan with streamed ones is made of, and where there are none."""
+"""Weight placement: the streamed weights of a plan, and the checks that streaming is possible."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["available_device", "check_can_stream", "check_optimizer_step", "weig
 
 
 def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, options: Options) -> StreamedWeights:
-    """The streamed weights of a model, as a plan counts them: as they were taken, or as they would be.
+    """The streamed weights of a model, as a plan counts them, whether they are streamed already or will be.
 
     Raises:
         UnsupportedError: a parameter cannot be streamed.
     """
-    own, taken = streamable_parameters(model), StreamedParameters.known(model)
-    paths = {node.name: node.target for node in graph.nodes if node.kind == "parameter" and node.target in own}
+    streamable, streamed = streamable_parameters(model), StreamedParameters.known(model)
+    paths = {node.name: node.target for node in graph.nodes if node.kind == "parameter" and node.target in streamable}
     returned = [path for name, path in paths.items() if name in graph.results]
     if returned:
         raise UnsupportedError(
             [f"{path}: the model returns this parameter, so it cannot be streamed; return a clone of it" for path in returned]
         )
-    sizes = {name: record_bytes(own[path]) for name, path in paths.items()}
+    sizes = {name: record_bytes(streamable[path]) for name, path in paths.items()}
     return StreamedWeights(
         num_bytes=sizes,
         grad_transfers={
-            name: GradientTransfer(down_bytes=sizes[name]) if taken is None else taken.grad_transfer_of(path)
+            name: GradientTransfer(down_bytes=sizes[name]) if streamed is None else streamed.grad_transfer_of(path)
             for name, path in paths.items()
         },
-        reads_ahead=options.weights_file is not None or device.type != "cpu" if taken is None else taken.reads_ahead,
+        reads_ahead=options.weights_file is not None or device.type != "cpu" if streamed is None else streamed.reads_ahead,
     )
 
 
 def check_can_stream(mesh: Any, sharding: Any) -> None:
-    """Refuse what has no streamed weights.
+    """Refuse streamed weights on a mesh and with sharded weights.
 
     Raises:
         UnsupportedError: the model is on several ranks.
@@ -57,13 +57,13 @@ def check_can_stream(mesh: Any, sharding: Any) -> None:
 
 
 def check_optimizer_step(model: nn.Module, resident_bytes: int, budget_bytes: int) -> None:
-    """Whether an optimizer's step, which is no part of a plan, fits.
+    """Check that an optimizer's step, which is not part of a plan, fits the budget.
 
     Raises:
         BudgetError: it does not.
     """
-    taken = StreamedParameters.known(model)
-    needed = 0 if taken is None or not taken.step_bytes else resident_bytes + taken.step_bytes
+    streamed = StreamedParameters.known(model)
+    needed = 0 if streamed is None or not streamed.step_bytes else resident_bytes + streamed.step_bytes
     if needed > budget_bytes:
         raise BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, and a two-phase step of the optimizer for streamed weights needs "
@@ -73,14 +73,14 @@ def check_optimizer_step(model: nn.Module, resident_bytes: int, budget_bytes: in
 
 
 def available_device(device: torch.device | str) -> torch.device:
-    """A device that is there.
+    """Parse a device and check that it is usable.
 
     Raises:
         InputError: it is not.
     """
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return found
+    return resolved

@@ -1,4 +1,4 @@
-"""``python -m sft doctor``: what is installed here, and whether a step that runs in strips equals eager PyTorch."""
+"""``python -m sft doctor``: installed versions, devices, and a self-check of a strip-wise step against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sft.planner.options import Options
 
 __all__ = ["show_doctor"]
 
-#: Distributions that matter, and the extra that brings those that are no dependency.
+#: Reported distributions; for optional ones the extra that installs them.
 _PACKAGES = {
     **dict.fromkeys(("sft-engine", "torch", "numpy", "sympy", "networkx", "rich"), ""),
     "triton": "triton",
@@ -31,8 +31,8 @@ _TOLERANCE = 1e-10
 
 
 def show_doctor(console: Console, *, as_json: bool) -> int:
-    """Print versions, devices, and a self-check on each device; 1 where a self-check fails."""
-    found: dict[str, Any] = {
+    """Print versions, devices, and a self-check on each device; returns 1 if a self-check fails."""
+    report: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),
@@ -40,14 +40,14 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": [_device(device) for device in _devices()],
     }
-    failed = [device for device in found["devices"] if not device["self_check"]["ok"]]
+    failed = [device for device in report["devices"] if not device["self_check"]["ok"]]
     if as_json:
-        console.print(json.dumps(found, indent=2), markup=False, highlight=False, soft_wrap=True)
+        console.print(json.dumps(report, indent=2), markup=False, highlight=False, soft_wrap=True)
         return int(bool(failed))
-    lines = [f"{name:18} {found[name]}" for name in ("python", "system", "processors", "threads")]
-    for name, version in found["packages"].items():
+    lines = [f"{name:18} {report[name]}" for name in ("python", "system", "processors", "threads")]
+    for name, version in report["packages"].items():
         lines.append(f"{name:18} {version or _install_hint(name)}")
-    for device in found["devices"]:
+    for device in report["devices"]:
         result = device["self_check"]
         lines.append(f"{device['device']:18} {device['name']}, {device['memory'] or 'memory unknown'}")
         lines.append(f"{'  self-check':18} {'ok' if result['ok'] else 'FAILED'}: {result['message']}")
@@ -81,10 +81,10 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _self_check(device: torch.device) -> dict[str, Any]:
-    """A training step in strips against eager PyTorch in float64, with its bytes measured."""
+    """Compare a training step in strips with eager PyTorch in float64, and its measured with its projected bytes."""
     try:
         error, measured_bytes, projected_bytes = _step_in_strips(device)
-    except Exception as problem:  # whatever is wrong with an installation is what the user wants to read
+    except Exception as problem:  # any defect of the installation is a result of the check
         return {"ok": False, "message": f"{type(problem).__name__}: {problem}"}
     ok = error <= _TOLERANCE and measured_bytes <= projected_bytes
     message = f"relative error {error:.1e}, measured {format_bytes(measured_bytes)} of {format_bytes(projected_bytes)} projected"
@@ -92,7 +92,7 @@ def _self_check(device: torch.device) -> dict[str, Any]:
 
 
 def _step_in_strips(device: torch.device) -> tuple[float, int, int]:
-    """The largest relative error of output and gradients, and the bytes measured and projected."""
+    """Maximal relative error of output and gradients, and the measured and projected bytes."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1))
@@ -101,12 +101,12 @@ def _step_in_strips(device: torch.device) -> tuple[float, int, int]:
     net = compile(copy.deepcopy(eager), x.shape, budget="64MiB", options=Options(tile=(16, None)))
     expected = _gradients(eager, x)
     with measure_peak(device) as peak:
-        found = _gradients(net, x.clone())
-    errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in zip(found, expected, strict=True)]
+        actual = _gradients(net, x.clone())
+    errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in zip(actual, expected, strict=True)]
     return max(errors), peak.num_bytes, net.plan.projected_peak_bytes
 
 
 def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     y = model(x)
-    y.backward(torch.ones_like(y))  # a loss of our own would be measured, too
+    y.backward(torch.ones_like(y))  # a separate loss would be measured too
     return [y.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]

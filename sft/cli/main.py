@@ -1,8 +1,7 @@
-"""Commands and their options; every mistake is one line, and ``--debug`` shows where it was made.
+"""The commands and their options.
 
-Exit codes: 0 done; 1 an error, or an answer of no (a model that cannot be compiled, a failed self-check); 2 a wrong command line.
-
-What the command line writes to: terminals, files and pipes of any encoding.
+Exit codes: 0 success; 1 an error, or a negative result (a model that cannot be compiled, a failed self-check); 2 an invalid command line.
+An error is printed as one line; ``--debug`` shows its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["escape_unencodable_output", "main"]
 
 
 def escape_unencodable_output() -> None:
-    r"""Let standard output take letters that its encoding lacks, as ``\xe4``; standard error does so anyway."""
+    r"""Escape characters that standard output cannot encode, as ``\xe4``; standard error does so by default."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -46,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unencodable_output()
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPED_COLUMNS  # there is no screen that a table's columns have to fit
+        console.width = _PIPED_COLUMNS  # no screen limits the width of tables
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the model's own package, while it is imported and made
+            warnings.simplefilter("ignore")  # warnings of the model's package during import and construction
             code = _run(args, console)
             sys.stdout.flush()
             return code
@@ -67,7 +66,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         return show_tune(_tune_request(args), console, as_json=args.json)
     if args.command == "plan":
         _check_unused_options(args)
-    # A model without memory can be planned, but not timed.
+    # A model on the meta device can be planned, but not timed.
     model = load_model(args.model, _parse_model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
     if args.frozen_norms:
@@ -89,7 +88,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         profile="measure" if args.time else "auto",
         progress=args.time,
     )
-    question = PlanRequest(
+    request = PlanRequest(
         model=model,
         inputs=inputs,
         budget=args.budget,
@@ -104,25 +103,25 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         link_bytes_per_second=None if args.link is None else parse_rate(args.link),
     )
     if args.pareto is not None:
-        # Wishes about strips forbid plain execution.
+        # Options about strips exclude the plain strategy.
         names = STRATEGIES if args.compare else (args.strategy,) if args.tile or args.halo != "auto" else (args.strategy, "none")
-        return show_pareto(question, console, as_json=args.json, strategies=names)
+        return show_pareto(request, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
-    return show(question, console, as_json=args.json)
+    return show(request, console, as_json=args.json)
 
 
 def _check_unused_options(args: argparse.Namespace) -> None:
-    """Options that another one leaves without an effect."""
+    """Refuse options that another option makes ineffective."""
     if args.budgets and args.pareto is None:
         raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
-    many = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
-    idle = [f"--{name}" for name in ("out", "plot", "costs") if getattr(args, name)]
-    if many is not None and idle:
-        raise InputError(f"{' and '.join(idle)}: about one plan, and {many} makes several; leave out the one or the other")
+    multi_plan_option = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
+    unused = [f"--{name}" for name in ("out", "plot", "costs") if getattr(args, name)]
+    if multi_plan_option is not None and unused:
+        raise InputError(f"{' and '.join(unused)}: about one plan, and {multi_plan_option} makes several; leave out the one or the other")
 
 
 def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
-    """Replicas and bands, where any were asked for."""
+    """Replicas and bands, if ``--ranks`` is given."""
     if args.ranks is None:
         if args.replicas != 1 or args.link is not None:
             raise InputError("--replicas and --link are about --ranks; give that, too")
@@ -133,7 +132,7 @@ def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _tune_request(args: argparse.Namespace) -> TuneRequest:
-    """What ``tune`` is asked: about a model, or about layers that most networks have."""
+    """The request of ``tune``: about a named model, or about layers that most networks have."""
     options = Options(tile=parse_tile(args.tile) if args.tile else None)
     dtypes = tuple(args.dtype)
     if args.model is None:
@@ -157,18 +156,18 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
     )
 
 
-def _parse_model_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """Read ``num_classes=2 width=0.5 name=text``."""
-    found = {}
-    for text in given:
+def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse ``num_classes=2 width=0.5 name=text``."""
+    arguments = {}
+    for text in texts:
         name, is_pair, value = text.partition("=")
         if not is_pair or not name.isidentifier():
             raise InputError(f"--model-args {text!r}: write name=value, such as num_classes=2")
         try:
-            found[name] = ast.literal_eval(value)
+            arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive_seconds(text: str) -> float:
-    """A number of seconds."""
+    """Parse a positive number of seconds."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")

@@ -1,6 +1,6 @@
-"""``python -m sft plan`` and ``check``: what a model would need, without running it.
+"""``python -m sft plan`` and ``check``: memory, time and schedule of a model, without running it.
 
-Models by name, and shapes and tiles as people write them.
+Also the parsers of model names, input shapes and tiles.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ __all__ = [
     "show_plan",
 ]
 
-#: An input that is planned for: its shape, or where it holds whole numbers a tensor without memory.
+#: Description of an input: its shape, or for integer inputs a meta tensor.
 ExampleInput = tuple[int, ...] | torch.Tensor
 
-#: Types of whole numbers, as they are written.
+#: Names of integer types.
 _INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> nn.Module:
-    """Build a model that a name stands for.
+    """Build a named model.
 
     Args:
         name: ``"package.module:callable"``, ``"torchvision:resnet50"``, ``"timm:resnet50"``, or a bare name, which is looked up in
             torchvision, then in timm.
-        options: keyword arguments of its maker.
-        meta: without memory for its parameters, where its maker allows that.
+        options: keyword arguments of its factory.
+        meta: whether to build it on the meta device, if its factory supports that.
 
     Raises:
-        InputError: there is no such model, or its maker fails.
+        InputError: no such model exists, or its factory fails.
     """
-    maker = ModelName(text=name, place="MODEL", options_place="--model-args").maker()
+    factory = ModelName(text=name, place="MODEL", options_place="--model-args").factory()
     if meta:
         try:
             with torch.device("meta"):
-                return maker.make(options)
-        except InputError:  # some makers compute with numbers
+                return factory.make(options)
+        except InputError:  # some factories compute with values
             pass
-    return maker.make(options)
+    return factory.make(options)
 
 
 def parse_input(text: str) -> ExampleInput:
-    """Read ``"1x3x20480x20480"``, or ``"4x512:int64"`` for what holds no numbers of the model's type: token ids, labels, masks.
+    """Parse ``"1x3x20480x20480"``, or ``"4x512:int64"`` for integer inputs: token ids, labels, masks.
 
     >>> parse_input("1x3x512x640")
     (1, 3, 512, 640)
@@ -79,30 +79,30 @@ def parse_input(text: str) -> ExampleInput:
     tensor(..., device='meta', size=(4, 512), dtype=torch.int64)
 
     Raises:
-        InputError: the text is no shape, or its type is none of whole numbers.
+        InputError: the text is not a shape, or its type is not an integer type.
     """
-    sizes, has_type, kind = text.partition(":")
-    least = "*" if has_type else "+"
-    if re.fullmatch(rf"[1-9][0-9]{{0,17}}([x,][1-9][0-9]{{0,17}}){least}", sizes) is None:
+    sizes, has_type, dtype_name = text.partition(":")
+    repetition = "*" if has_type else "+"
+    if re.fullmatch(rf"[1-9][0-9]{{0,17}}([x,][1-9][0-9]{{0,17}}){repetition}", sizes) is None:
         raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for whole numbers")
     shape = tuple(map(int, re.split("[x,]", sizes)))
     if not has_type:
         return shape
-    if kind not in _INTEGER_DTYPES:
+    if dtype_name not in _INTEGER_DTYPES:
         raise InputError(
             f"--input {text!r}: the type after the colon is one of {', '.join(_INTEGER_DTYPES)}; without one it is the model's"
         )
-    return torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+    return torch.empty(shape, dtype=getattr(torch, dtype_name), device="meta")
 
 
 def parse_tile(text: str) -> tuple[int, int | None]:
-    """Read ``"512"`` (rows) or ``"512x1024"`` (rows, columns).
+    """Parse ``"512"`` (rows) or ``"512x1024"`` (rows, columns).
 
     >>> parse_tile("512"), parse_tile("512x1024")
     ((512, None), (512, 1024))
 
     Raises:
-        InputError: the text is no tile.
+        InputError: the text is not a tile.
     """
     if re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)?", text) is None:
         raise InputError(f"--tile {text!r}: write rows, or rows and columns, such as 512 or 512x1024")
@@ -115,20 +115,20 @@ _CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked.
+    """Arguments of ``plan``.
 
     Attributes:
-        model: the model, in the mode (training or not) that is planned for.
-        inputs: what it is called with.
-        budget: what the device may hold.
-        options: wishes about the plan.
+        model: the model, in the mode (training or not) to plan for.
+        inputs: descriptions of its inputs.
+        budget: device memory.
+        options: planner options.
         out: a file for the plan as JSON.
-        plot: a file for its picture.
-        pareto: a file for the picture of time against memory.
-        budgets: for that picture; empty for some between plain PyTorch's need and the least.
-        costs: whether to print what each segment takes of the time.
+        plot: a file for the plot of the plan.
+        pareto: a file for the plot of time against memory.
+        budgets: budgets of that plot; empty for a range from plain PyTorch's need down to the minimum.
+        costs: whether to print the time of each segment.
         mesh: replicas and bands, to plan for several ranks.
-        link_bytes_per_second: of each of them to the others, to say how long their messages take.
+        link_bytes_per_second: bandwidth between a rank and the other ranks, for the time of messages.
         reads: whether the inputs are read in strips, and never resident.
     """
 
@@ -148,7 +148,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class _PlaceholderSource:
-    """A source that is only planned for."""
+    """A blank source, for planning only."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype = torch.float32
@@ -158,45 +158,45 @@ class _PlaceholderSource:
         out.zero_()
 
     def samples(self, batch: Interval) -> _PlaceholderSource:
-        """Some batch elements."""
+        """A range of batch elements."""
         return _PlaceholderSource((len(batch), *self.shape[1:]), self.dtype)
 
 
-def show_plan(question: PlanRequest, console: Console, *, as_json: bool) -> int:
-    """Print the plan; write and draw it where that is asked for."""
-    found = _plan_request(question)
-    if question.out is not None:
-        with atomic_write(question.out) as part:
-            part.write_text(found.to_json(), encoding="utf-8")
-    if question.plot is not None:
-        found.plot(question.plot)
-    text = found.to_json() if as_json else "\n".join([found.explain(costs=question.costs), *_link_lines(question, found)])
+def show_plan(request: PlanRequest, console: Console, *, as_json: bool) -> int:
+    """Print the plan; write and plot it if requested."""
+    result = _plan_request(request)
+    if request.out is not None:
+        with atomic_write(request.out) as temporary:
+            temporary.write_text(result.to_json(), encoding="utf-8")
+    if request.plot is not None:
+        result.plot(request.plot)
+    text = result.to_json() if as_json else "\n".join([result.explain(costs=request.costs), *_link_lines(request, result)])
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _link_lines(question: PlanRequest, found: Plan) -> list[str]:
-    """How long messages take beside the arithmetic."""
-    if found.mesh is None or question.link_bytes_per_second is None:
+def _link_lines(request: PlanRequest, result: Plan) -> list[str]:
+    """The time of messages next to that of the arithmetic."""
+    if result.mesh is None or request.link_bytes_per_second is None:
         return []
-    seconds = found.mesh.link_seconds(question.link_bytes_per_second)
-    gigabits = 8 * question.link_bytes_per_second / 1e9
+    seconds = result.mesh.link_seconds(request.link_bytes_per_second)
+    gigabits = 8 * request.link_bytes_per_second / 1e9
     return [
         "",
-        f"Messages: {seconds:.4g} s a step on a link of {gigabits:g} Gbit/s a rank, beside ~{found.estimated_seconds:.4g} s of arithmetic "
+        f"Messages: {seconds:.4g} s a step on a link of {gigabits:g} Gbit/s a rank, beside ~{result.estimated_seconds:.4g} s of arithmetic "
         "(estimated from FLOPs, at a rate of the kind of device)",
     ]
 
 
-def show_pareto(question: PlanRequest, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
-    """Draw time against memory; print a line for each plan."""
+def show_pareto(request: PlanRequest, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
+    """Plot time against memory; print a line for each plan."""
     rows = pareto(
-        question.model,
-        list(question.inputs),
-        budgets=question.budgets or None,
+        request.model,
+        list(request.inputs),
+        budgets=request.budgets or None,
         strategies=strategies,
-        options=question.options,
-        path=question.pareto,
+        options=request.options,
+        path=request.pareto,
     )
     if as_json:
         console.print(json.dumps([asdict(row) for row in rows], indent=2), markup=False, highlight=False, soft_wrap=True)
@@ -214,15 +214,15 @@ def show_pareto(question: PlanRequest, console: Console, *, as_json: bool, strat
 
 
 def _seconds_text(estimated: float, measured: float | None) -> str:
-    """The time of a step; what nobody measured has a tilde."""
+    """The time of a step; an estimate has a tilde."""
     return f"~{estimated:.3g}" if measured is None else f"{measured:.3g}"
 
 
-def compare_strategies(question: PlanRequest, console: Console, *, as_json: bool) -> int:
-    """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
-    asking = PlanningSession(question.model, list(question.inputs))
-    budget_bytes = parse_bytes(question.budget)
-    rows = [_strategy_row(asking, budget_bytes, question.options, strategy) for strategy in STRATEGIES]
+def compare_strategies(request: PlanRequest, console: Console, *, as_json: bool) -> int:
+    """Print one line per strategy: whether it fits, its bytes (the minimum, if it does not fit), and its FLOPs."""
+    session = PlanningSession(request.model, list(request.inputs))
+    budget_bytes = parse_bytes(request.budget)
+    rows = [_strategy_row(session, budget_bytes, request.options, strategy) for strategy in STRATEGIES]
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
@@ -258,26 +258,26 @@ def _strategy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _strategy_row(asking: PlanningSession, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
+def _strategy_row(session: PlanningSession, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
     row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
     try:
-        found = asking.plan(budget_bytes, replace(options, strategy=strategy))
+        result = session.plan(budget_bytes, replace(options, strategy=strategy))
     except BudgetError as error:
         return {**row, "error": str(error), "total_bytes": error.needed_bytes}
     except (UnsupportedError, InputError) as error:
         return {**row, "error": str(error)}
-    tiled = [segment for segment in found.segments if segment.mode == "tiled"]
+    tiled = [segment for segment in result.segments if segment.mode == "tiled"]
     return {
         **row,
-        "total_bytes": found.total_bytes,
-        "projected_peak_bytes": found.projected_peak_bytes,
-        "resident_bytes": found.resident_bytes,
-        "host_bytes": found.host_bytes,
-        "flops": found.flops,
-        "plain_flops": found.plain_flops,
-        "redundancy": found.redundancy,
-        "estimated_seconds": found.estimated_seconds,
-        "projected_seconds": found.projected_seconds,
+        "total_bytes": result.total_bytes,
+        "projected_peak_bytes": result.projected_peak_bytes,
+        "resident_bytes": result.resident_bytes,
+        "host_bytes": result.host_bytes,
+        "flops": result.flops,
+        "plain_flops": result.plain_flops,
+        "redundancy": result.redundancy,
+        "estimated_seconds": result.estimated_seconds,
+        "projected_seconds": result.projected_seconds,
         "num_tiled_segments": len(tiled),
         "strip_rows": [segment.strip_rows for segment in tiled],
         "num_panels": [segment.num_panels for segment in tiled],
@@ -285,24 +285,26 @@ def _strategy_row(asking: PlanningSession, budget_bytes: int, options: Options, 
 
 
 def show_check(model: nn.Module, inputs: Sequence[ExampleInput], console: Console, *, as_json: bool) -> int:
-    """Print what runs in strips, what cannot, and what to do; 1 where the model cannot be compiled."""
+    """Print the operators that run in strips, the problems, and remedies; returns 1 if the model cannot be compiled."""
     report = check(model, list(inputs))
     text = json.dumps(asdict(report), indent=2) if as_json else str(report)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return int(not report.ok)
 
 
-def _plan_request(question: PlanRequest) -> Plan:
-    inputs: list[Any] = list(question.inputs)
-    if question.reads:
-        first = next((p.dtype for p in question.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        inputs = [_placeholder_source(given, first) for given in question.inputs]
-    return plan(question.model, inputs, budget=question.budget, options=question.options, mesh=question.mesh)
+def _plan_request(request: PlanRequest) -> Plan:
+    inputs: list[Any] = list(request.inputs)
+    if request.reads:
+        dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        inputs = [_placeholder_source(description, dtype) for description in request.inputs]
+    return plan(request.model, inputs, budget=request.budget, options=request.options, mesh=request.mesh)
 
 
-def _placeholder_source(given: ExampleInput, dtype: torch.dtype) -> _PlaceholderSource:
-    """A source in the place of an input."""
-    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else given
+def _placeholder_source(description: ExampleInput, dtype: torch.dtype) -> _PlaceholderSource:
+    """A placeholder source for an input."""
+    shape = tuple(description.shape) if isinstance(description, torch.Tensor) else description
     if len(shape) != 4:
         raise InputError(f"--read: an input of shape {shape} is no image; give NxCxHxW, or leave --read out")
-    return _PlaceholderSource((shape[0], shape[1], shape[2], shape[3]), given.dtype if isinstance(given, torch.Tensor) else dtype)
+    return _PlaceholderSource(
+        (shape[0], shape[1], shape[2], shape[3]), description.dtype if isinstance(description, torch.Tensor) else dtype
+    )

@@ -1,6 +1,6 @@
 """``python -m sft tune``: measure on this machine's GPU which kernels are faster than PyTorch's own operators.
 
-Networks whose layers most others have too: what ``python -m sft tune`` measures where nobody names a model.
+Without a model it measures the standard networks defined here, whose layers most networks have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["DTYPES", "STANDARD_NETWORKS", "TuneRequest", "collect_tuning_cases",
 
 
 def _vgg16() -> nn.Module:
-    """The convolutions of VGG-16 (Simonyan and Zisserman, 2015)."""
+    """Convolutions of VGG-16 (Simonyan and Zisserman, 2015)."""
     layers: list[nn.Module] = []
     num_in = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -67,7 +67,7 @@ class _BasicBlock(nn.Module):
 
 
 def _resnet18() -> nn.Module:
-    """The convolutions of ResNet-18 (He et al., 2016), its norms frozen."""
+    """Convolutions of ResNet-18 (He et al., 2016), with frozen norms."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     num_in = 64
     for width, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), (512, 1)):
@@ -77,12 +77,12 @@ def _resnet18() -> nn.Module:
 
 
 def _resnet18_training() -> nn.Module:
-    """The same with norms over the image."""
+    """ResNet-18 with norms over the image."""
     return _resnet18().train()
 
 
 class _UNet(nn.Module):
-    """Four levels with bilinear interpolation (after Ronneberger, Fischer and Brox, 2015)."""
+    """A U-Net of four levels with bilinear interpolation (after Ronneberger, Fischer and Brox, 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _UNet(nn.Module):
         return out
 
 
-#: Makers by name.
+#: Factories by name.
 STANDARD_NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": _vgg16,
     "resnet18": _resnet18,
@@ -117,23 +117,23 @@ STANDARD_NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-#: What most layers are trained in.
+#: Element types that most layers are trained in.
 DTYPES = ("bfloat16", "float16", "float32")
 _STANDARD_SHAPE = (1, 3, 2048, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """What is asked.
+    """Arguments of ``tune``.
 
     Attributes:
-        models: with their inputs, on the meta device or any other.
+        models: models with their inputs, on the meta device or any other.
         dtypes: element types to measure.
-        options: wishes about the plans whose programs are looked at.
-        budget: for these plans.
-        folder: of the table; ``None`` for the one that ``backend="auto"`` looks into.
-        again: whether to measure what is known, too.
-        limit_seconds: how long to measure; another run goes on from there.
+        options: options of the plans whose programs are inspected.
+        budget: budget of these plans.
+        folder: folder of the table; ``None`` for the one that ``backend="auto"`` reads.
+        again: whether to measure known classes again.
+        limit_seconds: time limit; another run continues from there.
     """
 
     models: Sequence[tuple[nn.Module, tuple[ExampleInput, ...]]]
@@ -146,68 +146,68 @@ class TuneRequest:
 
 
 def standard_models() -> list[tuple[nn.Module, tuple[ExampleInput, ...]]]:
-    """Layers that most networks have, with their input."""
+    """The standard networks, with their input."""
     with torch.device("meta"):
         return [(make(), (_STANDARD_SHAPE,)) for make in STANDARD_NETWORKS.values()]
 
 
 def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[TuningCase]:
-    """A trial for each class of operations in the plans of the models; plans are made, nothing is run.
+    """A tuning case for each class of operations in the plans of the models; plans are made, but not run.
 
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
     """
     collector = CaseCollector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
     for model, inputs in request.models:
-        shapes = [tuple(given.shape) if isinstance(given, torch.Tensor) else given for given in inputs]
-        whole = [given.dtype if isinstance(given, torch.Tensor) else None for given in inputs]
-        for name in request.dtypes:
-            if name not in DTYPES:
-                raise InputError(f"--dtype {name}: choose among {', '.join(DTYPES)}")
+        shapes = [tuple(description.shape) if isinstance(description, torch.Tensor) else description for description in inputs]
+        dtypes = [description.dtype if isinstance(description, torch.Tensor) else None for description in inputs]
+        for dtype_name in request.dtypes:
+            if dtype_name not in DTYPES:
+                raise InputError(f"--dtype {dtype_name}: choose among {', '.join(DTYPES)}")
             engine = Engine(
-                model.to(getattr(torch, name)),
+                model.to(getattr(torch, dtype_name)),
                 budget_bytes=parse_bytes(request.budget),
                 options=request.options,
                 optimizer=None,
                 plan=None,
                 backend=collector,
             )
-            engine.plan_for_shapes(shapes, whole)
+            engine.plan_for_shapes(shapes, dtypes)
     return list(collector.trials.values())
 
 
 def show_tune(request: TuneRequest, console: Console, *, as_json: bool, benchmarker: Benchmarker | None = None) -> int:
-    """Measure, extend the table, and say what was found; 1 where kernels were wrong or did not run.
+    """Measure, extend the table, and print a summary; returns 1 if a kernel was wrong or failed.
 
     Args:
-        request: what is asked.
-        console: where the answer goes.
-        as_json: for programs.
-        benchmarker: where to measure; the first GPU of this machine by default.
+        request: the arguments of ``tune``.
+        console: the output.
+        as_json: print JSON.
+        benchmarker: measures cases; the first GPU of this machine by default.
     """
-    place = benchmarker or CudaBenchmarker(torch.device("cuda", 0))
+    benchmark = benchmarker or CudaBenchmarker(torch.device("cuda", 0))
     folder = request.folder or next(iter(table_folders()), None)
     if folder is None:
         raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
-    trials = collect_tuning_cases(request, place.device)
-    with _progress_bar(console, len(trials), is_shown=not as_json) as advance:
-        found = tune(trials, place, folder, again=request.again, limit_seconds=request.limit_seconds, advance=advance)
+    cases = collect_tuning_cases(request, benchmark.device)
+    with _progress_bar(console, len(cases), is_shown=not as_json) as advance:
+        report = tune(cases, benchmark, folder, again=request.again, limit_seconds=request.limit_seconds, advance=advance)
     if as_json:
-        console.print(json.dumps(_summary(found), indent=2), markup=False, highlight=False, soft_wrap=True)
+        console.print(json.dumps(_summary(report), indent=2), markup=False, highlight=False, soft_wrap=True)
     else:
-        _print(found, console)
-    return int(bool(found.refused))
+        _print_report(report, console)
+    return int(bool(report.refused))
 
 
-def _summary(found: TuningReport) -> dict[str, object]:
+def _summary(report: TuningReport) -> dict[str, object]:
     return {
-        "table": str(found.path),
-        "device": found.table.device,
-        "triton": found.table.triton,
-        "num_entries": len(found.table.entries),
-        "num_known": found.known,
-        "num_left": found.left,
-        "num_kernels_faster": sum(entry.fastest == "triton" for entry in found.table.entries),
+        "table": str(report.path),
+        "device": report.table.device,
+        "triton": report.table.triton,
+        "num_entries": len(report.table.entries),
+        "num_known": report.known,
+        "num_left": report.left,
+        "num_kernels_faster": sum(entry.fastest == "triton" for entry in report.table.entries),
         "measured": [
             {
                 "class": entry.shape_class.label,
@@ -215,36 +215,36 @@ def _summary(found: TuningReport) -> dict[str, object]:
                 "variant": entry.variant,
                 "speedup": entry.aten_seconds / entry.triton_seconds,
             }
-            for entry in found.measured
+            for entry in report.measured
         ],
-        "refused": found.refused,
+        "refused": report.refused,
     }
 
 
-def _print(found: TuningReport, console: Console) -> None:
-    if found.measured:
+def _print_report(report: TuningReport, console: Console) -> None:
+    if report.measured:
         table = Table("operation", box=None, pad_edge=False)
         table.add_column("kernel")
         for header in ("error", "kernel µs", "ATen µs", "ATen / kernel"):
             table.add_column(header, justify="right")
-        for entry in found.measured:
+        for entry in report.measured:
             times = (f"{1e6 * entry.triton_seconds:.0f}", f"{1e6 * entry.aten_seconds:.0f}")
             table.add_row(
                 entry.shape_class.label, entry.variant, f"{entry.error:.1e}", *times, f"{entry.aten_seconds / entry.triton_seconds:.2f}"
             )
         console.print(table)
-    lines = [f"refused: {line}" for line in found.refused]
-    faster = sum(entry.fastest == "triton" for entry in found.table.entries)
-    lines.append(f"{len(found.measured)} measured, {found.known} known before, {len(found.refused)} refused")
-    if found.left:
-        lines.append(f"no time for {found.left} more: the same command goes on with them")
-    lines.append(f"kernels are faster for {faster} of {len(found.table.entries)} classes; written: {found.path}")
+    lines = [f"refused: {line}" for line in report.refused]
+    faster = sum(entry.fastest == "triton" for entry in report.table.entries)
+    lines.append(f"{len(report.measured)} measured, {report.known} known before, {len(report.refused)} refused")
+    if report.left:
+        lines.append(f"no time for {report.left} more: the same command goes on with them")
+    lines.append(f"kernels are faster for {faster} of {len(report.table.entries)} classes; written: {report.path}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _progress_bar(console: Console, num_trials: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, with the class that is being measured; where there is no terminal, a line for each."""
+    """A progress bar with the class being measured; without a terminal, one line per class."""
     if is_shown and not console.is_terminal:
         numbers = count(1)
         yield lambda label: console.print(f"{next(numbers)} of {num_trials}: {label}", markup=False, highlight=False, soft_wrap=True)

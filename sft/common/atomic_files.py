@@ -1,7 +1,7 @@
-"""Files that are whole or not there, whatever happens while they are written.
+"""Atomic writes: a file is complete or absent, also when the process fails while writing it.
 
-Everything is written under another name beside its target, flushed to the disk, and renamed. A failure leaves the target as it was and
-nothing else; a crash leaves at most a file whose name begins with ``.partial-``.
+The data go to a temporary file in the target's folder, are flushed to the disk, and the file is renamed onto the target. A failure leaves
+the target unchanged and removes the temporary file; a crash leaves at most a file whose name begins with ``.partial-``.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def atomic_write(
     refusal: type[SourceError] = SourceError,
     remedy: str = "Make room, or name a file in a folder that can be written.",
 ) -> Iterator[Path]:
-    """Yield a name beside ``path``; what the block writes there takes the place of ``path`` if the block succeeds.
+    """Yield a temporary path in the folder of ``path``; the file that the block writes there replaces ``path`` if the block succeeds.
 
     Args:
         path: the file.
-        parents: whether to make its folder where there is none. Default: `False`
-        refusal: what to raise; one that the block raises itself passes. Default: `SourceError`
-        remedy: what to do about it.
+        parents: whether to create missing parent folders. Default: `False`
+        refusal: class of the error to raise; an error of this class that the block raises passes unchanged. Default: `SourceError`
+        remedy: last sentence of the error message.
 
     Raises:
-        SourceError: it cannot be written; ``path`` is as it was.
+        SourceError: it cannot be written; ``path`` is unchanged.
     """
     target = Path(path)
     if not target.name:
         raise refusal(f"cannot write {os.fspath(path)!r}: it names no file. {remedy}")
-    # A name of its own, as the target's may be as long as names can be; the suffix stays last, since image writers look at it.
-    beside = target.with_name(f"{PARTIAL_MARK}{secrets.token_hex(8)}{target.suffix}")
+    # The name does not extend the target's, which may have the maximal length; the suffix stays last, since image writers read it.
+    partial = target.with_name(f"{PARTIAL_MARK}{secrets.token_hex(8)}{target.suffix}")
     try:
         if parents:
             target.parent.mkdir(parents=True, exist_ok=True)
-        yield beside
-        fsync_file(beside)
-        os.replace(beside, target)
+        yield partial
+        fsync_file(partial)
+        os.replace(partial, target)
         fsync_folder(target.parent)
     except OSError as error:
         if isinstance(error, refusal):
@@ -57,7 +57,7 @@ def atomic_write(
         raise refusal(f"cannot write {target}: {error.strerror or error}. {remedy}") from error
     finally:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
 
 
 def fsync_file(path: Path) -> None:
@@ -67,9 +67,9 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames inside a folder survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Make renames inside a folder durable across a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

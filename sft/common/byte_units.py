@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Byte sizes and rates as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_BYTES = 2**63 - 1
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number: Python's, NumPy's or anybody's, but no truth value.
+    """True if a value is an integer (Python's, NumPy's or of another ``numbers.Integral`` type) and not a bool.
 
     >>> is_integer(3), is_integer(3.0), is_integer(True)
     (True, False, False)
@@ -39,7 +39,7 @@ def is_integer(value: Any) -> bool:
 
 
 def parse_bytes(size: float | str | SupportsInt) -> int:
-    """Read a byte count such as ``11811160064``, ``11e9`` or ``"11GiB"``.
+    """Parse a byte count such as ``11811160064``, ``11e9`` or ``"11GiB"``.
 
     >>> parse_bytes("1.5 GiB"), parse_bytes("3MB"), parse_bytes(17), parse_bytes("1e9")
     (1610612736, 3000000, 17, 1000000000)
@@ -61,7 +61,7 @@ def parse_bytes(size: float | str | SupportsInt) -> int:
 
 
 def _parse_byte_text(text: str) -> int:
-    """The byte count that a text says; one above all limits where it is larger than these."""
+    """Parse a byte size; a size above the limit becomes the limit plus one."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNIT_BYTES:
         raise InputError(f"cannot read {text!r} as a byte size; write for example '11GiB', '800MB' or 1073741824")
@@ -70,7 +70,7 @@ def _parse_byte_text(text: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a byte count for people.
+    """Format a byte count with a binary unit.
 
     >>> format_bytes(1610612736), format_bytes(2048), format_bytes(5)
     ('1.50 GiB', '2.00 KiB', '5 B')
@@ -82,7 +82,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def parse_rate(rate: str) -> float:
-    """Read bytes a second, such as ``"400Gbit"`` or ``"50GB"``.
+    """Parse bytes per second, such as ``"400Gbit"`` or ``"50GB"``.
 
     >>> parse_rate("400Gbit"), parse_rate("50GB")
     (50000000000.0, 50000000000.0)

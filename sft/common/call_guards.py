@@ -1,4 +1,8 @@
-"""What else may be around a call of a compiled model: transforms and tracers that would not see what it computes, meters and counters."""
+"""Checks of the context in which a compiled model is called.
+
+Transforms and tracers (``torch.jit.trace``, ``torch.fx``, ``torch.export``, ``torch.func``) cannot see the strips that a compiled model
+computes, so a call inside one is refused. Dispatch modes of the caller (memory meters, FLOP counters) are suspended while a plan is made.
+"""
 
 from __future__ import annotations
 
@@ -33,32 +37,32 @@ _TRACING_MESSAGE = "which cannot see a compiled model: its strips are computed o
 
 
 def refuse_tracing(inputs: Sequence[Any]) -> None:
-    """Whether this is a call at all, and not one that somebody records.
+    """Refuse a call that is being traced or transformed.
 
     Raises:
-        UnsupportedError: naming who does, and what to use instead.
+        UnsupportedError: names the tracer or transform and the alternative.
     """
-    found = None
+    tracer = None
     if torch._C._is_tracing():
-        found = f"torch.jit.trace, {_TRACING_MESSAGE}; trace the original model"
+        tracer = f"torch.jit.trace, {_TRACING_MESSAGE}; trace the original model"
     elif any(isinstance(value, torch.fx.Proxy) for value in inputs):
-        found = f"torch.fx, {_TRACING_MESSAGE}; trace the original model"
+        tracer = f"torch.fx, {_TRACING_MESSAGE}; trace the original model"
     elif torch.compiler.is_exporting() and not is_locked_by_other_thread():  # torch says so in all threads
-        found = f"torch.export or another sft.compile, {_TRACING_MESSAGE}; export or compile the original model, as a whole"
+        tracer = f"torch.export or another sft.compile, {_TRACING_MESSAGE}; export or compile the original model, as a whole"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
-        found = (
+        tracer = (
             "a transform of torch.func (grad, vmap, jvp, ...), which differentiates or batches operators one by one. Use "
             "torch.autograd.grad on net(x) or on torch.func.functional_call(net, parameters, (x,)), and a batch instead of vmap"
         )
-    if found is not None:
-        raise UnsupportedError([f"(the compiled model): called inside {found}"])
+    if tracer is not None:
+        raise UnsupportedError([f"(the compiled model): called inside {tracer}"])
 
 
 def refuse_batched_grads(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Refuse gradients that stand for several at once (``is_grads_batched=True``, ``vectorize=True``).
+    """Refuse gradient tensors that batch several gradients (``is_grads_batched=True``, ``vectorize=True``).
 
     Raises:
-        UnsupportedError: one of the tensors is such.
+        UnsupportedError: a tensor is batched.
     """
     functorch = torch._C._functorch
     if any(t is not None and (functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)) for t in tensors):
@@ -67,16 +71,16 @@ def refuse_batched_grads(tensors: Sequence[torch.Tensor | None]) -> None:
         )
 
 
-def refuse_after_failure(kept: Any) -> None:
-    """Refuse a backward pass after one that failed; after one that succeeded autograd has freed its own and says so itself.
+def refuse_after_failure(residuals: Any) -> None:
+    """Refuse a second backward pass after one that failed. After one that succeeded, autograd has freed its residuals and raises itself.
 
     Args:
-        kept: what the backward pass needs of the forward pass, which the failed one took with it; ``None`` then.
+        residuals: values that the backward pass needs of the forward pass; ``None`` once a failed pass has released them.
 
     Raises:
-        RuntimeError: it is gone.
+        RuntimeError: they are released.
     """
-    if kept is None:
+    if residuals is None:
         raise RuntimeError(
             "the backward pass of this call has failed before and took with it what was kept of the forward pass; call the model again"
         )
@@ -84,9 +88,9 @@ def refuse_after_failure(kept: Any) -> None:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Without the caller's dispatch modes (memory meters, counters of FLOPs): planning runs on fake tensors, of sizes that are symbols.
+    """Suspend the caller's dispatch modes (memory meters, FLOP counters): planning runs on fake tensors with symbolic sizes.
 
-    Modes that stand for torch's own machinery, such as fake tensors around everything, stay.
+    Infrastructure modes of torch, such as an enclosing fake-tensor mode, stay active.
     """
     if any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
         yield
@@ -96,13 +100,13 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def dynamo_disabled(method: CallableT) -> CallableT:
-    """Make ``torch.compile`` leave a method, and all that it calls, as it is; the code around it is compiled in parts."""
+    """Exclude a method, and all that it calls, from ``torch.compile``; the code around it is compiled in pieces."""
 
     disabled: list[Any] = []
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # torch.compiler.disable loads the compiler, which takes a second: not before somebody else has loaded it.
+        # torch.compiler.disable imports the compiler, which takes a second: wait until another import has loaded it.
         if "torch._dynamo" not in sys.modules:
             return method(*args, **kwargs)
         if not disabled:
@@ -114,20 +118,24 @@ def dynamo_disabled(method: CallableT) -> CallableT:
     return cast(CallableT, wrapper)
 
 
-def refuse_wrapping(what: str, instead: str) -> None:
-    """Say that a wrapper cannot take a compiled model.
+def refuse_wrapping(wrapper: str, remedy: str) -> None:
+    """Report that a wrapper cannot take a compiled model.
+
+    Args:
+        wrapper: name of the wrapper.
+        remedy: clause that names the alternative.
 
     Raises:
         UnsupportedError: always.
     """
-    raise UnsupportedError([f"(the compiled model): {what} cannot take it; {instead}"])
+    raise UnsupportedError([f"(the compiled model): {wrapper} cannot take it; {remedy}"])
 
 
 def positional_inputs(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A call's inputs in the order of the model's ``forward``; the last ones that are its defaults are left out.
+    """Inputs of a call in the order of the model's ``forward``; trailing inputs equal to their defaults are dropped.
 
     Raises:
-        InputError: a keyword that ``forward`` has not, one that it takes by name only, or one after an input that is left out.
+        InputError: ``forward`` has no such keyword, takes it by name only, or an earlier input is missing.
     """
     if not keywords and not any(value is None or isinstance(value, _CONSTANTS) for value in inputs):
         return tuple(inputs)

@@ -1,8 +1,8 @@
-"""Frozen dataclasses read back from the JSON that ``dataclasses.asdict`` makes of them.
+"""Frozen dataclasses parsed from the JSON of ``dataclasses.asdict``.
 
-A file may be damaged, of another version, or edited by hand. What is read has the type that its field says, all the way down, or is refused
-with its place in the text: `segments[3].strip_rows`. Lists become tuples, as records are hashable; whole numbers may stand where a field is
-a float.
+A file may be damaged, of another version, or edited by hand. Each value is checked against the annotation of its field, recursively; an
+error names its place in the text, such as `segments[3].strip_rows`. Lists become tuples, so that the dataclasses stay hashable, and an
+integer is accepted in a float field.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """The object that a text is.
+    """Parse a JSON object.
 
     Raises:
-        InputError: it is not JSON, or something else than an object.
+        InputError: the text is not JSON, or not an object.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
         raise InputError(f"this is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"expected a JSON object, got {_shorten(found)}")
-    return found
+    if not isinstance(value, dict):
+        raise InputError(f"expected a JSON object, got {_shorten(value)}")
+    return value
 
 
 def dataclass_from_dict(cls: type[Record], data: Mapping[str, Any]) -> Record:
-    """A record with these fields.
+    """Build a dataclass from a dictionary of its fields.
 
     Args:
-        cls: a frozen dataclass of numbers, texts, tuples, literals and other such dataclasses.
-        data: its fields, as JSON has them. One that is missing must have a default.
+        cls: a frozen dataclass of numbers, strings, tuples, literals and other such dataclasses.
+        data: its fields as in JSON. A missing one must have a default.
 
     Raises:
-        InputError: a field is missing, of another type, or none of the class; or the class refuses them.
+        InputError: a field is missing, unknown or of another type; or the class rejects the values.
     """
-    found: Record = _parse_dataclass(cls, data, "")
-    return found
+    record: Record = _parse_dataclass(cls, data, "")
+    return record
 
 
 def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
@@ -70,34 +70,36 @@ def _field_types(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(cls) if field.init}
 
 
-def _parse_value(wanted: Any, data: Any, place: str) -> Any:
-    origin = get_origin(wanted)
+def _parse_value(annotation: Any, data: Any, place: str) -> Any:
+    origin = get_origin(annotation)
     if origin is tuple:
-        return _parse_items(get_args(wanted), data, place)
+        return _parse_items(get_args(annotation), data, place)
     if origin is Literal:
-        if data not in get_args(wanted):
-            _refuse(place, f"one of {', '.join(map(repr, get_args(wanted)))}", data)
+        if data not in get_args(annotation):
+            _refuse(place, f"one of {', '.join(map(repr, get_args(annotation)))}", data)
         return data
     if origin in (Union, UnionType):
-        (other,) = (part for part in get_args(wanted) if part is not NoneType)
-        return None if data is None else _parse_value(other, data, place)
-    if is_dataclass(wanted):
-        return _parse_dataclass(wanted, data, place)
-    if wanted is float and type(data) is int:
+        (member,) = (each for each in get_args(annotation) if each is not NoneType)
+        return None if data is None else _parse_value(member, data, place)
+    if is_dataclass(annotation):
+        return _parse_dataclass(annotation, data, place)
+    if annotation is float and type(data) is int:
         return float(data)
-    if type(data) is not wanted:  # not isinstance: true is no number
-        _refuse(place, _KINDS[wanted], data)
+    if type(data) is not annotation:  # not isinstance: true is no number
+        _refuse(place, _KINDS[annotation], data)
     return data
 
 
-def _parse_items(wanted: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
+def _parse_items(annotations: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
     if not isinstance(data, list | tuple):
         _refuse(place, "a list", data)
-    if len(wanted) == 2 and wanted[1] is Ellipsis:
-        wanted = (wanted[0],) * len(data)
-    if len(data) != len(wanted):
-        _refuse(place, f"a list of {len(wanted)}", data)
-    return tuple(_parse_value(kind, item, f"{place}[{i}]") for i, (kind, item) in enumerate(zip(wanted, data, strict=True)))
+    if len(annotations) == 2 and annotations[1] is Ellipsis:
+        annotations = (annotations[0],) * len(data)
+    if len(data) != len(annotations):
+        _refuse(place, f"a list of {len(annotations)}", data)
+    return tuple(
+        _parse_value(annotation, item, f"{place}[{i}]") for i, (annotation, item) in enumerate(zip(annotations, data, strict=True))
+    )
 
 
 def _refuse(place: str, expected: str, data: Any) -> NoReturn:

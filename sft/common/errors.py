@@ -1,6 +1,6 @@
-"""Every error that sft raises on purpose, sorted by whose move it is.
+"""Error classes of sft, grouped by the party that has to act: the caller, the model's author, or sft.
 
-Each message has three parts: what was asked, the numbers, and what to change.
+Each message has three parts: the request, the numbers, and the change that helps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ class SftError(Exception):
 
 
 class UnsupportedError(SftError):
-    """The model holds an operator, or a form of one, that has no exact rule.
+    """The model contains an operator, or a variant of one, without an exact rule.
 
     Args:
-        problems: one line for each offending operator: module path, operator, and what to do.
+        problems: one line per operator: module path, operator, and remedy.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -28,8 +28,8 @@ class BudgetError(SftError, MemoryError):
     """No plan fits the byte budget.
 
     Args:
-        message: what was asked, what is needed, the segment that needs it, and what to change.
-        needed_bytes: what the smallest plan found needs.
+        message: the budget, the bytes needed, the segment that needs them, and a remedy.
+        needed_bytes: bytes of the smallest plan that was tried.
     """
 
     def __init__(self, message: str, *, needed_bytes: int) -> None:
@@ -38,23 +38,23 @@ class BudgetError(SftError, MemoryError):
 
 
 class InputError(SftError, ValueError):
-    """The caller's argument is wrong: rank, dtype, device, size, option."""
+    """An argument of the caller is invalid: rank, dtype, device, size, option."""
 
 
 class SourceError(SftError, OSError):
-    """A file behind an image, a gradient or an output cannot be read or written."""
+    """The file of an image, a gradient or an output cannot be read or written."""
 
 
 class SkipSlideError(SourceError):
-    """A slide cannot be read, and was opened with ``on_error="skip"``: a training loop catches this and leaves the slide out."""
+    """A slide cannot be read and was opened with ``on_error="skip"``: training loops catch this error and leave the slide out."""
 
 
 class RankError(SftError, RuntimeError):
-    """Another rank of the mesh failed, or does not answer: the step is given up on all of them.
+    """Another rank of the mesh failed or does not respond: the step is abandoned on all ranks.
 
     Args:
-        message: which rank, why, what was kept, and what to do.
-        cause: the rank and why alone, as all ranks are told it. Default: the message
+        message: the rank, the reason, the state that is kept, and a remedy.
+        cause: the rank and the reason only, as sent to all ranks. Default: the message
     """
 
     def __init__(self, message: str, cause: str | None = None) -> None:
@@ -63,4 +63,4 @@ class RankError(SftError, RuntimeError):
 
 
 class InternalError(SftError):
-    """A promise that sft makes to itself is broken; please report it."""
+    """An internal invariant of sft is violated; please report it."""

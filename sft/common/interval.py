@@ -1,4 +1,4 @@
-"""Half-open intervals of rows (or columns): the arithmetic that every schedule is made of."""
+"""Half-open intervals of rows or columns, the arithmetic of all schedules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Interval:
         return Interval(max(self.start, other.start), min(self.stop, other.stop))
 
     def hull(self, other: Interval) -> Interval:
-        """The smallest interval that holds both; an empty one adds nothing.
+        """The smallest interval that contains both; an empty one adds no index.
 
         >>> Interval(0, 2).hull(Interval(5, 6)), Interval(0, 2).hull(Interval(9, 9))
         (Interval(start=0, stop=6), Interval(start=0, stop=2))
@@ -43,11 +43,11 @@ class Interval:
         return Interval(min(self.start, other.start), max(self.stop, other.stop))
 
     def shift(self, offset: int) -> Interval:
-        """The same indices counted from ``-offset``."""
+        """The interval translated by ``offset``."""
         return Interval(self.start + offset, self.stop + offset)
 
     def clip(self, extent: int) -> Interval:
-        """The part inside ``[0, extent)``, empty at the nearer end when there is none.
+        """The intersection with ``[0, extent)``, empty at the nearer end if they are disjoint.
 
         >>> Interval(-3, 2).clip(9), Interval(-3, -1).clip(9), Interval(11, 12).clip(9)
         (Interval(start=0, stop=2), Interval(start=0, stop=0), Interval(start=9, stop=9))
@@ -58,5 +58,5 @@ class Interval:
         return Interval(start, max(start, min(self.stop, extent)))
 
     def contains(self, other: Interval) -> bool:
-        """Whether every index of ``other`` is in this interval."""
+        """True if every index of ``other`` is in this interval."""
         return not other or (self.start <= other.start and other.stop <= self.stop)

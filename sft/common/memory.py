@@ -1,18 +1,17 @@
-"""Measured peak memory: the bytes that a block of code holds on a device at its worst moment.
+"""Measured peak memory: the maximum of the bytes that a block of code holds on a device.
 
-On CUDA the caching allocator keeps the count and we read it. The CPU has no such counter, and process memory is
-useless at this grain (the allocator keeps freed pages, thread pools and code are in it), so there the meter watches
-the dispatcher. Each storage that first appears as the output of an operator counts with its full size, once, however
-many views share it, from that operator until the C++ storage dies. A weak reference to the Python storage tells when:
-PyTorch preserves that object for as long as the C++ storage lives, so a tensor that only autograd still holds counts.
+On CUDA the caching allocator counts, and its counters are read. The CPU has no such counter, and process memory is too coarse (freed pages
+that the allocator keeps, thread pools, code). The CPU meter therefore watches the dispatcher: each storage that first appears as the output
+of an operator counts with its full size, once for all views, until the C++ storage dies. A weak reference to the Python storage reports its
+death: PyTorch preserves that object for as long as the C++ storage lives, so a tensor that only autograd holds still counts.
 
-The number is exact and repeatable to the byte, which lets tests assert ``measured <= projected <= budget``. What the
-dispatcher does not show is not in it:
+The number is exact and repeatable to the byte, which lets tests assert ``measured <= projected <= budget``. Memory that the dispatcher does
+not show is not counted:
 
 - scratch inside one operator (workspaces, the temporaries of a composite kernel);
 - storages that no operator made: NumPy buffers, ``torch.tensor`` of a Python list, a storage built or resized by hand;
 - tensors without a storage (sparse, MKL-DNN);
-- work of other threads. The backward pass of CPU and meta tensors runs on the caller's thread and is seen.
+- work of other threads. The backward pass of CPU and meta tensors runs on the caller's thread and is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sft.common.errors import InputError
 __all__ = ["Peak", "measure_peak"]
 
 
-#: counters of CUDA's allocator
+#: Counters of CUDA's allocator.
 _COUNTERS = ("allocated_bytes", "requested_bytes")
 
 
@@ -46,26 +45,26 @@ class _Meter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Peak:
-    """A live reading of one ``measure_peak`` block; it may be read inside the block and after it."""
+    """Live reading of one ``measure_peak`` block, valid inside the block and after it."""
 
-    #: the device that is measured
+    #: The measured device.
     device: torch.device
-    #: the counter behind the reading
+    #: The counter that is read.
     _meter: _Meter
 
     @property
     def num_bytes(self) -> int:
-        """The most bytes that were held at once inside the block, above its start."""
+        """Peak bytes inside the block, above its start."""
         return self._meter.peak_bytes
 
     @property
     def requested_bytes(self) -> int:
-        """The same without what CUDA's allocator rounds up: it hands out blocks, and ``num_bytes`` are those of the blocks."""
+        """Peak bytes without the rounding of CUDA's allocator; ``num_bytes`` counts its blocks."""
         return self._meter.requested_peak_bytes
 
     @property
     def current_bytes(self) -> int:
-        """Bytes held now, above the start of the block: on CPU and meta, of what the block made (never negative)."""
+        """Bytes held now, above the start of the block: on CPU and meta those of storages made inside it (never negative)."""
         return self._meter.current_bytes
 
     def __repr__(self) -> str:
@@ -129,17 +128,17 @@ def _resolve(device: torch.device | str) -> torch.device:
 
 
 class _CountedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with what it counts for."""
+    """A weak reference to a storage, with the bytes that it contributes."""
 
     __slots__ = ("base_bytes", "key", "num_bytes")
 
     key: int  # id of the storage: stable, as PyTorch keeps one Python object for each storage
-    base_bytes: int  # its size before the block: 0 if the block made it
-    num_bytes: int  # what it counts for now
+    base_bytes: int  # its size before the block; 0 if the block made it
+    num_bytes: int  # its present contribution
 
 
 class _DispatchMeter(TorchDispatchMode):
-    """Counts the storages of one device type that operators make while the mode is on."""
+    """Counter of the storages of one device type that operators make while the mode is active."""
 
     supports_higher_order_operators = True
 
@@ -164,7 +163,7 @@ class _DispatchMeter(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator, and count what it makes."""
+        """Call an operator and count the storages that it makes."""
         effect = self._effects.get(func)
         if effect is None:
             effect = self._effects[func] = _effect_of(func)
@@ -188,7 +187,7 @@ class _DispatchMeter(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage, *, base_bytes: int) -> None:
-        """Start to count a storage, or note its new size."""
+        """Start to count a storage, or update its size."""
         key = id(storage)
         counted = self._counted.get(key)
         if counted is None:
@@ -205,12 +204,12 @@ class _DispatchMeter(TorchDispatchMode):
         self.current_bytes -= counted.num_bytes
 
 
-#: what an operator does to storages: it returns those that it was given, may change their size, or may make others
+#: Effect of an operator on storages: it returns storages of its arguments, may resize them, or may make new ones.
 _Effect = Literal["aliases", "resizes", "makes"]
 
 
 def _effect_of(func: Any) -> _Effect:
-    """What an operator may do, by its schema; most of a model's are views and writes in place, which make nothing."""
+    """Effect of an operator, derived from its schema. Most of a model's operators are views and in-place writes, which make no storage."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
         return "makes"
@@ -220,7 +219,7 @@ def _effect_of(func: Any) -> _Effect:
         return "resizes"
     if not schema.returns or not all(returned.alias_info for returned in schema.returns) or schema.name == "aten::set_":
         return "makes"
-    # What a composite like ``contiguous`` returns may also be a copy.
+    # The result of a composite like ``contiguous`` may also be a copy.
     return "makes" if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else "aliases"
 
 
@@ -236,7 +235,7 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 
 class _CudaMeter:
-    """Reads the caching allocator's counters, of blocks and of what was asked for; open meters share its one resettable peak."""
+    """Reader of the caching allocator's counters (blocks and requested bytes); open meters share its one resettable peak."""
 
     _open: list[_CudaMeter] = []  # noqa: RUF012  # shared on purpose
 
@@ -249,7 +248,7 @@ class _CudaMeter:
     def start(self) -> None:
         torch.cuda.init()
         for meter in self._open:
-            meter._keep_highest()  # the reset below wipes what the enclosing blocks have seen
+            meter._keep_highest()  # the reset below wipes the peaks of the enclosing blocks
         torch.cuda.reset_peak_memory_stats(self._device)
         self._start_bytes = self._read("current")
         self._highest_bytes = dict(self._start_bytes)
@@ -282,6 +281,6 @@ class _CudaMeter:
         now = self._read("peak")
         self._highest_bytes = {counter: max(self._highest_bytes[counter], now[counter]) for counter in _COUNTERS}
 
-    def _read(self, which: str) -> dict[str, int]:
+    def _read(self, statistic: str) -> dict[str, int]:
         stats = torch.cuda.memory_stats(self._device)
-        return {counter: int(stats.get(f"{counter}.all.{which}", 0)) for counter in _COUNTERS}
+        return {counter: int(stats.get(f"{counter}.all.{statistic}", 0)) for counter in _COUNTERS}

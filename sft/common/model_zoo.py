@@ -1,13 +1,13 @@
-"""Models of other packages, by name.
+"""Models of other packages by name.
 
-A name is what people write on a command line or in a configuration: ``timm:NAME``, ``torchvision:NAME``, ``package.module:callable``, or
-``NAME`` alone, which the two libraries are asked for. Importing a package and calling a maker run anybody's code, so whatever they raise
-becomes an `InputError` that repeats what was written and says where to change it.
+A name is written on a command line or in a configuration: ``timm:NAME``, ``torchvision:NAME``, ``package.module:callable``, or a bare
+``NAME``, which is looked up in both libraries. Importing a package and calling a factory run foreign code; any exception that it raises
+becomes an `InputError` that quotes the name and says where to change it.
 
-*The missing operators.* torchvision's compiled part is built for one build of torch and does not load with another; then importing the
-rest, and timm with it, fails over the names of two operators that no convolutional network calls (pytorch/vision#9085). Declared, they need
-no code. They are declared only after an import has failed over them: where the compiled part fits, it declares them itself, and twice is
-an error.
+*The missing operators.* torchvision's compiled part is built for one build of torch and does not load with another. Importing the rest, and
+timm with it, then fails because two operators are undeclared that no convolutional network calls (pytorch/vision#9085). Declaring their
+names is enough. They are declared only after an import has failed: where the compiled part fits it declares them itself, and declaring
+them twice is an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OPERATORS = ("nms", "qnms")
 
 
 def import_library(module: str) -> ModuleType:
-    """Import a module, also beside a torchvision whose compiled operators do not fit this torch.
+    """Import a module, also when torchvision's compiled operators do not fit the installed torch.
 
     Args:
         module: its full name.
 
     Raises:
-        Exception: whatever importing it raises otherwise.
+        Exception: any other exception of the import.
     """
     before = frozenset(sys.modules)
     try:
@@ -46,14 +46,14 @@ def import_library(module: str) -> ModuleType:
         if not any(f"torchvision::{operator} " in f"{error} " for operator in _OPERATORS):
             raise
     for operator in _OPERATORS:
-        with suppress(RuntimeError):  # there is one
+        with suppress(RuntimeError):  # it is declared already
             torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _drop_orphan_modules(before)
     return importlib.import_module(module)
 
 
 def _drop_orphan_modules(before: Collection[str]) -> None:
-    """Drop modules whose package failed to import: a new package would not have them as attributes."""
+    """Remove modules whose package failed to import from ``sys.modules``: a new package would not have them as attributes."""
     for name in set(sys.modules).difference(before):
         parts = name.split(".")
         if any(".".join(parts[:end]) not in sys.modules for end in range(1, len(parts))):
@@ -62,13 +62,13 @@ def _drop_orphan_modules(before: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelName:
-    """A model as somebody named it.
+    """The name of a model, as written by the user.
 
     Attributes:
-        text: what was written.
-        place: where it was written, for messages: ``"MODEL"``, ``"model.backbone"``.
-        options_place: where the maker's arguments are written: ``"--model-args"``, ``"model.options"``.
-        libraries: whom to ask for a name alone, in this order.
+        text: the name.
+        place: the setting that holds it, for messages: ``"MODEL"``, ``"model.backbone"``.
+        options_place: the setting that holds the factory's arguments: ``"--model-args"``, ``"model.options"``.
+        libraries: libraries in which a bare name is looked up, in this order.
     """
 
     text: str
@@ -76,40 +76,40 @@ class ModelName:
     options_place: str
     libraries: tuple[str, ...] = ("torchvision", "timm")
 
-    def maker(self) -> ModelFactory:
-        """Who makes the model.
+    def factory(self) -> ModelFactory:
+        """The factory of the model.
 
         Raises:
-            InputError: there is no such model, or its library cannot be imported.
+            InputError: no such model exists, or its library cannot be imported.
         """
         library, _, member = self.text.rpartition(":")
         if not member:
             raise self.error(f": write package.module:callable, or the name of a model in {' or '.join(_FACTORIES)}")
         if library in _FACTORIES:
             remedy = f'pip install {library}, or name another model as "package.module:callable"'
-            found = _FACTORIES[library](self._imported(library, remedy), member)
-            if found is None:
+            function = _FACTORIES[library](self._import(library, remedy), member)
+            if function is None:
                 raise self.error(f": {library} has no model {member!r}. Check the name; {library}.list_models() has them all.")
-            return ModelFactory(name=self, library=library, function=found)
+            return ModelFactory(name=self, library=library, function=function)
         if not library:
-            return self._of_any_library()
-        value: Any = self._imported(library, "Check the name, and that PYTHONPATH reaches it")
-        for part in member.split("."):
-            value = getattr(value, part, None)
+            return self._search_libraries()
+        value: Any = self._import(library, "Check the name, and that PYTHONPATH reaches it")
+        for attribute in member.split("."):
+            value = getattr(value, attribute, None)
         if not callable(value):
             raise self.error(f": module {library} has no callable {member!r}. Name a class or function that makes a network.")
         return ModelFactory(name=self, library=library, function=(lambda: value) if isinstance(value, nn.Module) else value)
 
-    def error(self, what: str) -> InputError:
-        """An error about this name; ``what`` follows it."""
-        return InputError(f"{self.place} {self.text!r}{what}")
+    def error(self, problem: str) -> InputError:
+        """An error about this name; ``problem`` follows the quoted name."""
+        return InputError(f"{self.place} {self.text!r}{problem}")
 
-    def _of_any_library(self) -> ModelFactory:
+    def _search_libraries(self) -> ModelFactory:
         reasons = []
         for library in self.libraries:
             try:
                 function = _FACTORIES[library](import_library(library), self.text)
-            except Exception as error:  # importing runs anybody's code; the other library may have the model
+            except Exception as error:  # importing runs foreign code; the other library may have the model
                 reasons.append(f"{library}: {type(error).__name__}: {error}")
                 continue
             if function is not None:
@@ -117,21 +117,21 @@ class ModelName:
             reasons.append(f"{library} has no such model")
         raise self.error(f": not found ({'; '.join(reasons)}). Check the name, or write package.module:callable")
 
-    def _imported(self, module: str, remedy: str) -> ModuleType:
+    def _import(self, module: str, remedy: str) -> ModuleType:
         try:
             return import_library(module)
-        except Exception as error:  # importing runs anybody's code
+        except Exception as error:  # importing runs foreign code
             raise self.error(f": cannot import {module} ({type(error).__name__}: {error}). {remedy}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFactory:
-    """What makes a named model.
+    """Factory of a named model.
 
     Attributes:
-        name: as it was asked for.
+        name: as written by the user.
         library: ``"timm"``, ``"torchvision"``, or the module that holds the function.
-        function: from options to a model; of torchvision without weights, if no option says otherwise.
+        function: maps options to a model; for torchvision without pretrained weights unless an option asks for them.
     """
 
     name: ModelName
@@ -139,14 +139,14 @@ class ModelFactory:
     function: Callable[..., Any]
 
     def make(self, options: Mapping[str, Any]) -> nn.Module:
-        """Make the model.
+        """Build the model.
 
         Raises:
-            InputError: the function fails, or makes something else.
+            InputError: the function fails or does not return a module.
         """
         try:
             model = self.function(**options)
-        except Exception as error:  # a maker may raise anything
+        except Exception as error:  # foreign code: any exception is possible
             raise self.name.error(
                 f" cannot be made ({type(error).__name__}: {error}). Check the name and {self.name.options_place}."
             ) from error

@@ -1,7 +1,7 @@
-"""Page-locked memory of the host, which copies to and from a CUDA device run beside the computation.
+"""Page-locked host memory, for copies to and from a CUDA device that overlap with the computation.
 
-It is NumPy's, locked in place: torch's own page-locked buffers are rounded up to powers of two, and kept when they are free. A system that
-does not lock so much (a limit, a sandbox) loses speed and nothing else: CUDA copies from and to other memory, too, and waits meanwhile.
+The memory is NumPy's, locked in place: torch's own page-locked buffers are rounded up to powers of two and cached after use. A system that
+refuses to lock so many pages (a limit, a sandbox) costs speed only: CUDA also copies pageable memory, but the computation waits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["lock_pages"]
 
 
 def lock_pages(data: npt.NDArray[np.uint8], purpose: str, remedy: str) -> None:
-    """Lock an array's pages for as long as it lives, or warn that the system does not.
+    """Lock an array's pages for the lifetime of the array, or warn if the system refuses.
 
     Args:
         data: the array.
-        purpose: for the warning: ``"the plan's copies"``.
-        remedy: likewise, a sentence.
+        purpose: subject of the warning, plural: ``"the plan's copies"``.
+        remedy: last sentence of the warning.
     """
     if not data.nbytes:
         return
     runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
     if status != 0:
-        with suppress(RuntimeError):  # CUDA reports the failure once more, at the next kernel, whosever that is
+        with suppress(RuntimeError):  # CUDA reports the failure once more, at the next kernel
             torch.zeros(1, device="cuda").add_(1)
         warnings.warn(
             f"{purpose} take {format_bytes(data.nbytes)} of page-locked host memory, which the system does not give (CUDA error {status}): "

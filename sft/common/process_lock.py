@@ -1,14 +1,12 @@
-"""One thread at a time where the whole process, or a model, is changed for a moment.
+"""Process-wide critical sections: the lock for patching torch or a model, and a pause of the garbage collector.
 
-Capturing takes hooks off the model, puts fake tensors in the place of its parameters, patches torch and redirects what is printed. Threads
-that call compiled models meanwhile (servers, validation beside training) wait where they look at models, and run their strips side by side.
+*The lock.* Capturing removes hooks from the model, replaces its parameters by fake tensors, patches torch and redirects output. Other
+threads that call compiled models (servers, validation next to training) wait where they inspect models; their strips run concurrently.
 
-Planning without pauses to look for cycles.
-
-Python's collector is started by the number of objects that were made, and looks through all that are alive. Planning makes millions that
-stay alive (programs, instructions, slots) and hardly a cycle, so that looking again and again takes long and finds nothing. Neither does
-looking right behind it: what was made would count as young, and be looked through once for each generation that it grows through. It joins
-the oldest at once, which is looked through when the collector finds it time for that.
+*The pause.* Python's cycle collector runs after a number of allocations and traverses all live objects. Planning allocates millions of
+long-lived objects (programs, instructions, slots) and hardly any cycle, so these traversals take long and free no memory. A collection
+right after planning would not pay either: the new objects count as young and would be traversed once per generation. They are moved to
+the oldest generation at once, which is collected when the collector decides to.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _owner_threads: list[int] = []
 
 @contextmanager
 def patch_lock() -> Iterator[None]:
-    """A context that one thread is in at a time; it may enter it again."""
+    """A re-entrant critical section for one thread at a time."""
     with _LOCK:
         _owner_threads.append(threading.get_ident())
         try:
@@ -36,14 +34,14 @@ def patch_lock() -> Iterator[None]:
 
 
 def is_locked_by_other_thread() -> bool:
-    """Whether another thread is in the context right now, so that what torch says to be doing may be its."""
+    """True if another thread is in the critical section, so that global state of torch (such as "is exporting") may belong to it."""
     owners = _owner_threads[:]
     return bool(owners) and owners[-1] != threading.get_ident()
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A context in which nobody looks for cycles; what is unreachable behind it is found as ever."""
+    """Pause the cycle collector; garbage of the block is collected afterwards as usual."""
     if not gc.isenabled():
         yield
         return
@@ -51,7 +49,7 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else somebody keeps objects out of the collector's sight
+        if not gc.get_freeze_count():  # otherwise the application has frozen objects itself
             gc.freeze()
             gc.unfreeze()
         gc.enable()

@@ -1,4 +1,4 @@
-"""What images of several sizes have in common, kept from one planning to the next."""
+"""A least-recently-used cache with weights, for results shared by the plans of several image sizes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any, TypeVar
 
 __all__ = ["WeightedLRU"]
 
-MadeT = TypeVar("MadeT")
+ValueT = TypeVar("ValueT")
 
-#: What is kept weighs so much at most; those things that nobody has asked for longest are forgotten.
-_MOST = 1 << 16
+#: Maximal total weight; the least recently used values are evicted first.
+_MAX_WEIGHT = 1 << 16
 
 
 class WeightedLRU:
-    """Remembers what was made under a key, up to a weight of all things together."""
+    """Cache of values by key, bounded by their total weight."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[int, Any]] = {}
+        self._entries: dict[Hashable, tuple[int, Any]] = {}
         self._weight = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
-    def remembered(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
-        """What ``make`` returned when it was asked for under this key.
+    def get_or_make(self, key: Hashable, make: Callable[[], ValueT], weight: int = 1) -> ValueT:
+        """Return the cached value of a key, creating it on a miss.
 
         Args:
-            key: what it is remembered by.
-            make: makes it.
-            weight: the larger, the fewer others are kept beside it.
+            key: the key.
+            make: creates the value.
+            weight: the value's share of the capacity.
         """
-        known = self._known.pop(key, None)
-        if known is None:
-            known = (weight, make())
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            entry = (weight, make())
             self._weight += weight
-        while self._known and self._weight > _MOST:
-            self._weight -= self._known.pop(next(iter(self._known)))[0]
-        self._known[key] = known
-        found: MadeT = known[1]
-        return found
+        while self._entries and self._weight > _MAX_WEIGHT:
+            self._weight -= self._entries.pop(next(iter(self._entries)))[0]
+        self._entries[key] = entry
+        value: ValueT = entry[1]
+        return value

@@ -1,4 +1,4 @@
-"""Modules for models: losses that are computed strip by strip with the model that is compiled, and deep chains of equal blocks."""
+"""Modules for models: losses computed strip by strip inside the compiled model, and deep chains of repeated blocks."""
 
 from sft.nn.losses import DiceLoss as DiceLoss
 from sft.nn.losses import WithLoss as WithLoss

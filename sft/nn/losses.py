@@ -1,10 +1,8 @@
-"""Soft Dice (Milletari, Navab and Ahmadi, "V-Net", 2016), in sums over pixels, so that it is computed strip by strip.
+"""Losses inside a compiled model: :class:`WithLoss` joins a model and its loss, :class:`DiceLoss` is soft Dice in sums over pixels.
 
-A model and its loss as one module.
-
-A loss per pixel that is computed outside needs the model's whole output, and its gradient: at full resolution the two are often the
-largest tensors of a step. Inside the compiled model each strip of the output goes into the loss as soon as it is there, and neither is
-ever whole.
+A loss per pixel that is computed outside the model needs the model's full output and its gradient, which at full resolution are often the
+largest tensors of a step. Inside the compiled model each strip of the output is consumed by the loss at once, and neither tensor is ever
+complete.
 """
 
 from __future__ import annotations
@@ -23,7 +21,9 @@ Activation = Literal["softmax", "sigmoid", "none"]
 
 
 class DiceLoss(nn.Module):
-    """One minus the Dice coefficient ``(2 * sum(p * t) + smooth) / (sum(p) + sum(t) + smooth)``, the mean over classes and samples.
+    """Soft Dice loss (Milletari, Navab and Ahmadi, "V-Net", 2016): one minus the mean Dice coefficient over classes and samples.
+
+    The coefficient is ``(2 * sum(p * t) + smooth) / (sum(p) + sum(t) + smooth)``. Its sums over pixels are computed strip by strip.
 
     >>> loss = DiceLoss("none", smooth=0.0)
     >>> mask = torch.zeros(1, 1, 4, 4)
@@ -32,12 +32,12 @@ class DiceLoss(nn.Module):
     (0.0, 1.0, 0.3333333134651184)
 
     Args:
-        activation: makes probabilities of the prediction: over its classes, each by itself, or not at all.
-        smooth: added to both sides of the fraction; a class that is nowhere, and nowhere predicted, has a loss of 0.
+        activation: turns the prediction into probabilities: softmax over classes, sigmoid of each class, or none.
+        smooth: added to numerator and denominator; a class that is absent and never predicted has a loss of 0.
         squared: whether the denominator sums squares, as V-Net does. Default: `False`
         batch: whether one coefficient is for all samples together. Default: `False`
         include_background: whether the first class counts. Default: `True`
-        ignore_index: labels that count neither way. Default: `None`
+        ignore_index: label of ignored pixels. Default: `None`
     """
 
     def __init__(
@@ -59,38 +59,38 @@ class DiceLoss(nn.Module):
         self.include_background, self.ignore_index = include_background, ignore_index
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Arguments, for ``repr``."""
         return f"{self.activation!r}, smooth={self.smooth}, squared={self.squared}, batch={self.batch}"
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The loss, a number.
+        """The loss, a scalar.
 
         Args:
             prediction: ``[N, C, axes...]``.
-            target: labels ``[N, axes...]`` or ``[N, 1, axes...]`` (whole numbers below C), or masks ``[N, C, axes...]``.
+            target: labels ``[N, axes...]`` or ``[N, 1, axes...]`` (integers below C), or masks ``[N, C, axes...]``.
 
         Raises:
-            InputError: their shapes do not fit.
+            InputError: their shapes do not match.
         """
         num_classes, dims = prediction.shape[1], list(range(2, prediction.dim()))
-        shares = self._shares(prediction)
-        mask, counted = self._mask(target, num_classes, shares)
-        if counted is not None:
-            shares = shares * counted
+        probabilities = self._probabilities(prediction)
+        mask, valid = self._mask(target, num_classes, probabilities)
+        if valid is not None:
+            probabilities = probabilities * valid
         if not self.include_background and num_classes > 1:
-            shares, mask = shares[:, 1:], mask[:, 1:]
+            probabilities, mask = probabilities[:, 1:], mask[:, 1:]
         power = 2 if self.squared else 1
-        sums = [(shares * mask).sum(dims), (shares**power).sum(dims), (mask**power).sum(dims)]
+        sums = [(probabilities * mask).sum(dims), (probabilities**power).sum(dims), (mask**power).sum(dims)]
         common, predicted, true = (value.sum(0) if self.batch else value for value in sums)
         return (1 - (2 * common + self.smooth) / (predicted + true + self.smooth)).mean()
 
-    def _shares(self, prediction: Tensor) -> Tensor:
+    def _probabilities(self, prediction: Tensor) -> Tensor:
         if self.activation == "none":
             return prediction
         return prediction.softmax(1) if self.activation == "softmax" else prediction.sigmoid()
 
     def _mask(self, target: Tensor, num_classes: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The true classes as channels of zeros and ones, and where there is one that counts."""
+        """The true classes as one-hot channels, and the mask of pixels that count, if some are ignored."""
         if target.dim() == like.dim() - 1:
             target = target.unsqueeze(1)
         if target.dim() != like.dim() or target.shape[1] not in (1, num_classes):
@@ -98,16 +98,16 @@ class DiceLoss(nn.Module):
                 f"a target of shape {tuple(target.shape)} for a prediction of {tuple(like.shape)}; give labels [N, axes...] or masks "
                 f"of {num_classes} channels"
             )
-        counted = None if self.ignore_index is None else (target != self.ignore_index).to(like.dtype)
+        valid = None if self.ignore_index is None else (target != self.ignore_index).to(like.dtype)
         if target.shape[1] == num_classes:
             mask = target.to(like.dtype)
-            return (mask, None) if counted is None else (torch.where(counted > 0, mask, torch.zeros_like(mask)), counted)
+            return (mask, None) if valid is None else (torch.where(valid > 0, mask, torch.zeros_like(mask)), valid)
         classes = torch.arange(num_classes, device=target.device).view(num_classes, *[1] * (like.dim() - 2))
-        return (target == classes).to(like.dtype), counted
+        return (target == classes).to(like.dtype), valid
 
 
 class WithLoss(nn.Module):
-    """``loss(model(*inputs), target)``, to be compiled together.
+    """``loss(model(*inputs), target)`` as one module, to be compiled together.
 
     >>> import sft
     >>> model = nn.Conv2d(3, 5, 3, padding=1)
@@ -118,19 +118,18 @@ class WithLoss(nn.Module):
     >>> model.weight.grad.shape
     torch.Size([5, 3, 3, 3])
 
-    The model stays the caller's: its parameters, its ``state_dict`` and ``train()`` are reached through it as before, and it can be
-    compiled on its own for inference.
+    The model is shared: its parameters, ``state_dict`` and ``train()`` are accessed through it as before, and it can be compiled
+    separately for inference.
 
     Losses that stream: ``torch.nn``'s cross-entropy, negative log-likelihood, binary cross-entropy (with or without logits), MSE, L1,
     smooth L1, Huber, KL divergence, Poisson and soft margin with any reduction, :class:`sft.nn.DiceLoss`, and any function written with
-    operators of the table in docs/operators.md, such as a sum of these. Others are exact, too, but see the whole output; ``sft.check``
-    tells.
+    operators of the table in docs/operators.md, such as a sum of these. Other losses are exact too, but need the full output; ``sft.check``
+    reports them.
 
     Args:
-        model: makes a prediction.
+        model: computes the prediction.
         loss: a module or function of the prediction and the target.
-        output: chooses what of the model's result the loss is for, where that is not a tensor: an index or a key.
-            Default: `None` (the result itself)
+        output: index or key of the prediction in the model's result, if that is not a tensor. Default: `None` (the result itself)
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], *, output: int | str | None = None) -> None:
@@ -147,23 +146,23 @@ class WithLoss(nn.Module):
         """The loss.
 
         Args:
-            inputs: the model's inputs and, last, the target: what the loss wants. Labels may have a channel, ``[N, 1, H, W]``, as those
+            inputs: the model's inputs and, last, the target of the loss. Labels may have a channel, ``[N, 1, H, W]``, as those
                 of a `sft.sources.LabelSource` have.
 
         Raises:
-            InputError: there is no target.
+            InputError: no target is given.
         """
         if len(inputs) < 2:
             raise InputError(f"WithLoss got {len(inputs)} input(s); give the model's inputs and, last, the target")
-        *given, target = inputs
-        prediction = self.model(*given)
+        *model_inputs, target = inputs
+        prediction = self.model(*model_inputs)
         if self.output is not None:
             prediction = prediction[self.output]
         return self.loss(prediction, _class_labels(prediction, target))
 
 
 def _class_labels(prediction: Any, target: Tensor) -> Tensor:
-    """Labels of classes without their one channel, as torch's losses want them."""
+    """Class labels without their channel of size one, as torch's losses take them."""
     is_image = isinstance(prediction, Tensor) and target.dim() == prediction.dim() and target.shape[1] == 1
     is_label = target.dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
     return target.squeeze(1) if is_image and is_label and prediction.shape[1] > 1 else target

@@ -1,4 +1,4 @@
-"""Blocks of one structure in a row: traced once, run any number of times, inside a byte budget."""
+"""Repeated blocks: a chain of blocks of one structure, traced once, run any number of times, inside a byte budget."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ __all__ = ["Repeat"]
 
 
 class _BlockCache:
-    """What has been derived of a block: its programs, and plans. No dataclass: what those hold is looked at, and a model captured again
-    where it has changed (`sft.analysis.frontend.fingerprint`)."""
+    """Programs and plans derived from a block.
+
+    Not a dataclass: fields of dataclasses are part of a module's fingerprint, and a model would be captured again when they change
+    (`sft.analysis.frontend.fingerprint`).
+    """
 
     def __init__(self) -> None:
         self.programs: dict[Any, BlockPrograms] = {}
@@ -44,11 +47,11 @@ class _BlockCache:
 
 
 class Repeat(nn.Module):
-    """``num_blocks`` blocks of one structure, each with its own weights, one after the other.
+    """A chain of ``num_blocks`` blocks of one structure, each with its own weights.
 
-    It computes what ``nn.Sequential(*[make_block() for _ in range(num_blocks)])`` computes, with the same gradients and running statistics,
-    and takes the same random numbers for its weights. The block is traced once, whatever the number, and the backward pass follows a
-    checkpointing schedule that fits the budget: activations are stored, dropped and computed again as it says.
+    It computes the same as ``nn.Sequential(*[make_block() for _ in range(num_blocks)])``, with the same gradients and running statistics,
+    and draws the same random numbers for its weights. The block is traced once, whatever the number, and the backward pass follows a
+    checkpointing schedule that fits the budget: it says which activations are stored, dropped and recomputed.
 
     >>> net = Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 50, budget="5KiB")
     >>> x = torch.randn(2, 4)
@@ -58,21 +61,21 @@ class Repeat(nn.Module):
     >>> net.plan_for(x).num_forwards > 50
     True
 
-    The parameters of all blocks are stacked: ``block`` is the module of one block whose parameters and buffers have one dimension more, in
-    front, and optimizers, ``state_dict``, ``requires_grad_`` and ``train()`` work on these. Buffers that are not persistent are constants
-    that all blocks share. :meth:`unstacked` makes the blocks as plain modules.
+    The parameters of all blocks are stacked: ``block`` is the module of one block whose parameters and buffers have an additional leading
+    dimension, and optimizers, ``state_dict``, ``requires_grad_`` and ``train()`` work on these. Non-persistent buffers are constants shared
+    by all blocks. :meth:`unstacked` returns the blocks as plain modules.
 
     Each block takes one tensor and returns one of the same shape and type. Buffers may change only in ways that the output does not depend
-    on (running statistics of norms in training do not). Dropout follows positions and a seed that is drawn once a call from torch's
-    generator, so it has the same bits in a recomputation. What a block does with Python (printing, counting) it does once.
+    on (running statistics of norms in training). Dropout is a function of position and of a seed drawn once a call from torch's
+    generator, so a recomputation has the same bits. Side effects of a block in Python (printing, counting) happen once, during tracing.
 
     Args:
         make_block: makes a block.
-        num_blocks: how many.
-        budget: bytes for what a call holds on the device above its input and the parameters: activations, intermediate values, gradients of
-            parameters, the output and its gradient. Default: `None` (everything is kept, as in plain PyTorch; inside a model that
-            `sft.compile` has compiled as much as that model's budget allows)
-        strategy: how to look for a schedule: ``"auto"``, ``"none"``, ``"revolve"``, ``"bisect"`` or ``"optimal"``. Default: ``"auto"``
+        num_blocks: number of blocks.
+        budget: bytes that a call may hold on the device in addition to its input and the parameters: activations, intermediate values,
+            gradients of parameters, the output and its gradient. Default: `None` (all activations are kept, as in plain PyTorch; inside a
+            model compiled with `sft.compile`, as many as that model's budget allows)
+        strategy: the schedule search: ``"auto"``, ``"none"``, ``"revolve"``, ``"bisect"`` or ``"optimal"``. Default: ``"auto"``
 
     Raises:
         InputError: the blocks differ in structure, or an argument is out of range.
@@ -92,7 +95,7 @@ class Repeat(nn.Module):
         self.trace: Callable[[str], None] | None = None
         self.block = stack_blocks(make_block, num_blocks)
         self.streamed: StreamedBlocks | None = None
-        self.is_streamed = False  # a model that is compiled around this is captured again when it changes
+        self.is_streamed = False  # part of the fingerprint: an enclosing compiled model is captured again when it changes
         self._known = _BlockCache()
 
     def stream(
@@ -104,24 +107,24 @@ class Repeat(nn.Module):
         durable: bool = True,
         prefetch: bool | None = None,
     ) -> Repeat:
-        """Take the weights off the device; from now on each pass reads them through a window.
+        """Move the weights off the device; from now on each pass reads them through a window.
 
-        The parameters become views of the host's memory, or of a file that is mapped privately: what is written to these goes on to
-        be used here, and is in the file with the next generation that an optimizer commits. Without an optimizer for streamed weights,
-        gradients are gathered in the host's memory. Buffers go to the host's memory, too.
+        The parameters become views of host memory, or of a privately mapped file: values written to them are used from then on, and are in
+        the file with the next generation that an optimizer commits. Without an optimizer for streamed weights, gradients are accumulated in
+        host memory. Buffers move to host memory too.
 
         Args:
             window: bytes for parameters on the device; at least one block, twice that to read ahead.
-            path: a file (safetensors) for the parameters. Default: `None` (the host's memory, pinned where there is CUDA)
-            resume: go on with an existing file, which is refused otherwise; one that does not exist is refused then. Default: `False`
+            path: a file (safetensors) for the parameters. Default: `None` (host memory, pinned if CUDA is available)
+            resume: load an existing file, which is refused otherwise; with it a missing file is refused. Default: `False`
             durable: whether each generation of the file survives a loss of power. Default: `True`
-            prefetch: whether threads read ahead. Default: `None` (where reading or copying is slow)
+            prefetch: whether threads read ahead. Default: `None` (if reading or copying is slow)
 
         Returns:
-            Itself.
+            This module.
 
         Raises:
-            InputError: the weights are streamed already, there are none, or the file exists or has other blocks.
+            InputError: the weights are streamed already, the block has none, or the file exists or has other blocks.
             SourceError: the file cannot be read or written.
             BudgetError: the window is smaller than a block.
         """
@@ -143,21 +146,21 @@ class Repeat(nn.Module):
         return self
 
     def close(self) -> None:
-        """Close the stores of streamed weights; the parameters are ordinary ones then, on the host."""
+        """Close the stores of streamed weights; the parameters become ordinary ones on the host."""
         if self.streamed is not None:
             self.streamed.close()
             self.streamed, self.is_streamed = None, False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Repeat:
-        """``to``, ``cuda``, ``double``...: streamed weights stay where they are, only the device changes on which they are used."""
+        """Implement ``to``, ``cuda``, ``double`` and so on: for streamed weights only the device of their window changes."""
         if self.streamed is None:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # as torch leaves it
             return self
-        found = {param.dtype for param in self.block.parameters()}
-        if any(fn(torch.empty(0, dtype=dtype, device=self.streamed.device)).dtype != dtype for dtype in found):
+        dtypes = {param.dtype for param in self.block.parameters()}
+        if any(fn(torch.empty(0, dtype=dtype, device=self.streamed.device)).dtype != dtype for dtype in dtypes):
             raise InputError("weights that are streamed keep their element type; convert the module before stream()")
         shared = shared_buffers(self.block)
-        device = fn(torch.empty(0, dtype=next(iter(found)), device=self.streamed.device)).device
+        device = fn(torch.empty(0, dtype=next(iter(dtypes)), device=self.streamed.device)).device
         for name, buffer in shared.items():
             prefix, _, last = name.rpartition(".")
             self.block.get_submodule(prefix)._buffers[last] = fn(buffer)
@@ -165,11 +168,11 @@ class Repeat(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Arguments, for ``repr``."""
         return f"num_blocks={self.num_blocks}, budget={self.budget_bytes}, strategy={self.strategy!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be made again.
+        """The state without caches.
 
         Raises:
             InputError: the weights are streamed.
@@ -180,25 +183,25 @@ class Repeat(nn.Module):
 
     @dynamo_disabled
     def forward(self, x: Tensor) -> Tensor:
-        """All blocks, one after the other.
+        """Apply all blocks in order.
 
         Args:
-            x: what the first block takes.
+            x: input of the first block.
 
         Raises:
-            InputError: it is no floating tensor, or not where the parameters are.
-            UnsupportedError: the block cannot be traced, or does not return what it takes.
+            InputError: it is not a floating-point tensor, or not on the parameters' device.
+            UnsupportedError: the block cannot be traced, or its output differs from its input in shape or type.
             BudgetError: no schedule fits.
         """
-        around = current_repeat_capture()
-        if around is not None:
-            return self._captured(around, x)
+        enclosing = current_repeat_capture()
+        if enclosing is not None:
+            return self._record_repeat(enclosing, x)
         self._check_input(x)
         params = dict(self.block.named_parameters())
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in params.values()))
         programs, key = self._programs_for(x)
         plan = self._plan(x, programs, key)
-        before = torch.get_rng_state() if programs.is_random else None
+        generator_state = torch.get_rng_state() if programs.is_random else None
         try:
             seed = draw_seed() if programs.is_random else 0
             call = self._call(x, programs, plan, params, seed)
@@ -207,21 +210,21 @@ class Repeat(nn.Module):
             watched, guarded = self._watched(params, programs)
             return run_chain(call, x, watched, guarded)
         except BaseException:
-            if before is not None:
-                torch.set_rng_state(before)
+            if generator_state is not None:
+                torch.set_rng_state(generator_state)
             raise
 
-    def _captured(self, around: RepeatCapture, x: Tensor) -> Tensor:
-        """Write down a call inside of a model that is captured: one operator stands for all blocks."""
-        path = around.path_of(self)
+    def _record_repeat(self, enclosing: RepeatCapture, x: Tensor) -> Tensor:
+        """Record one operator for all blocks in the capture of an enclosing model."""
+        path = enclosing.path_of(self)
         if self.is_streamed:
             raise UnsupportedError(
                 [
-                    f"{path}: repeat: it streams its blocks, which a compiled model does not; compile the parts before and behind it, and "
+                    f"{path}: repeat: it streams its blocks, which a compiled model does not; compile the parts before and after it, and "
                     "call it between them, or stream all weights of the compiled model with Options(weights='stream')"
                 ]
             )
-        params, own, shared = self._params(), stacked_buffers(self.block), shared_buffers(self.block)
+        params, stacked, shared = self._params(), stacked_buffers(self.block), shared_buffers(self.block)
         repeated = BlockRepeat(
             block=self.block,
             num_blocks=self.num_blocks,
@@ -230,34 +233,34 @@ class Repeat(nn.Module):
             device=x.device,
             autocast=_autocast_dtype(x.device),
             params=tuple(params),
-            fixed=tuple(own),
+            fixed=tuple(stacked),
             shared=tuple(shared),
             make=pass_function,
             trace=self.trace,
         )
         try:
-            repeated = repeated.at_hint(x, {**params, **own, **shared})
+            repeated = repeated.at_hint(x, {**params, **stacked, **shared})
         except UnsupportedError as error:
             raise UnsupportedError([f"{path}: repeat: {problem}" for problem in error.problems]) from error
-        out, *nexts = around.call(
+        out, *next_values = enclosing.call(
             repeated,
             x,
             params=[*params.values()],
-            fixed=[own[name] for name in repeated.fixed],
+            fixed=[stacked[name] for name in repeated.fixed],
             shared=[*shared.values()],
-            updated=[own[name] for name in repeated.updated],
+            updated=[stacked[name] for name in repeated.updated],
         )
         with torch.no_grad():
-            for name, value in zip(repeated.updated, nexts, strict=True):
-                own[name].copy_(value)
+            for name, value in zip(repeated.updated, next_values, strict=True):
+                stacked[name].copy_(value)
         return out
 
     def plan_for(self, x: Tensor) -> RepeatPlan:
-        """The plan for such an input.
+        """The plan for an input of this shape, type and device.
 
         Raises:
-            InputError: it is no floating tensor, or not where the parameters are.
-            UnsupportedError: the block cannot be traced, or does not return what it takes.
+            InputError: it is not a floating-point tensor, or not on the parameters' device.
+            UnsupportedError: the block cannot be traced, or its output differs from its input in shape or type.
             BudgetError: no schedule fits.
         """
         self._check_input(x)
@@ -269,15 +272,15 @@ class Repeat(nn.Module):
         return nn.Sequential(*(extract_block(self.block, number) for number in range(self.num_blocks)))
 
     def load_blocks(self, blocks: Sequence[nn.Module]) -> None:
-        """Take over the parameters and buffers of plain modules.
+        """Load the parameters and buffers of plain modules.
 
         Raises:
-            InputError: there are not as many, or their structure is another one; nothing is changed.
+            InputError: their number or structure differs; no weight is changed.
         """
         load_blocks(self.block, self.num_blocks, blocks)
 
     def _device(self) -> torch.device | None:
-        """Where the blocks run; None if nothing says so."""
+        """Device of the blocks; ``None`` if they have no tensors."""
         if self.streamed is not None:
             return self.streamed.device
         tensors = [*self.block.parameters(), *self.block.buffers()]
@@ -293,7 +296,7 @@ class Repeat(nn.Module):
             raise InputError(f"the input is on {x.device}, the parameters are on {device}; move one of them")
 
     def _programs_for(self, x: Tensor) -> tuple[BlockPrograms, Any]:
-        """The block's programs for such an input, and what they were made for."""
+        """The block's programs for an input, and their cache key."""
         autocast = _autocast_dtype(x.device)
         params = {
             name: TensorMeta(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()
@@ -301,12 +304,12 @@ class Repeat(nn.Module):
         buffers = {name: TensorMeta(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in stacked_buffers(self.block).items()}
         buffers |= {name: TensorMeta.of(buffer) for name, buffer in shared_buffers(self.block).items()}
         modes = tuple(module.training for module in self.block.modules())
-        own = TensorMeta(shape=tuple(x.shape), dtype=x.dtype)
+        input_meta = TensorMeta(shape=tuple(x.shape), dtype=x.dtype)
         of_block = (tuple(params.items()), tuple(buffers.items()), modes, module_fingerprint(ModuleSnapshot(self.block)))
-        key = (own, x.device, autocast, torch.get_default_dtype(), *of_block)
+        key = (input_meta, x.device, autocast, torch.get_default_dtype(), *of_block)
         if key not in self._known.programs:
             with patch_lock():
-                traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
+                traced = trace_block(self.block, input_meta, params, buffers, device=x.device, autocast=autocast)
             programs = lower_block(traced)
             shared = [name for name in programs.updated if name in shared_buffers(self.block)]
             if shared:
@@ -334,7 +337,11 @@ class Repeat(nn.Module):
         return self._known.plans[key]
 
     def _extra_bytes(self, programs: BlockPrograms) -> tuple[int, int]:
-        """What is held beside activations: windows, or the buffers' next values forwards and the parameters' gradients backwards."""
+        """Bytes held in addition to activations, in the forward and in the backward pass.
+
+        These are the windows of streamed weights; otherwise the next values of buffers (forward) and the gradients of parameters
+        (backward).
+        """
         if self.streamed is not None:
             window = self.streamed.extra_bytes
             return window, window + self.streamed.sink.extra_bytes()
@@ -400,7 +407,7 @@ class Repeat(nn.Module):
         )
 
     def _watched(self, params: Mapping[str, Tensor], programs: BlockPrograms) -> tuple[list[Tensor], list[Tensor]]:
-        """What autograd checks between the passes: parameters first, then the buffers that stay; and parameters that others check."""
+        """Tensors that autograd checks for changes between passes (parameters, then unchanged buffers), and those that a store checks."""
         if self.streamed is not None:
             return [], [*params.values()]
         fixed = [buffer for name, buffer in stacked_buffers(self.block).items() if name not in programs.updated]
@@ -408,7 +415,7 @@ class Repeat(nn.Module):
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to on a device, ``None`` where it is off."""
+    """Element type of autocast on a device, ``None`` if it is off."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,4 +1,4 @@
-"""Optimizers one parameter at a time: the arithmetic of ``torch.optim`` bit for bit, as in-place updates that need no second gradient."""
+"""Optimizers that update one parameter at a time: the arithmetic of ``torch.optim`` bit for bit, in place and without a second gradient."""
 
 from sft.optim.optimizer import SGD as SGD
 from sft.optim.optimizer import AdamW as AdamW

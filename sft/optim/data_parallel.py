@@ -1,11 +1,11 @@
-"""Ranks that train one model, each on samples of its own: what an optimizer of streamed weights says to the others.
+"""Data parallelism for optimizers of streamed weights: ranks train one model, each on its own samples.
 
-Each rank has all weights, and of every parameter a *share*: as many of its elements as any other rank, in the order of memory. It receives
-the gradients of its share from all ranks, takes their mean, updates its share with the state that only it has, and sends the result to the
-others. That is as many bytes as an all-reduce of the gradients, and a rank keeps and computes only its part of the optimizer (the first
-stage of ZeRO: Rajbhandari et al., 2020). An update looks at one element at a time, so a share of it is exact.
+Each rank has all weights and owns a *share* of every parameter: a contiguous range of its elements in memory order, of equal length on all
+ranks. A rank receives the gradients of its share from all ranks, averages them, updates its share with the state that only it keeps, and
+sends the result to the other ranks. That moves as many bytes as an all-reduce of the gradients, while each rank keeps and computes only
+its fraction of the optimizer (the first stage of ZeRO: Rajbhandari et al., 2020). An update is elementwise, so updating a share is exact.
 
-Sums are taken in the order of the ranks, by one of them, so all end up with the same bits.
+Sums are taken in rank order by one rank each, so all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ __all__ = ["DataParallelGroup", "ShardStaging"]
 
 
 class DataParallelGroup:
-    """One rank among others, or alone.
+    """This rank in a group of data-parallel ranks; without a group, the only one.
 
     Args:
-        group: a process group of ``torch.distributed``; None for a rank that is alone.
-        device: where gradients and weights are when they are sent.
+        group: a process group of ``torch.distributed``; ``None`` for a single rank.
+        device: device of gradients and weights when they are sent.
         timeout: how long to wait for another rank.
+
+    Attributes:
+        num_ranks: size of the group.
+        rank: position of this rank in it.
 
     Raises:
         InputError: this process is not in the group.
@@ -42,7 +46,7 @@ class DataParallelGroup:
 
     def __init__(self, group: Any, device: torch.device, timeout: timedelta) -> None:
         self.device = device
-        self.count, self.place = 1, 0
+        self.num_ranks, self.rank = 1, 0
         self._link: ProcessTransport | None = None
         self._is_guarded = False
         if group is None:
@@ -52,35 +56,35 @@ class DataParallelGroup:
             raise InputError(
                 f"this process (rank {dist.get_rank()}) is not in the group of ranks {ranks}; make the optimizer on these only"
             )
-        self.count, self.place = len(ranks), ranks.index(dist.get_rank())
-        if self.count > 1:
-            self._link = ProcessTransport(ranks, {"mesh": tuple(range(self.count))}, timeout, device, "optimizer")
+        self.num_ranks, self.rank = len(ranks), ranks.index(dist.get_rank())
+        if self.num_ranks > 1:
+            self._link = ProcessTransport(ranks, {"mesh": tuple(range(self.num_ranks))}, timeout, device, "optimizer")
 
-    def share_of(self, num_elements: int, place: int | None = None) -> tuple[int, int]:
-        """The first element of a rank's share, and the one behind its last."""
-        length = -(-num_elements // self.count)
-        start = min(num_elements, (self.place if place is None else place) * length)
+    def share_of(self, num_elements: int, rank: int | None = None) -> tuple[int, int]:
+        """First and last (exclusive) element of a rank's share; by default of this rank's."""
+        length = -(-num_elements // self.num_ranks)
+        start = min(num_elements, (self.rank if rank is None else rank) * length)
         return start, min(num_elements, start + length)
 
     def shape_of_share(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's share; that of the whole where the rank is alone."""
+        """Shape of this rank's share; the full shape for a single rank."""
         start, stop = self.share_of(math.prod(shape))
-        return shape if self.count == 1 else (stop - start,)
+        return shape if self.num_ranks == 1 else (stop - start,)
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """This rank's share of a tensor, as a view."""
-        return tensor if self.count == 1 else self._part(tensor, self.place)
+    def local_share(self, tensor: Tensor) -> Tensor:
+        """View of this rank's share of a tensor."""
+        return tensor if self.num_ranks == 1 else self._share(tensor, self.rank)
 
-    def _part(self, tensor: Tensor, place: int) -> Tensor:
-        start, stop = self.share_of(tensor.numel(), place)
+    def _share(self, tensor: Tensor, rank: int) -> Tensor:
+        start, stop = self.share_of(tensor.numel(), rank)
         return tensor.view(-1)[start:stop]
 
     def rounds(self) -> Iterator[tuple[int, int]]:
-        """Whom to send to and whom to receive from, round by round."""
-        for distance in range(1, self.count):
-            yield (self.place + distance) % self.count, (self.place - distance) % self.count
+        """Ranks to send to and to receive from, for each round of an all-to-all exchange."""
+        for distance in range(1, self.num_ranks):
+            yield (self.rank + distance) % self.num_ranks, (self.rank - distance) % self.num_ranks
 
-    def swap(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> None:
+    def exchange(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> None:
         """Send to one rank while receiving from another."""
         assert self._link is not None
         messages = [Message(send[0], send[1], is_sent=True), Message(receive[0], receive[1], is_sent=False)]
@@ -88,10 +92,10 @@ class DataParallelGroup:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What fails inside fails on all ranks.
+        """A context in which a failure on one rank raises on all ranks.
 
         Raises:
-            RankError: another rank failed, or does not answer.
+            RankError: another rank failed or does not respond.
         """
         if self._link is None or self._is_guarded:
             yield
@@ -103,122 +107,126 @@ class DataParallelGroup:
         finally:
             self._is_guarded = False
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, in the order of the ranks."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in rank order."""
         return [tensor] if self._link is None else self._link.all_gather("mesh", tensor)
 
-    def numbers(self, own: Sequence[float]) -> list[list[float]]:
-        """Everybody's numbers, in the order of the ranks."""
+    def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of all ranks, in rank order."""
         if self._link is None:
-            return [list(own)]
-        return [found.tolist() for found in self.gathered(torch.tensor(own, dtype=torch.float64, device=self.device))]
+            return [list(values)]
+        return [tensor.tolist() for tensor in self.all_gather(torch.tensor(values, dtype=torch.float64, device=self.device))]
 
-    def settle(self) -> None:
-        """Wait until all ranks have come this far."""
-        self.numbers([0.0])
+    def barrier(self) -> None:
+        """Barrier: wait until all ranks have reached this call."""
+        self.all_gather_numbers([0.0])
 
-    def agree(self, what: Any, remedy: str) -> None:
-        """Make sure that all ranks have, or do, the same.
+    def agree(self, value: Any, remedy: str) -> None:
+        """Check that a value is equal on all ranks.
+
+        Args:
+            value: compared by its ``repr``, or a digest of it.
+            remedy: last clause of the error message.
 
         Raises:
-            InputError: they do not.
+            InputError: it differs.
         """
         if self._link is None:
             return
-        digest = what if isinstance(what, bytes) else hashlib.sha256(repr(what).encode()).digest()
-        own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.uint8).to(self.device)
-        differing = [place for place, other in enumerate(self.gathered(own)) if not torch.equal(other, own)]
-        if differing:
-            raise InputError(f"ranks {differing} of the group differ from rank {self.place} of it: {remedy}")
+        digest = value if isinstance(value, bytes) else hashlib.sha256(repr(value).encode()).digest()
+        prefix = torch.frombuffer(bytearray(digest[:8]), dtype=torch.uint8).to(self.device)
+        mismatches = [rank for rank, theirs in enumerate(self.all_gather(prefix)) if not torch.equal(theirs, prefix)]
+        if mismatches:
+            raise InputError(f"ranks {mismatches} of the group differ from rank {self.rank} of it: {remedy}")
 
     def staging(self, sizes: Mapping[str, tuple[int, torch.dtype]]) -> ShardStaging:
-        """Room for the messages about so many elements of such types."""
+        """Message buffers for tensors of these numbers of elements and types."""
         return ShardStaging(self, sizes)
 
     def staging_bytes(self, sizes: Mapping[str, tuple[int, torch.dtype]]) -> int:
-        """What that room takes."""
-        if self.count == 1 or not sizes:
+        """Bytes of these buffers on the device."""
+        if self.num_ranks == 1 or not sizes:
             return 0
-        share_bytes = sum(-(-number // self.count) * dtype.itemsize for number, dtype in sizes.values())
-        # A gradient that is laid out otherwise is copied before parts of it are sent.
-        return share_bytes * (self.count + 1) + max(number * dtype.itemsize for number, dtype in sizes.values())
+        share_bytes = sum(-(-number // self.num_ranks) * dtype.itemsize for number, dtype in sizes.values())
+        # A gradient of another memory layout is copied before its shares are sent.
+        return share_bytes * (self.num_ranks + 1) + max(number * dtype.itemsize for number, dtype in sizes.values())
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over all ranks."""
-        if self.count == 1:
+        if self.num_ranks == 1:
             return
         for tensor in tensors:
             values = {"": tensor if tensor.is_contiguous() else tensor.contiguous()}
             staging = self.staging({"": (tensor.numel(), tensor.dtype)})
-            self.own(values[""]).copy_(staging.reduced(values)[""])
-            staging.spread(values)
+            self.local_share(values[""]).copy_(staging.reduce_shares(values)[""])
+            staging.spread_shares(values)
             if values[""] is not tensor:
                 tensor.copy_(values[""])
 
-    def whole(self, share: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Tensors of this shape, of which each rank has a share: ``[number, share]`` on the host becomes ``[number, *shape]``."""
-        if self.count == 1:
+    def unshard(self, share: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Assemble full tensors from shares: ``[number, share]`` on the host becomes ``[number, *shape]``."""
+        if self.num_ranks == 1:
             return share
-        length = -(-math.prod(shape) // self.count)
+        length = -(-math.prod(shape) // self.num_ranks)
         padded = torch.zeros((share.shape[0], length), dtype=share.dtype, device=self.device)
         padded[:, : share.shape[1]].copy_(share)
-        parts = [part.to(share.device) for part in self.gathered(padded)]
-        return torch.cat(parts, 1)[:, : math.prod(shape)].reshape(share.shape[0], *shape)
+        shares = [each.to(share.device) for each in self.all_gather(padded)]
+        return torch.cat(shares, 1)[:, : math.prod(shape)].reshape(share.shape[0], *shape)
 
 
 class ShardStaging:
-    """Room for messages: one share for each rank to receive, and one to send. Made by :meth:`DataParallelGroup.staging`."""
+    """Message buffers: one share to receive per rank, and one to send. Made by :meth:`DataParallelGroup.staging`."""
 
-    def __init__(self, replicas: DataParallelGroup, sizes: Mapping[str, tuple[int, torch.dtype]]) -> None:
-        self._replicas = replicas
-        count, device = replicas.count, replicas.device
-        self._at: dict[str, tuple[torch.dtype, int]] = {}
+    def __init__(self, group: DataParallelGroup, sizes: Mapping[str, tuple[int, torch.dtype]]) -> None:
+        self._group = group
+        count, device = group.num_ranks, group.device
+        self._offsets: dict[str, tuple[torch.dtype, int]] = {}
         lengths: dict[torch.dtype, int] = {}
         for name, (number, dtype) in sizes.items():
-            self._at[name] = (dtype, lengths.get(dtype, 0))
+            self._offsets[name] = (dtype, lengths.get(dtype, 0))
             lengths[dtype] = lengths.get(dtype, 0) + -(-number // count)
         used = lengths if count > 1 else {}
-        self._arrived = {dtype: torch.zeros((count, length), dtype=dtype, device=device) for dtype, length in used.items()}
+        self._received = {dtype: torch.zeros((count, length), dtype=dtype, device=device) for dtype, length in used.items()}
         self._sent = {dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in used.items()}
 
-    def reduced(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each tensor this rank's share of the mean over all ranks; valid until the next message."""
-        replicas = self._replicas
-        if replicas.count == 1:
+    def reduce_shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Reduce-scatter: this rank's share of the mean of each tensor over all ranks; valid until the next message."""
+        group = self._group
+        if group.num_ranks == 1:
             return dict(tensors)
-        for target, source in replicas.rounds():
+        for target, source in group.rounds():
             self._pack(tensors, target)
             for dtype, sent in self._sent.items():
-                replicas.swap((target, sent), (source, self._arrived[dtype][source]))
-        self._pack(tensors, replicas.place)
-        for dtype, arrived in self._arrived.items():
-            arrived[replicas.place].copy_(self._sent[dtype])
-            for other in arrived[1:]:
-                arrived[0].add_(other)
-            arrived[0].div_(replicas.count)
-        return {name: self._piece(name, tensor, 0, replicas.place) for name, tensor in tensors.items()}
+                group.exchange((target, sent), (source, self._received[dtype][source]))
+        self._pack(tensors, group.rank)
+        for dtype, received in self._received.items():
+            received[group.rank].copy_(self._sent[dtype])
+            for other in received[1:]:
+                received[0].add_(other)
+            received[0].div_(group.num_ranks)
+        return {name: self._received_share(name, tensor, 0, group.rank) for name, tensor in tensors.items()}
 
-    def spread(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the other ranks' shares of contiguous tensors with what these ranks have there."""
-        replicas = self._replicas
-        if replicas.count == 1:
+    def spread_shares(self, tensors: Mapping[str, Tensor]) -> None:
+        """All-gather in place: fill the other ranks' shares of contiguous tensors with their values."""
+        group = self._group
+        if group.num_ranks == 1:
             return
-        self._pack(tensors, replicas.place)
-        for target, source in replicas.rounds():
+        self._pack(tensors, group.rank)
+        for target, source in group.rounds():
             for dtype, sent in self._sent.items():
-                replicas.swap((target, sent), (source, self._arrived[dtype][source]))
+                group.exchange((target, sent), (source, self._received[dtype][source]))
             for name, tensor in tensors.items():
-                replicas._part(tensor, source).copy_(self._piece(name, tensor, source, source))
+                group._share(tensor, source).copy_(self._received_share(name, tensor, source, source))
 
-    def _pack(self, tensors: Mapping[str, Tensor], place: int) -> None:
-        """Put a rank's shares into what is sent."""
+    def _pack(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Copy a rank's shares into the send buffers."""
         for name, tensor in tensors.items():
-            part = self._replicas._part(tensor.reshape(-1), place)
-            dtype, at = self._at[name]
-            self._sent[dtype][at : at + part.numel()].copy_(part)
+            share = self._group._share(tensor.reshape(-1), rank)
+            dtype, offset = self._offsets[name]
+            self._sent[dtype][offset : offset + share.numel()].copy_(share)
 
-    def _piece(self, name: str, tensor: Tensor, row: int, place: int) -> Tensor:
-        """Where in what has arrived a rank's share of a tensor is."""
-        dtype, at = self._at[name]
-        start, stop = self._replicas.share_of(tensor.numel(), place)
-        return self._arrived[dtype][row, at : at + stop - start]
+    def _received_share(self, name: str, tensor: Tensor, row: int, rank: int) -> Tensor:
+        """A rank's share of a tensor in a row of the receive buffers."""
+        dtype, offset = self._offsets[name]
+        start, stop = self._group.share_of(tensor.numel(), rank)
+        return self._received[dtype][row, offset : offset + stop - start]

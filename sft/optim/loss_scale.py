@@ -1,4 +1,4 @@
-"""Loss scaling (Micikevicius et al., "Mixed precision training", 2018), for an optimizer that sees gradients one after the other."""
+"""Loss scaling (Micikevicius et al., "Mixed precision training", 2018) for an optimizer that receives gradients one at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FIRST, _GROWTH, _BACKOFF, _INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
 class LossScale:
-    """The factor before the loss, and what becomes of it.
+    """The factor on the loss, constant or dynamic.
 
     Args:
-        value: a number, ``"dynamic"``, or None for none at all.
+        value: a number, ``"dynamic"``, or ``None`` for no scaling.
 
     Raises:
-        InputError: the number is not a positive one.
+        InputError: the number is not positive.
     """
 
     def __init__(self, value: float | Literal["dynamic"] | None) -> None:
@@ -35,12 +35,12 @@ class LossScale:
         self.value = 1.0 if value is None else _FIRST if value == "dynamic" else float(value)
         self._num_good_steps = 0
 
-    def take_out(self, grads: Sequence[Tensor | None], *, is_whole_step: bool = True) -> bool:
-        """Divide gradients by the scale in place; whether all of them are finite. Without scaling nobody looks.
+    def unscale(self, grads: Sequence[Tensor | None], *, is_whole_step: bool = True) -> bool:
+        """Divide gradients by the scale in place; true if all of them are finite. Without scaling no check is made.
 
         Args:
             grads: the gradients.
-            is_whole_step: whether tensors that share memory may be among them, as ``.grad`` of tied parameters.
+            is_whole_step: whether one tensor may occur twice, as ``.grad`` of tied parameters.
         """
         if self.is_off:
             return True
@@ -55,8 +55,8 @@ class LossScale:
             finite = finite and (not grad.numel() or bool(torch.linalg.vector_norm(grad, float("inf")).isfinite()))
         return finite
 
-    def follow(self, is_finite: bool) -> None:
-        """Grow or fall after a step."""
+    def update(self, is_finite: bool) -> None:
+        """Adapt a dynamic scale after a step."""
         if not self.is_dynamic:
             return
         if not is_finite:
@@ -69,14 +69,14 @@ class LossScale:
             self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run goes on with; nothing unless the scale changes."""
+        """State of a dynamic scale, for resuming; empty if the scale is constant."""
         return {"value": self.value, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it.
+        """Restore the state of a dynamic scale.
 
         Raises:
-            InputError: it is none.
+            InputError: it is not such a state.
         """
         if not self.is_dynamic or not state:
             return

@@ -1,4 +1,4 @@
-"""``torch.optim.Optimizer`` over the in-place updates: schedulers, parameter groups, hooks and state dicts are torch's own."""
+"""``torch.optim.Optimizer`` subclasses on in-place updates; schedulers, parameter groups, hooks and state dicts are torch's own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["SGD", "AdamW", "FusedOptimizer"]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """An optimizer that gives each gradient back as soon as it is used.
+    """An optimizer that frees each gradient as soon as it is used.
 
-    Its state dict is that of the ``torch.optim`` class of the same update, in both directions.
+    Its state dict is interchangeable with that of the ``torch.optim`` class of the same update.
 
     Args:
-        params: parameters, or groups of them with settings of their own.
+        params: parameters, or groups of them with their own settings.
         update: the arithmetic.
-        settings: what differs from the update's defaults.
+        settings: deviations from the update's defaults.
 
     Raises:
-        InputError: there is no such setting, or a number is out of range.
+        InputError: a setting is unknown, or a number is out of range.
     """
 
     def __init__(self, params: Iterable[Any], update: Update, **settings: Any) -> None:
@@ -36,20 +36,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**update.defaults, **settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does.
+        """Add a group, as in torch.
 
         Raises:
-            InputError: its settings cannot be followed.
+            InputError: its settings are not supported.
         """
         self.update.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class, or of torch's.
+        """Load a state dict of this class or of torch's.
 
         Raises:
-            InputError: its settings cannot be followed; nothing is changed.
-            ValueError: it has other groups (torch's error).
+            InputError: its settings are not supported; no state is changed.
+            ValueError: its groups differ (torch's error).
         """
         for group in state_dict["param_groups"]:
             self.update.check({**self.defaults, **group})
@@ -63,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient, and free these gradients.
 
         Args:
-            closure: computes the loss and the gradients, as with torch.
+            closure: computes the loss and the gradients, as in torch.
 
         Raises:
             InputError: a gradient is sparse.
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter; the gradient's content is lost.
+        """Update one parameter; the gradient's content is destroyed.
 
         Raises:
             InputError: the gradient is sparse.

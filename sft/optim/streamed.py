@@ -1,18 +1,18 @@
-"""An optimizer for weights that are not on the device: :class:`StreamedOptimizer`.
+""":class:`StreamedOptimizer`, an optimizer for weights that are stored off the device.
 
-Two forms, which give the same bits:
+It has two modes with the same bits:
 
-- *Fused*, the default: a block's parameters are updated in the middle of the backward pass, while they are in the window, by gradients that
-  exist for this moment only. State streams through a window of its own. The results go into the next generation of the weights;
-  :meth:`~StreamedOptimizer.step` makes it the current one. Until then nothing has changed: a backward pass that fails, or a
-  :meth:`~StreamedOptimizer.zero_grad`, drops it. (Source: the Scorch thesis, section 4, whose update is in place at once.)
-- *Two-phase*: gradients are added up in the host's memory, and ``step`` walks over the blocks once more. This is what accumulation over
-  several backward passes and clipping need, since no update can begin before the last gradient is known.
+- *Fused*, the default: a block's parameters are updated during the backward pass, while they are in the window, with gradients that exist
+  only for that moment. Optimizer state streams through its own window. The results form the next generation of the weights, which
+  :meth:`~StreamedOptimizer.step` makes current. Until then no weight has changed: a failing backward pass or a
+  :meth:`~StreamedOptimizer.zero_grad` discards it. (Source: the Scorch thesis, section 4, whose update is immediately in place.)
+- *Two-phase*: gradients are accumulated in host memory, and ``step`` sweeps over the blocks again. Accumulation over several backward
+  passes and clipping need this mode, since no update can begin before the last gradient is known.
 
-Loss scaling works in both: where a gradient is infinite, the generation is dropped instead of committed.
+Loss scaling works in both: if a gradient is not finite, the generation is discarded instead of committed.
 
-On several ranks (``group``) each rank runs samples of its own on all weights, and gradients are means over ranks, block by block, as they
-are known. Of the optimizer's state each rank keeps a share: see :mod:`sft.optim.data_parallel`.
+On several ranks (``group``) each rank runs its own samples on all weights, and gradients are averaged over ranks, block by block, as they
+become known. Each rank keeps a share of the optimizer's state: see :mod:`sft.optim.data_parallel`.
 """
 
 from __future__ import annotations
@@ -47,55 +47,56 @@ _UPDATES: dict[str, Callable[[], Update]] = {"sgd": SGDUpdate, "adamw": AdamWUpd
 
 
 class StreamedOptimizer(FusedOptimizer):
-    """``torch.optim.SGD`` or ``AdamW`` for a model whose weights are streamed: those of repeated blocks (:meth:`sft.nn.Repeat.stream`), or
-    all of a compiled model (``Options(weights="stream")``).
+    """``torch.optim.SGD`` or ``AdamW`` for a model with streamed weights.
+
+    These are the weights of repeated blocks (:meth:`sft.nn.Repeat.stream`), or all of a compiled model (``Options(weights="stream")``).
 
     >>> import sft
     >>> model = nn.Sequential(nn.Linear(3, 4), sft.nn.Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 6).stream("1KiB"))
     >>> optimizer = StreamedOptimizer(model, "adamw", lr=1e-2)
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    >>> model(torch.randn(2, 3)).square().sum().backward()  # the six blocks are updated here, into a generation of their own
-    >>> optimizer.step()  # and this is where it takes effect
+    >>> model(torch.randn(2, 3)).square().sum().backward()  # updates the six blocks, into the next generation
+    >>> optimizer.step()  # makes it the current one
     >>> scheduler.step()
 
-    Parameters of other modules are ordinary ones, with gradients of their own, and are updated in :meth:`step`. The results are those of
-    ``torch.optim`` with ``foreach=False, fused=False``, bit for bit, but for clipping (see ``max_norm``). ``step`` frees the gradients, so
-    ``zero_grad`` is needed only to drop some.
+    Parameters of other modules are resident, have ordinary gradients, and are updated in :meth:`step`. The results are those of
+    ``torch.optim`` with ``foreach=False, fused=False``, bit for bit, except for clipping (see ``max_norm``). ``step`` frees the gradients,
+    so ``zero_grad`` is needed only to discard some.
 
-    What is committed, and when: ``step`` commits the streamed weights and their state of one repetition, or compiled model, at once (in a
-    file: by a rename), of several one after the other, then updates the other parameters. What raises before leaves everything as it was.
-    A file with the state of another update is written anew without that state.
+    *Commit order.* ``step`` commits the streamed weights and state of one repetition or compiled model at once (in a file: by a rename), of
+    several one after the other, then updates the other parameters. An exception before that leaves all of them unchanged. A file with the
+    state of another update is rewritten without that state.
 
     Args:
-        model: the model. Its repetitions stream their weights already; one optimizer a repetition. Or the compiled module, or a model
-            that has one as a part.
+        model: the model. Its repetitions already stream their weights, and have at most one optimizer each. Or the compiled module, or a
+            model that contains one.
         update: ``"sgd"``, ``"adamw"``, or an :class:`~sft.optim.Update`.
-        params: parameters or groups of them with settings of their own; those of streamed blocks are the stacked ones.
+        params: parameters or groups of them with their own settings; for streamed blocks the stacked parameters.
             Default: `None` (all of the model)
-        two_phase: whether gradients are added up in the host's memory. Default: `None` (where ``max_norm`` asks for it)
+        two_phase: whether gradients are accumulated in host memory. Default: `None` (if ``max_norm`` requires it)
         max_norm: scale all gradients so that their joint Euclidean norm is at most this, as ``clip_grad_norm_`` does. The norm is summed
             in fp64 block by block, so its last digits may differ from torch's.
-        loss_scale: a factor that :meth:`scale` puts before the loss, and that is taken out of the gradients, or ``"dynamic"`` for one that
-            grows and falls as in ``torch.amp.GradScaler``. A step with gradients that are not finite is skipped. Default: `None`
-        window: bytes on the device for state, and for gradients in two-phase steps. Default: `None` (two blocks each; of a compiled model
-            one parameter's, and no other size can be asked for)
+        loss_scale: a factor that :meth:`scale` puts on the loss and that gradients are divided by, or ``"dynamic"`` for one that
+            grows and shrinks as in ``torch.amp.GradScaler``. A step with gradients that are not finite is skipped. Default: `None`
+        window: bytes on the device for state, and for gradients in two-phase steps. Default: `None` (two blocks each; for a compiled model
+            one parameter's, the only size supported)
         group: a process group of ``torch.distributed``. Its ranks make the optimizer of equal models, and call ``backward``, ``step`` and
-            ``state_dict`` together: updates are those by the mean of their gradients, and weights are equal on all of them to the last bit.
-            Of the state each keeps one share of as many. A state dict has all of it, for any number of ranks; a file of weights has the
+            ``state_dict`` together: updates use the mean of their gradients, and weights are equal on all ranks to the last bit.
+            Each rank keeps one share of the state. A state dict contains all of it, for any number of ranks; a file of weights contains the
             rank's share, so each rank has its own file. Default: `None`
         group_timeout_seconds: how long to wait for another rank. Default: 1800
-        backend: what computes the updates: ``"aten"`` for PyTorch's operators, or ``"triton"`` for our kernels, which pass over memory
-            once. These compute SGD and AdamW with all settings but AMSGrad and tensors as AdamW's learning rate, for contiguous parameters
-            in fp32 or with fp32 copies; what they do not compute goes by ATen, parameter by parameter. They need a CUDA device (or, for
-            tests, ``TRITON_INTERPRET=1``), and were not verified on one: they have the bits of ``torch.optim`` on a CPU, but for a root of
+        backend: implementation of the updates: ``"aten"`` for PyTorch's operators, or ``"triton"`` for our kernels, which pass over memory
+            once. These compute SGD and AdamW with all settings except AMSGrad and a tensor as AdamW's learning rate, for contiguous
+            parameters in fp32 or with fp32 copies; other parameters fall back to ATen one by one. They need a CUDA device (or, for tests,
+            ``TRITON_INTERPRET=1``), and were not verified on one: they have the bits of ``torch.optim`` on a CPU, except for a root of
             AdamW that PyTorch itself does not round to the nearest number. State dicts and files are the same. Default: ``"aten"``
         settings: learning rate and so on, by torch's names.
 
     Raises:
-        InputError: nothing of the model is streamed, a repetition has an optimizer, a setting is out of range, the ranks differ, or
+        InputError: the model has no streamed weights, a repetition has an optimizer, a setting is out of range, the ranks differ, or
             kernels cannot run.
-        RankError: another rank failed, or does not answer.
-        SourceError: a file of weights cannot be rewritten with room for the state.
+        RankError: another rank failed or does not respond.
+        SourceError: a file of weights cannot be rewritten with space for the state.
         BudgetError: the window is smaller than a block's state.
     """
 
@@ -122,141 +123,145 @@ class StreamedOptimizer(FusedOptimizer):
             raise InputError(
                 f"max_norm={max_norm!r}, two_phase={two_phase}: clipping wants a positive norm, and knows it in two phases only"
             )
-        chosen = _UPDATES[update]() if isinstance(update, str) else update
+        resolved_update = _UPDATES[update]() if isinstance(update, str) else update
         if backend not in UPDATE_BACKENDS:
             raise InputError(f"backend={backend!r}: updates are computed by one of {', '.join(UPDATE_BACKENDS)}; give one of these")
-        if backend == "triton" and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
+        if backend == "triton" and not isinstance(resolved_update, (SGDUpdate, AdamWUpdate)):
             raise InputError(
-                f"backend='triton' with update={type(chosen).__name__}: there are kernels for {len(_UPDATES)} updates; give one of "
-                f"{', '.join(_UPDATES)}, or leave backend out"
+                f"backend='triton' with update={type(resolved_update).__name__}: there are kernels for {len(_UPDATES)} updates; give "
+                f"one of {', '.join(_UPDATES)}, or leave backend out"
             )
         self.backend = backend
         self.two_phase = max_norm is not None if two_phase is None else two_phase
         self.max_norm = max_norm
         self.loss_scale = LossScale(loss_scale)
         self.last_step_skipped = False
-        self._chains: list[RecordOptimizer] = []
-        computed = KernelUpdate(chosen) if backend == "triton" and isinstance(chosen, (SGDUpdate, AdamWUpdate)) else chosen
-        super().__init__(model.parameters() if params is None else params, computed, **settings)
-        blocks = _streamed_parts(model)
-        if not blocks:
+        self._record_optimizers: list[RecordOptimizer] = []
+        computed_update = (
+            KernelUpdate(resolved_update)
+            if backend == "triton" and isinstance(resolved_update, (SGDUpdate, AdamWUpdate))
+            else resolved_update
+        )
+        super().__init__(model.parameters() if params is None else params, computed_update, **settings)
+        streamed = _streamed_parts(model)
+        if not streamed:
             raise InputError(
                 "no part of the model streams its weights; call stream() on its repetitions, or compile it with Options(weights='stream'), "
                 "or use sft.optim"
             )
-        if any(isinstance(each.sink, RecordOptimizer) for each in blocks):
+        if any(isinstance(blocks.sink, RecordOptimizer) for blocks in streamed):
             raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
         if backend == "triton":
-            check_triton(blocks[0].device)
-        if group is not None and any(isinstance(each, StreamedParameters) for each in blocks):
+            check_triton(streamed[0].device)
+        if group is not None and any(isinstance(blocks, StreamedParameters) for blocks in streamed):
             raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
-        self.replicas = DataParallelGroup(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
-        if self.replicas.count > 1 and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
+        self.group = DataParallelGroup(group, streamed[0].device, timedelta(seconds=group_timeout_seconds))
+        if self.group.num_ranks > 1 and not isinstance(resolved_update, (SGDUpdate, AdamWUpdate)):
             raise InputError(
-                f"update={type(chosen).__name__} with a group of {self.replicas.count} ranks, each of which updates a share of each "
-                "parameter's elements; give 'sgd' or 'adamw', which look at one element at a time"
+                f"update={type(resolved_update).__name__} with a group of {self.group.num_ranks} ranks, each of which updates a share of "
+                "each parameter's elements; give 'sgd' or 'adamw', which look at one element at a time"
             )
-        with self.replicas.guarded():
-            for each in blocks:
-                part = RecordOptimizer(self, each, self._by_param(), None if window is None else parse_bytes(window))
-                if part.params:
-                    self._chains.append(part)
+        with self.group.guarded():
+            for blocks in streamed:
+                records = RecordOptimizer(self, blocks, self._group_by_id(), None if window is None else parse_bytes(window))
+                if records.params:
+                    self._record_optimizers.append(records)
             self._agree()
-        for part in self._chains:
-            part.enter()
+        for records in self._record_optimizers:
+            records.attach()
 
     def _agree(self) -> None:
-        """Make sure that all ranks begin with the same.
+        """Check that all ranks begin with the same settings and weights.
 
         Raises:
-            InputError: they do not.
+            InputError: they differ.
         """
-        if self.replicas.count == 1:
+        if self.group.num_ranks == 1:
             return
-        own = self._own()
-        asked = (
+        streamed_ids = self._streamed_ids()
+        setup = (
             self.two_phase,
             self.max_norm,
             self.backend,
             self.loss_scale.value,
             self.settings(),
-            *(part.asked() for part in self._chains),
+            *(records.rank_invariants() for records in self._record_optimizers),
         )
-        self.replicas.agree(asked, "give all of them the same model, the same settings, and weights that were updated as often")
+        self.group.agree(setup, "give all of them the same model, the same settings, and weights that were updated as often")
         digest = hashlib.sha256()
-        for part in self._chains:
-            part.hash_weights(digest)
-        for param in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
+        for records in self._record_optimizers:
+            records.hash_weights(digest)
+        for param in (p for group in self.param_groups for p in group["params"] if id(p) not in streamed_ids):
             digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self.replicas.agree(digest.digest(), "their weights; seed all ranks alike, or load one checkpoint on all of them")
+        self.group.agree(digest.digest(), "their weights; seed all ranks alike, or load one checkpoint on all of them")
 
     def settings(self) -> list[list[tuple[str, str]]]:
-        """Learning rates and so on of all groups, as text."""
+        """Settings of all groups (learning rates and so on), as text."""
         return [sorted((name, repr(value)) for name, value in group.items() if name != "params") for group in self.param_groups]
 
     def together(self) -> AbstractContextManager[None]:
-        """A context for whole steps on several ranks: what raises inside, be it in the forward pass, ends the step on all of them at once.
+        """A context for complete steps on several ranks: an exception inside, also in the forward pass, ends the step on all ranks at once.
 
-        Without it a failure outside of ``backward`` and ``step`` is noticed by the others when the time is over.
+        Without it the other ranks notice a failure outside of ``backward`` and ``step`` only when the timeout expires.
 
         Raises:
             RankError: another rank failed.
         """
-        return self.replicas.guarded()
+        return self.group.guarded()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; call ``backward`` on this."""
+        """The loss times the scale; call ``backward`` on the result."""
         return loss * self.loss_scale.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, and updates that were not committed."""
+        """Discard all gradients, and updates that were not committed."""
         super().zero_grad(set_to_none)
-        for part in self._chains:
-            part.drop()
+        for records in self._record_optimizers:
+            records.drop()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit what the backward pass computed (or, in two phases, compute it), and update all other parameters.
+        """Commit the updates of the backward pass (in two-phase mode, compute them first), and update all resident parameters.
 
         Args:
-            closure: computes the loss and the gradients, as with torch.
+            closure: computes the loss and the gradients, as in torch.
 
         Raises:
             InputError: a gradient is sparse.
-            RankError: another rank failed, or does not answer. The weights are as they were, and all gradients are dropped.
-            SourceError: a file cannot be written; the weights are as they were.
+            RankError: another rank failed or does not respond. The weights are unchanged, and all gradients are discarded.
+            SourceError: a file cannot be written; the weights are unchanged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.replicas.guarded():
+        with self.group.guarded():
             self._refuse_sparse()
         try:
-            with self.replicas.guarded():
-                others = self._others()
-                grads = [param.grad for param, _ in others]
+            with self.group.guarded():
+                resident = self._resident_gradients()
+                grads = [param.grad for param, _ in resident]
                 if self.two_phase:
-                    for part in self._chains:
-                        part.check()
-                is_finite = self.loss_scale.take_out(grads) and all(part.is_finite for part in self._chains)
-                is_finite = all(all(found) for found in self.replicas.numbers([float(is_finite)]))
-                factor = self._clipping(grads) if is_finite else 1.0
+                    for records in self._record_optimizers:
+                        records.check()
+                is_finite = self.loss_scale.unscale(grads) and all(records.is_finite for records in self._record_optimizers)
+                is_finite = all(all(flags) for flags in self.group.all_gather_numbers([float(is_finite)]))
+                factor = self._clip_factor(grads) if is_finite else 1.0
                 if is_finite:
                     if self.two_phase:
-                        for part in self._chains:
-                            part.sweep(factor)
-                    self.replicas.settle()
-                    for part in self._chains:
-                        part.commit()
+                        for records in self._record_optimizers:
+                            records.sweep(factor)
+                    self.group.barrier()
+                    for records in self._record_optimizers:
+                        records.commit()
         except BaseException:
-            for part in self._chains:
-                part.undo()
-            if self.replicas.count > 1:
-                self.zero_grad()  # some may be means already, and others not
+            for records in self._record_optimizers:
+                records.undo()
+            if self.group.num_ranks > 1:
+                self.zero_grad()  # some may be averaged already, some not
             raise
         self.last_step_skipped = not is_finite
-        for param, group in others:
+        for param, group in resident:
             grad, param.grad = param.grad, None
             assert grad is not None
             if is_finite:
@@ -264,39 +269,39 @@ class StreamedOptimizer(FusedOptimizer):
                     grad.mul_(factor)
                 self.update_one(param, grad, group)
             del grad
-        for part in self._chains:
-            part.drop()
-        self.loss_scale.follow(is_finite)
+        for records in self._record_optimizers:
+            records.drop()
+        self.loss_scale.update(is_finite)
         return loss
 
-    def _own(self) -> set[int]:
-        """The parameters that are streamed."""
-        return {id(param) for part in self._chains for param in part.params.values()}
+    def _streamed_ids(self) -> set[int]:
+        """Ids of the streamed parameters."""
+        return {id(param) for records in self._record_optimizers for param in records.params.values()}
 
     def _refuse_sparse(self) -> None:
         """
         Raises:
             InputError: a gradient is sparse.
         """
-        grads = [p.grad for group in self.param_groups for p in group["params"] if id(p) not in self._own()]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if id(p) not in self._streamed_ids()]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             raise InputError("a gradient is sparse; in-place updates take dense ones (sparse=False for the embedding)")
 
-    def _others(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """The parameters that are not streamed and have gradients, with their groups; the gradients are means over all ranks."""
-        own = self._own()
-        found = [(p, group) for group in self.param_groups for p in group["params"] if id(p) not in own]
-        on_ranks = self.replicas.numbers([0.0, *(float(p.grad is not None) for p, _ in found)])
+    def _resident_gradients(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The resident parameters that have gradients, with their groups; the gradients are averaged over all ranks."""
+        streamed_ids = self._streamed_ids()
+        resident = [(p, group) for group in self.param_groups for p in group["params"] if id(p) not in streamed_ids]
+        on_ranks = self.group.all_gather_numbers([0.0, *(float(p.grad is not None) for p, _ in resident)])
         is_used = [any(has) for has in zip(*(has[1:] for has in on_ranks), strict=True)]
-        found = [each for each, used in zip(found, is_used, strict=True) if used]
-        for param, _ in found:
+        resident = [pair for pair, used in zip(resident, is_used, strict=True) if used]
+        for param, _ in resident:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        self.replicas.average([param.grad for param, _ in found if param.grad is not None])
-        return found
+        self.group.average([param.grad for param, _ in resident if param.grad is not None])
+        return resident
 
     def update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update an ordinary parameter; one in half precision through an fp32 copy.
+        """Update a resident parameter; one in half precision through an fp32 copy.
 
         Raises:
             InputError: the gradient is sparse.
@@ -314,52 +319,52 @@ class StreamedOptimizer(FusedOptimizer):
         return None
 
     def close(self) -> None:
-        """Drop what is not committed, and leave the repetitions without an optimizer."""
+        """Discard uncommitted updates, and detach the repetitions from this optimizer."""
         self.zero_grad()
-        for part in self._chains:
-            part.leave()
-        self._chains = []
+        for records in self._record_optimizers:
+            records.detach()
+        self._record_optimizers = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form, that of streamed blocks stacked. Its tensors are views of the store until the next step.
+        """The state in torch's form, stacked for streamed blocks. Its tensors are views of the store until the next step.
 
-        A dynamic loss scale is in it as ``"loss_scale"``, which ``torch.optim`` ignores.
+        A dynamic loss scale is stored as ``"loss_scale"``, which ``torch.optim`` ignores.
 
-        On several ranks all of them call it together, and each is given all of the state, in the host's memory.
+        On several ranks all of them call it together, and each receives the complete state in host memory.
         """
-        with self.replicas.guarded():
-            for part in self._chains:
-                for name, param in part.params.items():
-                    if part.num_updates[name]:
-                        self.state[param] = part.state_of(name)
+        with self.group.guarded():
+            for records in self._record_optimizers:
+                for name, param in records.params.items():
+                    if records.num_updates[name]:
+                        self.state[param] = records.state_of(name)
         try:
-            found = super().state_dict()
+            state = super().state_dict()
             scale = self.loss_scale.state_dict()
-            return {**found, "loss_scale": scale} if scale else found
+            return {**state, "loss_scale": scale} if scale else state
         finally:
-            for part in self._chains:
-                for param in part.params.values():
+            for records in self._record_optimizers:
+                for param in records.params.values():
                     self.state.pop(param, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class, or of the ``torch.optim`` class of the same update.
+        """Load a state dict of this class, or of the ``torch.optim`` class of the same update.
 
-        State keeps its precision: for parameters in half precision it is fp32. Without fp32 copies in it these begin as the parameters.
+        State keeps its precision: for parameters in half precision it is fp32. Missing fp32 copies are initialised from the parameters.
 
         Raises:
-            InputError: a tensor has another shape, or settings cannot be followed; nothing is changed.
-            ValueError: it has other groups (torch's error).
-            SourceError: a file of weights cannot be written; nothing is changed.
+            InputError: a tensor has another shape, or settings are not supported; no state is changed.
+            ValueError: its groups differ (torch's error).
+            SourceError: a file of weights cannot be written; no state is changed.
         """
-        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        keys = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        found = {id(param): state_dict["state"][key] for key, param in zip(saved, params, strict=False) if key in state_dict["state"]}
+        states = {id(param): state_dict["state"][key] for key, param in zip(keys, params, strict=False) if key in state_dict["state"]}
         for param in params:
-            for name, value in found.get(id(param), {}).items():
+            for name, value in states.get(id(param), {}).items():
                 if isinstance(value, Tensor) and name != "step" and value.shape != param.shape:
                     raise InputError(f"state {name} has shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}")
-        for part in self._chains:
-            part.check_slots(
+        for records in self._record_optimizers:
+            records.check_slots(
                 dict(
                     zip(
                         map(id, params),
@@ -371,46 +376,46 @@ class StreamedOptimizer(FusedOptimizer):
         self.loss_scale.load_state_dict(state_dict.get("loss_scale", {}))
         super().load_state_dict({"state": {}, "param_groups": copy.deepcopy(state_dict["param_groups"])})
         self.zero_grad()
-        for part in self._chains:
-            part.groups = self._by_param()
-        own = self._own()
-        for part in self._chains:
-            part.load({name: found.get(id(param), {}) for name, param in part.params.items()})
+        for records in self._record_optimizers:
+            records.groups = self._group_by_id()
+        streamed_ids = self._streamed_ids()
+        for records in self._record_optimizers:
+            records.load({name: states.get(id(param), {}) for name, param in records.params.items()})
         for param in params:
-            if id(param) not in own and id(param) in found:
+            if id(param) not in streamed_ids and id(param) in states:
                 dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
                 self.state[param] = {
                     name: value.clone() if name == "step" else value.detach().to(param.device, dtype, copy=True)
-                    for name, value in found[id(param)].items()
+                    for name, value in states[id(param)].items()
                     if isinstance(value, Tensor)
                 }
 
-    def _by_param(self) -> dict[int, dict[str, Any]]:
-        """The group of each parameter."""
+    def _group_by_id(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by id."""
         return {id(param): group for group in self.param_groups for param in group["params"]}
 
-    def _clipping(self, grads: Sequence[Tensor | None]) -> float:
-        """The factor that brings the norm of all gradients down to the largest allowed."""
+    def _clip_factor(self, grads: Sequence[Tensor | None]) -> float:
+        """The factor that limits the norm of all gradients to ``max_norm``."""
         if self.max_norm is None:
             return 1.0
         squares = [float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads if grad is not None]
-        squares += chain.from_iterable(self.replicas.numbers([part.square_norm for part in self._chains]))
+        squares += chain.from_iterable(self.group.all_gather_numbers([records.square_norm for records in self._record_optimizers]))
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
 
 def _streamed_parts(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:
-    """The parts of a model that stream their weights: repetitions, and compiled models."""
-    found: list[StreamedBlocks | StreamedParameters] = []
+    """The parts of a model that stream their weights: repetitions and compiled models."""
+    parts: list[StreamedBlocks | StreamedParameters] = []
     for module in model.modules():
         if isinstance(module, Repeat) and module.streamed is not None:
-            found.append(module.streamed)
+            parts.append(module.streamed)
         engine = getattr(module, "_sft_engine", None)
         parameters = StreamedParameters.known(module) if engine is None else engine.stream_weights()
-        if parameters is not None and parameters not in found:
-            found.append(parameters)
-    return found
+        if parameters is not None and parameters not in parts:
+            parts.append(parameters)
+    return parts
 
 
 def _group_per_parameter(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group once for each of its parameters."""
+    """The group repeated for each of its parameters."""
     return [group] * len(group["params"])

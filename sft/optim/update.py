@@ -1,25 +1,19 @@
-"""Updates of one pass over memory: the kernels :mod:`sft.kernels.optim.optimizers` and :mod:`sft.kernels.optim.optimizers` in the place of
-ATen's calls.
+"""In-place updates of a single parameter: SGD and AdamW, with ATen's operators or with one kernel each.
 
-ATen reads and writes a parameter, its gradient and its state once for each of five to ten operations. A kernel reads each of them once and
-writes what has changed, and allocates nothing either. It takes vectors of fp32, so a parameter that it does not compute identically is
-updated by ATen's calls as before. State is the same for both.
-
-One parameter, one gradient, one call: what an optimizer does, without the optimizer.
-
-``torch.optim`` walks over all parameters when all gradients are there. Where the gradients of a model are never all there, the update
-of a parameter runs as soon as its own gradient is known, and the gradient is gone before the next one exists (the *fused* update of the
-Scorch thesis, section 4). So an update here is a function of one parameter: it changes the parameter and its state in place, and uses
-the gradient's memory for its intermediate results, so that nothing, or one tensor at most, is allocated.
+``torch.optim`` iterates over all parameters once all gradients exist. If the gradients of a model never exist together, the update of a
+parameter runs as soon as its own gradient is known, and the gradient is freed before the next one exists (the *fused* update of the Scorch
+thesis, section 4). An `Update` is therefore a function of one parameter: it changes the parameter and its state in place, and overwrites
+the gradient with intermediate results, so that at most one tensor is allocated.
 
 The arithmetic is that of ``torch.optim`` with ``foreach=False, fused=False``, operation by operation and in the same order. Intermediate
-results that torch puts into new tensors are put into the gradient instead, which changes no bit.
+results that torch puts into new tensors go into the gradient instead, which changes no bit.
 
-Adam with decoupled weight decay, as ``torch.optim.AdamW`` computes it.
+*Kernels* (:mod:`sft.kernels.optim.optimizers`). ATen reads and writes a parameter, its gradient and its state once for each of five to ten
+operations. A kernel reads each of them once, writes the changed ones, and allocates no memory either. It takes fp32 vectors; a parameter
+for which it would not compute identical results is updated by ATen. The state is the same for both.
 
-Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019; AMSGrad: Reddi, Kale and Kumar, 2018.
-
-Stochastic gradient descent with momentum (Sutskever, Martens, Dahl and Hinton, 2013), as ``torch.optim.SGD`` computes it.
+Sources: SGD with momentum: Sutskever, Martens, Dahl and Hinton, 2013. AdamW: Loshchilov and Hutter, "Decoupled weight decay
+regularization", 2019. AMSGrad: Reddi, Kale and Kumar, 2018.
 """
 
 from __future__ import annotations
@@ -47,57 +41,57 @@ __all__ = [
     "plain_number",
 ]
 
-#: The settings of a parameter's group: learning rate, momentum and so on, by torch's names.
+#: Settings of a parameter's group: learning rate, momentum and so on, by torch's names.
 Hyper = Mapping[str, Any]
-#: The state of a parameter: tensors of its shape and the step count, by torch's names.
+#: State of a parameter: tensors of its shape and the step count, by torch's names.
 State = dict[str, Tensor]
 
 
 class Update(Protocol):
-    """A kind of update. All numbers come with each call, so one object serves all groups, at any learning rate."""
+    """An update rule. All numbers are arguments of each call, so one object serves all groups, at any learning rate."""
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of a new group, in torch's names and with all of torch's keys."""
+        """Settings of a new group, with all of torch's keys."""
         ...
 
     def check(self, hyper: Hyper) -> None:
-        """Whether the settings are ones that can be followed.
+        """Check that the settings are supported.
 
         Raises:
-            InputError: a number is out of range, or a variant is asked for that is not this arithmetic.
+            InputError: a number is out of range, or the variant is another arithmetic.
         """
         ...
 
     def slots(self, hyper: Hyper) -> tuple[str, ...]:
-        """The names of the state tensors of a parameter's shape."""
+        """Names of the state tensors of a parameter's shape."""
         ...
 
     def counts(self, hyper: Hyper) -> bool:
-        """Whether the state holds ``step``, the number of updates, as torch's does."""
+        """True if the state has ``step``, the number of updates, as torch's does."""
         ...
 
     def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
-        """Update ``param`` and the tensors of ``state`` in place. The content of ``grad`` is lost.
+        """Update ``param`` and the tensors of ``state`` in place. The content of ``grad`` is destroyed.
 
         Args:
             param: the parameter.
-            grad: its gradient, of the same shape and type, which nobody else reads.
-            state: a tensor for each of :meth:`slots`; before the first update their content does not matter where the update sets it,
-                and is zero elsewhere.
+            grad: its gradient, of the same shape and type, not shared.
+            state: a tensor for each of :meth:`slots`. Before the first update their content is zero, or arbitrary where the update
+                initialises it.
             hyper: the settings.
-            num_updates: how many updates this parameter has had before.
+            num_updates: number of earlier updates of this parameter.
         """
         ...
 
 
 def plain_number(value: Any) -> float:
-    """A setting as Python has it: torch allows a tensor of one element for learning rates."""
+    """A setting as a Python float: torch allows a tensor of one element for learning rates."""
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
 
 
 def check_range(name: str, value: Any, *, low: float, below: float | None = None) -> None:
-    """Whether a setting is in its range.
+    """Check that a setting is in its range.
 
     Raises:
         InputError: it is not.
@@ -110,11 +104,11 @@ def check_range(name: str, value: Any, *, low: float, below: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class AdamWUpdate:
-    """The update of :class:`torch.optim.AdamW`, AMSGrad and maximize included."""
+    """The update rule of :class:`torch.optim.AdamW`, including AMSGrad and maximize."""
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Torch's settings."""
+        """Settings of ``torch.optim.AdamW``."""
         return {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
@@ -130,10 +124,10 @@ class AdamWUpdate:
         }
 
     def check(self, hyper: Hyper) -> None:
-        """Whether the settings can be followed.
+        """Check that the settings are supported.
 
         Raises:
-            InputError: they cannot.
+            InputError: they are not.
         """
         for name in ("lr", "eps", "weight_decay"):
             check_range(name, hyper[name], low=0.0)
@@ -143,15 +137,15 @@ class AdamWUpdate:
             raise InputError("decoupled_weight_decay=False is torch.optim.Adam, not AdamW; use AdamW's settings")
 
     def slots(self, hyper: Hyper) -> tuple[str, ...]:
-        """The averages of gradients and of their squares; with AMSGrad the largest of the latter."""
+        """Averages of gradients and of their squares; with AMSGrad also the maximum of the latter."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def counts(self, hyper: Hyper) -> bool:
-        """Torch's AdamW counts its steps."""
+        """True: torch's AdamW counts its steps."""
         return True
 
     def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
-        """Update in place; the gradient's content is lost."""
+        """Update in place; the gradient's content is destroyed."""
         lr, eps = hyper["lr"], hyper["eps"]  # a tensor's arithmetic is its type's, as in torch
         beta1, beta2 = (plain_number(beta) for beta in hyper["betas"])
         weight_decay = plain_number(hyper["weight_decay"])
@@ -160,7 +154,7 @@ class AdamWUpdate:
             grad.neg_()
         if weight_decay != 0:
             param.mul_(plain_number(1 - lr * weight_decay))
-        if param.is_complex():  # real and imaginary parts are numbers of their own, as in torch
+        if param.is_complex():  # real and imaginary parts are separate numbers, as in torch
             param, grad, average, squares = map(torch.view_as_real, (param, grad, average, squares))
         average.lerp_(grad, 1 - beta1)
         squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -170,7 +164,7 @@ class AdamWUpdate:
         if hyper["amsgrad"]:
             largest = torch.view_as_real(state["max_exp_avg_sq"]) if state["max_exp_avg_sq"].is_complex() else state["max_exp_avg_sq"]
             squares = torch.maximum(largest, squares, out=largest)
-        # The gradient is read no more: its memory takes the denominator.
+        # The gradient is dead: its memory takes the denominator.
         denominator = torch.sqrt(squares, out=grad).div_(correction).add_(eps)
         param.addcdiv_(average, denominator, value=-step_size)
 
@@ -189,7 +183,7 @@ class SGDUpdate:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Torch's settings."""
+        """Settings of ``torch.optim.SGD``."""
         return {
             "lr": 1e-3,
             "momentum": 0,
@@ -203,10 +197,10 @@ class SGDUpdate:
         }
 
     def check(self, hyper: Hyper) -> None:
-        """Whether the settings can be followed.
+        """Check that the settings are supported.
 
         Raises:
-            InputError: they cannot.
+            InputError: they are not.
         """
         for name in ("lr", "momentum", "weight_decay"):
             check_range(name, hyper[name], low=0.0)
@@ -216,15 +210,15 @@ class SGDUpdate:
             )
 
     def slots(self, hyper: Hyper) -> tuple[str, ...]:
-        """The momentum buffer, where there is a momentum."""
+        """The momentum buffer, if momentum is on."""
         return ("momentum_buffer",) if plain_number(hyper["momentum"]) != 0 else ()
 
     def counts(self, hyper: Hyper) -> bool:
-        """Torch's SGD counts nothing."""
+        """False: torch's SGD does not count steps."""
         return False
 
     def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
-        """Update in place; the gradient's content is lost."""
+        """Update in place; the gradient's content is destroyed."""
         momentum = plain_number(hyper["momentum"])
         weight_decay = plain_number(hyper["weight_decay"])
         if hyper["maximize"]:
@@ -242,47 +236,47 @@ class SGDUpdate:
         param.add_(direction, alpha=-plain_number(hyper["lr"]))
 
 
-#: What computes an update.
+#: Implementation of an update.
 UpdateBackend = Literal["aten", "triton"]
 UPDATE_BACKENDS: tuple[UpdateBackend, ...] = ("aten", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUpdate:
-    """An update by a kernel where one computes the same, and by ATen elsewhere.
+    """An update by a kernel if one computes identical results, otherwise by ATen.
 
-    The kernels are for parameters, gradients and state in fp32 that lie contiguous on a device where kernels run; of AdamW neither for
-    AMSGrad nor for a learning rate or an epsilon that is a tensor, whose arithmetic is its type's.
+    The kernels take contiguous fp32 parameters, gradients and state on a device that runs kernels. AdamW's excludes AMSGrad, and a
+    learning rate or epsilon that is a tensor, whose arithmetic has the tensor's type.
 
     Attributes:
-        update: what is computed.
+        update: the update rule.
     """
 
     update: SGDUpdate | AdamWUpdate
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Torch's settings."""
+        """Settings of the update rule."""
         return self.update.defaults
 
     def check(self, hyper: Hyper) -> None:
-        """Whether the settings can be followed.
+        """Check that the settings are supported.
 
         Raises:
-            InputError: they cannot.
+            InputError: they are not.
         """
         self.update.check(hyper)
 
     def slots(self, hyper: Hyper) -> tuple[str, ...]:
-        """The names of the state tensors of a parameter's shape."""
+        """Names of the state tensors of a parameter's shape."""
         return self.update.slots(hyper)
 
     def counts(self, hyper: Hyper) -> bool:
-        """Whether the state holds the number of updates."""
+        """True if the state has the number of updates."""
         return self.update.counts(hyper)
 
     def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
-        """Update in place; the gradient's content may be lost."""
+        """Update in place; the gradient's content may be destroyed."""
         if not self.selects_kernel(param, grad, state, hyper):
             self.update.apply(param, grad, state, hyper, num_updates)
             return
@@ -323,9 +317,9 @@ class KernelUpdate:
         )
 
     def selects_kernel(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper) -> bool:
-        """Whether the kernel computes this update; arguments as for :meth:`apply`."""
+        """True if the kernel computes this update; arguments as for :meth:`apply`."""
         if isinstance(self.update, AdamWUpdate) and (hyper["amsgrad"] or any(isinstance(hyper[name], Tensor) for name in ("lr", "eps"))):
             return False
         tensors = (param, grad, *(state[name] for name in self.update.slots(hyper)))
-        fits = all(each.dtype == torch.float32 and each.is_contiguous() and each.device == param.device for each in tensors)
+        fits = all(tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device == param.device for tensor in tensors)
         return fits and param.numel() > 0 and runs_kernels(param.device)

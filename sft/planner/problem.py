@@ -97,7 +97,7 @@ class PlanningProblem:
 
     def memoize_across_sizes(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
         """The same for what images of other sizes have in common with this one: it was made for the first of them."""
-        return self.shared.remembered((self.likeness, key), make, weight)
+        return self.shared.get_or_make((self.likeness, key), make, weight)
 
     @cached_property
     def likeness(self) -> Hashable:

@@ -41,18 +41,18 @@ class StreamedWeightAccess:
 
     def take(self, block: int) -> dict[str, Tensor]:
         """The tensors of a block, in the windows."""
-        found = dict(self._weights.take(block))
+        found = dict(self._weights.acquire(block))
         if self._buffers is not None:
-            found |= self._buffers.take(block)
+            found |= self._buffers.acquire(block)
         return found | self._shared if self._shared else found
 
     def give(self, block: int) -> None:
         """They are not used any more."""
         is_changed = block in self._changed
         self._changed.discard(block)
-        self._weights.give(block, forget=is_changed)
+        self._weights.release(block, forget=is_changed)
         if self._buffers is not None:
-            self._buffers.give(block, forget=self._updates)
+            self._buffers.release(block, forget=self._updates)
 
     def update(self, block: int, values: Mapping[str, Tensor]) -> None:
         """Write the next values of a block's buffers to their next generation."""
@@ -146,12 +146,12 @@ class StreamedBlocks:
         """The weights for a forward pass; if it fails, buffers stay as they are."""
         plan = block_read_order(operations)
         with contextlib.ExitStack() as stack:
-            weights = stack.enter_context(self.weights.reading(plan))
+            weights = stack.enter_context(self.weights.open_pass(plan))
             buffers = None
             if self._buffer_store is not None and self._buffer_window is not None:
                 self._buffer_store.begin()
                 stack.callback(self._buffer_store.abort)
-                buffers = stack.enter_context(self._buffer_window.reading(plan))
+                buffers = stack.enter_context(self._buffer_window.open_pass(plan))
             yield StreamedWeightAccess(self, weights, buffers, None)
 
     @contextlib.contextmanager
@@ -160,10 +160,10 @@ class StreamedBlocks:
         plan = block_read_order(operations)
         order = block_read_order([operation for operation in operations if operation.kind == "backward"])
         with contextlib.ExitStack() as stack:
-            weights = stack.enter_context(self.weights.reading(plan))
-            buffers = None if self._buffer_window is None else stack.enter_context(self._buffer_window.reading(plan))
+            weights = stack.enter_context(self.weights.open_pass(plan))
+            buffers = None if self._buffer_window is None else stack.enter_context(self._buffer_window.open_pass(plan))
             names = {name for name, _ in self.block.named_parameters()}.difference(unwanted)
-            sink = RequestedGradients(stack.enter_context(self.sink.opened(order)) if names else None, names)
+            sink = RequestedGradients(stack.enter_context(self.sink.open_pass(order)) if names else None, names)
             yield StreamedWeightAccess(self, weights, buffers, sink)
 
     def commit_buffers(self) -> None:
@@ -199,7 +199,7 @@ class StreamedBlocks:
         """The shape of one block's part of a parameter."""
         return tuple(param.shape[1:])
 
-    def piece(self, value: Tensor, block: int) -> Tensor:
+    def slice_of(self, value: Tensor, block: int) -> Tensor:
         """A block's part of a stacked tensor."""
         return value[block]
 

@@ -34,11 +34,11 @@ __all__ = ["ParameterSink", "StreamedParameters", "record_bytes", "streamable_pa
 class ParameterSink(GradientSink, Protocol):
     """Where the gradients of parameters go."""
 
-    def takes(self, name: str) -> bool:
+    def updates(self, name: str) -> bool:
         """Whether it takes those of this parameter; others are autograd's to hand on."""
         ...
 
-    def taking(self, record: int) -> GradientTransfer:
+    def grad_transfer(self, record: int) -> GradientTransfer:
         """What it takes to take the gradient of a record's parameter."""
         ...
 
@@ -229,8 +229,8 @@ class StreamedParameters:
 
     def grad_transfer_of(self, name: str) -> GradientTransfer:
         """What it takes to take a parameter's gradient."""
-        own = self._sink if self._sink.takes(name) else _HostParameterSink(self)
-        return own.taking(self._records[name])
+        own = self._sink if self._sink.updates(name) else _HostParameterSink(self)
+        return own.grad_transfer(self._records[name])
 
     @property
     def step_bytes(self) -> int:
@@ -240,7 +240,7 @@ class StreamedParameters:
     @contextlib.contextmanager
     def taking(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """What takes the gradients of a backward pass; what it began is undone when the pass fails."""
-        with self._sink.opened(order) as sink:
+        with self._sink.open_pass(order) as sink:
             yield sink if isinstance(self._sink, _HostParameterSink) else _RoutingSink(self._sink, sink)
 
     def rebind(self) -> None:
@@ -270,7 +270,7 @@ class StreamedParameters:
         """The shape of what a record has of a parameter."""
         return tuple(param.shape)
 
-    def piece(self, value: Tensor, block: int) -> Tensor:
+    def slice_of(self, value: Tensor, block: int) -> Tensor:
         """What a record has of a tensor that belongs to a parameter."""
         return value
 
@@ -349,7 +349,7 @@ class _HostParameterSink:
         """Nothing on the device."""
         return 0
 
-    def takes(self, name: str) -> bool:
+    def updates(self, name: str) -> bool:
         """All of them."""
         return True
 
@@ -357,12 +357,12 @@ class _HostParameterSink:
         """Nothing: all is on the host."""
         return 0
 
-    def taking(self, record: int) -> GradientTransfer:
+    def grad_transfer(self, record: int) -> GradientTransfer:
         """The gradient leaves."""
         return GradientTransfer(down_bytes=self._parameters.store.layouts[record].weight_bytes)
 
     @contextlib.contextmanager
-    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
+    def open_pass(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """For one pass."""
         yield _HostParameterGradients()
 
@@ -390,7 +390,7 @@ class _RoutingSink:
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
         (name,) = grads
-        return (self._sink if self._target.takes(name) else self._gathered).put(block, grads, weights)
+        return (self._sink if self._target.updates(name) else self._gathered).put(block, grads, weights)
 
     def collect(self) -> Mapping[str, Tensor]:
         return {**self._sink.collect(), **self._gathered.collect()}

@@ -1,4 +1,4 @@
-"""Weights of many blocks off the device: records in the host's memory or in a file, and the window through which they are streamed."""
+"""Weights stored off the device: records in host memory or in a file, and the window through which they are streamed."""
 
 from sft.weights.disk_store import DiskStore as DiskStore
 from sft.weights.disk_store import WeightsFile as WeightsFile

@@ -1,23 +1,21 @@
-"""Weights in a file: safetensors, memory-mapped for reading, replaced as a whole by each update.
+"""A store of weights in a safetensors file, memory-mapped for reading and replaced atomically by each update.
 
-What is promised, at every moment:
+Guarantees, at every moment:
 
-- The file at ``path`` is one whole generation: weights, optimizer state and metadata that belong together. A process that is killed, an
-  exception, a full disk leave the last committed generation there; at most the step that was running is lost.
-- With ``durable=True`` the same holds when the machine loses its power: a generation is on the disk before its name is, and its name before
-  :meth:`DiskStore.commit` returns. Without, the last generations may be lost then, and only then.
-- An unfinished generation is a file of the same name with ``.next`` behind it. Opening or creating the store removes it.
-- The room for a generation is taken when it begins: a full disk says so before anything was computed.
-- One process writes at a time: an unfinished generation is locked, and a file that somebody else has replaced since it was opened is not
-  replaced in turn. What two processes train that were given one path does not get mixed.
+- The file at ``path`` is one complete generation: weights, optimizer state and metadata that belong together. A killed process, an
+  exception or a full disk leave the last committed generation; at most the running step is lost.
+- With ``durable=True`` the same holds after a loss of power: a generation is on the disk before its name is, and its name before
+  :meth:`DiskStore.commit` returns. Without it, a loss of power (only) may lose the last generations.
+- An unfinished generation is a file of the same name with the suffix ``.next``. Opening or creating the store removes it.
+- The space for a generation is reserved when it begins: a full disk is reported before any computation.
+- One process writes at a time: an unfinished generation is locked, and a file that another process has replaced since it was opened is not
+  replaced in turn. Two processes that are given one path never mix their weights.
 
-The current generation is mapped privately: pages come in when they are read, are the system's to drop again at no cost, and never go back
-to the file. The next one is written with plain writes at its records' places, and takes the other's name.
+The current generation is mapped privately: pages are read on first access, the system may drop them at no cost, and writes to them never
+reach the file. The next generation is written with plain writes at the offsets of its records, then renamed.
 
-The format (:mod:`sft.weights.safetensors_header`) is that of safetensors. What that library does not offer is to write a tensor at a time
-at its own place, so that is done here.
-
-A file for streamed weights, as a wish.
+The format is that of safetensors (:mod:`sft.weights.safetensors_header`). That library cannot write a single tensor at its offset, so it is
+not used for writing.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.common.atomic_files import fsync_folder
 from sft.common.errors import InputError, SourceError
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.safetensors_header import header_bytes, read_header
@@ -48,7 +47,7 @@ _MAX_HEADER_BYTES = 2**31
 
 
 class DiskStore:
-    """Records in a file. Made by :meth:`create` and :meth:`open`."""
+    """A store of records in a file. Made by :meth:`create` and :meth:`open`."""
 
     def __init__(self, path: Path, layouts: tuple[RecordLayout, ...], metadata: dict[str, str], data: Tensor, *, durable: bool) -> None:
         self.layouts, self.metadata, self.path, self.durable = layouts, metadata, path, durable
@@ -70,23 +69,23 @@ class DiskStore:
         metadata: Mapping[str, str] | None = None,
         durable: bool = True,
     ) -> DiskStore:
-        """Write a new file; an old one of that name is replaced when the new one is whole.
+        """Write a new file; it replaces an old one of that name when it is complete.
 
         Args:
             path: the file.
-            layouts: of each block.
-            fill: writes a block's tensors, given its number and views that hold zeros.
+            layouts: layout of each block.
+            fill: writes the tensors of a block, given its number and zero-initialised views.
             metadata: text to keep with the weights.
             durable: whether each generation survives a loss of power.
 
         Raises:
-            InputError: there are no blocks, or an element type has no name in the format.
-            SourceError: the file cannot be written; an old one is as it was.
+            InputError: no blocks are given, or an element type has no name in the format.
+            SourceError: the file cannot be written; an old one is unchanged.
         """
         if not layouts:
             raise InputError("a store needs at least one block")
-        target = Path(path)
-        store = cls(target, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8, device="cpu"), durable=durable)
+        file_path = Path(path)
+        store = cls(file_path, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8, device="cpu"), durable=durable)
         try:
             store.begin(metadata)
             for block, layout in enumerate(layouts):
@@ -105,41 +104,41 @@ class DiskStore:
         """Open a file that :meth:`create` made.
 
         Raises:
-            SourceError: it cannot be read, is cut short, or is not such a file.
+            SourceError: it cannot be read, is truncated, or is not such a file.
         """
-        target = Path(path)
-        layouts, metadata, data, identity = _map_records(target)
+        file_path = Path(path)
+        layouts, metadata, data, identity = _map_records(file_path)
         with (
             suppress(OSError),
-            _open_locked(_next_generation_path(target), creates=False),
-        ):  # not where somebody writes, or the folder is not ours
-            _next_generation_path(target).unlink()
-        store = cls(target, layouts, metadata, data, durable=durable)
+            _open_locked(_next_generation_path(file_path), creates=False),
+        ):  # not if another process writes to it, or the folder is read-only
+            _next_generation_path(file_path).unlink()
+        store = cls(file_path, layouts, metadata, data, durable=durable)
         store._identity = identity
         return store
 
     @property
     def is_slow(self) -> bool:
-        """Yes: the first read of a page waits for the disk."""
+        """True: the first read of a page waits for the disk."""
         return True
 
     def record(self, block: int) -> Tensor:
-        """The bytes of a block in the current generation."""
+        """Bytes of a block in the current generation."""
         return self._data[self._offsets[block] : self._offsets[block + 1]]
 
     def all_records(self) -> Tensor:
-        """The bytes of all blocks in the current generation."""
+        """Bytes of all blocks in the current generation."""
         return self._data
 
     def begin(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Start the next generation: a file beside this one, with room for all of it.
+        """Start the next generation: a file in the same folder, with all of its space reserved.
 
         Args:
-            metadata: text as long as what :meth:`commit` will be given, or longer.
+            metadata: text at least as long as the metadata of :meth:`commit`.
 
         Raises:
             InputError: it was started before.
-            SourceError: there is no room, or no right to write; or another process writes to this file, or has.
+            SourceError: no space, no permission, or another process writes to this file or has replaced it.
         """
         if self._file is not None:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
@@ -148,7 +147,7 @@ class DiskStore:
             self._file = _lock_after_gc(path)
             self._check_identity()
             self._file.truncate(0)
-            self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
+            self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_SLACK_BYTES
             os.posix_fallocate(self._file.fileno(), 0, self._start + self._offsets[-1])
         except BlockingIOError as error:
             raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
@@ -161,88 +160,88 @@ class DiskStore:
         self._written = set()
 
     def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
-        """Write a block, or half of it, of the next generation.
+        """Write a block, or one part of its record, of the next generation.
 
         Raises:
             InputError: it was not started.
-            SourceError: the disk refuses.
+            SourceError: the write fails.
         """
         if self._file is None:
             raise InputError("weights are written to the next generation; begin it first")
         start, stop = self.layouts[block].span(part)
-        held = data[: stop - start].cpu()
-        # Not through NumPy, who forbids the storages that it has seen to be resized: those of streamed weights are emptied.
-        place = (ctypes.c_ubyte * held.numel()).from_address(held.data_ptr())
-        self._put(self._start + self._offsets[block] + start, memoryview(place).cast("B"))
+        host_data = data[: stop - start].cpu()
+        # Not through NumPy, which forbids resizing a storage that it has exported: storages of streamed weights are emptied.
+        buffer = (ctypes.c_ubyte * host_data.numel()).from_address(host_data.data_ptr())
+        self._write_at(self._start + self._offsets[block] + start, memoryview(buffer).cast("B"))
         self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
 
     def commit(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Give the next generation the name of the current one.
+        """Rename the next generation onto the current one.
 
         Raises:
-            InputError: it was not started, or the metadata has no room.
-            SourceError: the disk refuses; the current generation stays.
+            InputError: it was not started, or the metadata exceeds the reserved space.
+            SourceError: the write fails; the current generation stays.
         """
         if self._file is None:
             raise InputError("there is no next generation to commit; begin it first")
-        kept = dict(metadata or {})
-        header = header_bytes(self.layouts, kept, room_bytes=self._start)
+        stored_metadata = dict(metadata or {})
+        header = header_bytes(self.layouts, stored_metadata, room_bytes=self._start)
         for block, layout in enumerate(self.layouts):
             for half in ("weights", "state"):
                 if (block, half) not in self._written and layout.part_bytes("state" if half == "state" else "weights"):
                     part: RecordPart = "state" if half == "state" else "weights"
                     start, stop = layout.span(part)
                     self.write(block, self.record(block)[start:stop], part)
-        self._put(0, memoryview(header))
+        self._write_at(0, memoryview(header))
         path = _next_generation_path(self.path)
         try:
             if self.durable:
                 os.fsync(self._file.fileno())
-            layouts, metadata_read, data, identity = _map_records(path)
+            layouts, file_metadata, data, identity = _map_records(path)
             assert layouts == self.layouts
             try:
                 os.replace(path, self.path)
-            finally:  # Ctrl-C may come behind it
+            finally:  # Ctrl-C may arrive right after the rename
                 if _identity_of(self.path) == identity:
-                    self._data, self.metadata, self._identity = data, metadata_read, identity
+                    self._data, self.metadata, self._identity = data, file_metadata, identity
                     self.generation += 1
-                    self._let_go()
+                    self._close_next()
             if self.durable:
-                _sync_folder(self.path.parent)
+                fsync_folder(self.path.parent)
         except OSError as error:
             self.abort()
             raise _io_error("write", self.path, error) from error
 
     def abort(self) -> None:
-        """Drop the next generation."""
+        """Discard the next generation."""
         if self._file is None:
             return
         with suppress(OSError):
             _next_generation_path(self.path).unlink(missing_ok=True)
-        self._let_go()
+        self._close_next()
 
     def close(self) -> None:
-        """Give the mapping back."""
+        """Discard the next generation and release the mapping."""
         self.abort()
         self._data = self._data[:0].clone()
 
-    def _let_go(self) -> None:
-        """Close the next generation's file, and with it its lock."""
+    def _close_next(self) -> None:
+        """Close the file of the next generation, which releases its lock."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
     def _check_identity(self) -> None:
-        """The file is the one that is mapped, or gone."""
-        found = _identity_of(self.path)
-        if found is not None and self._identity not in (None, found):
+        """Check that the file is still the mapped one, or absent."""
+        identity = _identity_of(self.path)
+        if identity is not None and self._identity not in (None, identity):
             self.abort()
             raise SourceError(
                 f"{self.path} was replaced since its weights were read, by another process perhaps; it stays as it is. Give each "
                 "process its own path, or read the file again with resume=True."
             )
 
-    def _put(self, at: int, data: memoryview) -> None:
+    def _write_at(self, at: int, data: memoryview) -> None:
         assert self._file is not None
         try:
             while len(data):
@@ -254,8 +253,8 @@ class DiskStore:
             raise _io_error("write", _next_generation_path(self.path), error) from error
 
 
-#: What a header's metadata may grow by while a generation is written.
-_METADATA_ROOM_BYTES = 16 * ALIGNMENT_BYTES
+#: Bytes by which a header's metadata may grow while a generation is written.
+_METADATA_SLACK_BYTES = 16 * ALIGNMENT_BYTES
 
 
 def _next_generation_path(path: Path) -> Path:
@@ -263,14 +262,14 @@ def _next_generation_path(path: Path) -> Path:
 
 
 class _SelfClosingFile(io.FileIO):
-    """A file that is closed when nobody holds it: not even Ctrl-C, which may come as it opens, leaves it locked."""
+    """A file that is closed with its last reference: not even Ctrl-C during opening leaves it locked."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def _open_or_create(path: Path, *, creates: bool) -> _SelfClosingFile:
-    """A file to read and write; where there is none a new one."""
+    """Open a file for reading and writing, or create it."""
     while True:
         try:
             return _SelfClosingFile(path, "r+")
@@ -282,7 +281,7 @@ def _open_or_create(path: Path, *, creates: bool) -> _SelfClosingFile:
 
 
 def _lock_after_gc(path: Path) -> _SelfClosingFile:
-    """The same of a file that models may have which nobody uses: what their graphs of gradients hold is found behind them."""
+    """Open and lock a file that unreachable models may hold: reference cycles of their autograd graphs are collected first."""
     for _ in range(2):
         with suppress(BlockingIOError):
             return _open_locked(path, creates=True)
@@ -291,10 +290,10 @@ def _lock_after_gc(path: Path) -> _SelfClosingFile:
 
 
 def _open_locked(path: Path, *, creates: bool) -> _SelfClosingFile:
-    """The file, opened, and locked until it is closed.
+    """Open a file and lock it until it is closed.
 
     Raises:
-        BlockingIOError: somebody else has it.
+        BlockingIOError: another process or store holds the lock.
         OSError: it cannot be opened.
     """
     while True:
@@ -308,16 +307,16 @@ def _open_locked(path: Path, *, creates: bool) -> _SelfClosingFile:
         except BaseException:
             file.close()
             raise
-        file.close()  # who had it before has given it its name, or removed it, since it was opened here
+        file.close()  # the former holder of the lock has renamed or removed it since it was opened here
 
 
 def _identity_of(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another of its name; none where there is no file."""
+    """Device and inode of a file, which tell it from a successor of the same name; ``None`` without a file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _io_error(verb: str, path: Path, error: OSError) -> SourceError:
@@ -325,24 +324,16 @@ def _io_error(verb: str, path: Path, error: OSError) -> SourceError:
     return SourceError(f"cannot {verb} weights at {path}: {error.strerror or error}. {remedy}")
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _map_records(path: Path) -> tuple[tuple[RecordLayout, ...], dict[str, str], Tensor, tuple[int, int]]:
-    """The layouts, the metadata and the mapped records of a file, and which one it is: its device and inode.
+    """The layouts, metadata and mapped records of a file, with its device and inode.
 
     Raises:
-        SourceError: it cannot be read, is cut short, or is not such a file.
+        SourceError: it cannot be read, is truncated, or is not such a file.
     """
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            num_bytes = found.st_size
+            status = os.fstat(file.fileno())
+            num_bytes = status.st_size
             num_header_bytes = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or not 2 <= num_header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES):
                 raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {num_header_bytes}.")
@@ -351,27 +342,27 @@ def _map_records(path: Path) -> tuple[tuple[RecordLayout, ...], dict[str, str], 
         expected = 8 + num_header_bytes + record_offsets(layouts)[-1]
         if num_bytes != expected:
             raise SourceError(f"{path} has {num_bytes} bytes, and its header speaks of {expected}: it was cut short, or is another's.")
-        # Private: what is written to these pages stays with this process. So nothing here can damage the file.
+        # A private mapping: writes to its pages stay in this process and cannot damage the file.
         data = np.memmap(path, dtype=np.uint8, mode="c", offset=8 + num_header_bytes)
     except OSError as error:
         if isinstance(error, SourceError):
             raise
         raise _io_error("read", path, error) from error
-    return layouts, metadata, torch.from_numpy(data), (found.st_dev, found.st_ino)
+    return layouts, metadata, torch.from_numpy(data), (status.st_dev, status.st_ino)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """Where the weights of a compiled model are to be: ``Options(weights=sft.WeightsFile("vgg.safetensors"))``.
+    """A file for the streamed weights of a compiled model: ``Options(weights=sft.WeightsFile("vgg.safetensors"))``.
 
     Attributes:
-        path: the file, which each update replaces as a whole; twice its size must have room there.
-        resume: take the weights, and the optimizer's state, of an existing file instead of the model's. Without it a file that exists is
-            refused, with it one that does not; `resume=path.exists()` goes on where there is something to go on with.
+        path: the file, which each update replaces atomically; the disk needs space for two of them.
+        resume: load the weights and the optimizer's state of an existing file instead of the model's. Without it an existing file is
+            refused, with it a missing one; `resume=path.exists()` resumes if possible.
         durable: whether each generation survives a loss of power.
 
     Raises:
-        InputError: it is no path, or there is no such folder.
+        InputError: it is not a path, or its folder does not exist.
     """
 
     path: str | os.PathLike[str]
@@ -387,10 +378,10 @@ class WeightsFile:
 
 
 def check_resume(path: str | os.PathLike[str], *, resume: bool) -> None:
-    """Nobody's weights are replaced, and nobody begins anew who wants to go on.
+    """Check that no file is overwritten by accident, and that no run starts anew by accident.
 
     Raises:
-        InputError: the file exists and is not to be gone on with, or the other way round.
+        InputError: the file exists without ``resume``, or is missing with it.
     """
     exists = os.path.exists(path)
     if exists and not resume:

@@ -1,6 +1,6 @@
-"""What becomes of the gradients of blocks whose weights are streamed.
+"""Gradient sinks: consumers of the gradients of blocks whose weights are streamed.
 
-An optimizer for streamed weights takes them block by block; without one they are gathered on the host, and given to autograd.
+An optimizer for streamed weights consumes them block by block. Without one they are accumulated on the host and returned to autograd.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["BlockSink", "GradientSink", "HostGradientSink", "RequestedGradients"
 
 
 class BlockSink(Protocol):
-    """Takes the gradients of one backward pass."""
+    """Consumer of the gradients of one backward pass."""
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Take a block's gradients, which may be changed in place.
+        """Consume a block's gradients, which may be changed in place.
 
         Args:
             block: its number, from 0.
@@ -31,62 +31,62 @@ class BlockSink(Protocol):
             weights: the block's parameters, in the window.
 
         Returns:
-            Whether the weights in the window were changed, and are to be written to the store's next generation.
+            True if the weights in the window were changed and must be written to the store's next generation.
         """
         ...
 
     def collect(self) -> Mapping[str, Tensor]:
-        """The gradients for autograd, when the pass is done."""
+        """The gradients for autograd, at the end of the pass."""
         ...
 
 
 class GradientSink(Protocol):
-    """Where gradients go."""
+    """Factory of block sinks, one per backward pass."""
 
     def extra_bytes(self) -> int:
-        """What it holds on the device during a backward pass."""
+        """Bytes that it holds on the device during a backward pass."""
         ...
 
-    def opened(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
-        """For one backward pass, whose blocks' backwards come in this order. What it began is undone when the pass fails."""
+    def open_pass(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
+        """Sink of one backward pass that visits the blocks in this order. Its effects are undone if the pass fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedGradients:
-    """Takes the gradients that a backward pass was asked for, and no others.
+    """Filter for the gradients that a backward pass was requested to compute.
 
     Attributes:
-        sink: takes them; none where nothing was asked for.
-        names: of their parameters.
+        sink: receives them; ``None`` if none were requested.
+        names: names of their parameters.
     """
 
     sink: BlockSink | None
     names: Collection[str]
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Hand on a block's gradients."""
-        wanted = {name: grad for name, grad in grads.items() if name in self.names}
-        return bool(wanted) and self.sink is not None and self.sink.put(block, wanted, weights)
+        """Pass the requested gradients of a block to the sink."""
+        requested = {name: grad for name, grad in grads.items() if name in self.names}
+        return bool(requested) and self.sink is not None and self.sink.put(block, requested, weights)
 
     def collect(self) -> Mapping[str, Tensor]:
-        """What the sink has for autograd."""
+        """The sink's gradients for autograd."""
         return {} if self.sink is None else self.sink.collect()
 
 
 class HostGradientSink:
-    """Gathers gradients in the host's memory, for autograd to put into ``.grad``."""
+    """Accumulates gradients in host memory, for autograd to put into ``.grad``."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
 
     def extra_bytes(self) -> int:
-        """Nothing on the device."""
+        """Zero bytes on the device."""
         return 0
 
     @contextlib.contextmanager
-    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
-        """For one pass."""
+    def open_pass(self, order: Sequence[int]) -> Iterator[BlockSink]:
+        """Sink of one backward pass."""
         yield _HostBlockGradients(self._num_blocks)
 
 

@@ -1,8 +1,12 @@
-"""How the tensors of a block lie in one record of bytes.
+"""Layout of a block's tensors in one record of bytes.
 
-A block's weights are read with one copy, so they lie side by side; behind them, from the next cache line on, lies what an optimizer
-keeps for them, which only updates read. Wide elements come first, so that every tensor is aligned without gaps; a record is filled up
-to whole cache lines.
+A block's weights are read with one copy, so they are adjacent. The optimizer's state for them, which only updates read, follows at the next
+cache line::
+
+    | weight | weight | ... | padding | state | state | ... | padding |
+    0                                 weight_bytes                    record_bytes
+
+Wide elements come first, so that every tensor is aligned without gaps; a record is padded to whole cache lines.
 """
 
 from __future__ import annotations
@@ -20,16 +24,16 @@ from sft.common.errors import InputError
 
 __all__ = ["ALIGNMENT_BYTES", "RecordField", "RecordLayout", "RecordPart", "TensorSpec", "layout_difference"]
 
-#: Records, and the state in them, start at multiples of this: a cache line.
+#: Alignment of records and of the state in them: a cache line.
 ALIGNMENT_BYTES = 64
 
-#: Which half of a record: what a forward pass reads, what only an update reads, or both.
+#: Part of a record: the weights that a forward pass reads, the state that only updates read, or both.
 RecordPart = Literal["weights", "state", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor of a block, without its content.
+    """Metadata of a tensor of a block.
 
     Attributes:
         name: unique in the block.
@@ -54,11 +58,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordField:
-    """A tensor and its place in the record.
+    """A tensor and its offset in the record.
 
     Attributes:
         spec: the tensor.
-        offset_bytes: where its first element is.
+        offset_bytes: offset of its first element.
     """
 
     spec: TensorSpec
@@ -67,12 +71,12 @@ class RecordField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLayout:
-    """A record: its fields in the order of their offsets.
+    """The fields of a record in the order of their offsets.
 
     Attributes:
-        fields: all of them, weights first.
-        weight_bytes: the length of the first half, in whole cache lines.
-        record_bytes: the length of the record, in whole cache lines.
+        fields: all tensors, weights first.
+        weight_bytes: length of the weights, in whole cache lines.
+        record_bytes: length of the record, in whole cache lines.
     """
 
     fields: tuple[RecordField, ...]
@@ -81,17 +85,17 @@ class RecordLayout:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> RecordLayout:
-        """The layout of a block of these tensors.
+        """Layout of a block with these tensors.
 
         Raises:
-            InputError: there is none, or two have one name.
+            InputError: no tensors are given, or two have the same name.
         """
-        given = list(specs)
-        if not given:
+        tensors = list(specs)
+        if not tensors:
             raise InputError("a block without tensors has nothing to store")
-        if len({spec.name for spec in given}) != len(given):
-            raise InputError(f"two tensors of a block have one name: {sorted(spec.name for spec in given)}")
-        ordered = sorted(given, key=lambda spec: (spec.is_state, -spec.dtype.itemsize))
+        if len({spec.name for spec in tensors}) != len(tensors):
+            raise InputError(f"two tensors of a block have one name: {sorted(spec.name for spec in tensors)}")
+        ordered = sorted(tensors, key=lambda spec: (spec.is_state, -spec.dtype.itemsize))
         fields, offset, weight_bytes = [], 0, 0
         for spec in ordered:
             if spec.is_state and not weight_bytes:
@@ -102,46 +106,46 @@ class RecordLayout:
         return cls(fields=tuple(fields), weight_bytes=weight_bytes or record_bytes, record_bytes=record_bytes)
 
     def span(self, part: RecordPart) -> tuple[int, int]:
-        """Where a half begins and ends in the record, in bytes."""
+        """First and last (exclusive) byte of a part of the record."""
         start = self.weight_bytes if part == "state" else 0
         return start, self.weight_bytes if part == "weights" else self.record_bytes
 
     def part_bytes(self, part: RecordPart) -> int:
-        """The length of a half."""
+        """Length of a part of the record in bytes."""
         start, stop = self.span(part)
         return stop - start
 
     def views(self, data: Tensor, part: RecordPart = "all") -> dict[str, Tensor]:
-        """The tensors in the bytes of a record, or of a half of one, by name; no copies."""
+        """Views of the tensors in the bytes of a record, or of a part of one, by name."""
         start, _ = self.span(part)
-        found = {}
+        views = {}
         for field in self.fields:
             if part == "all" or field.spec.is_state == (part == "state"):
-                at = field.offset_bytes - start
-                found[field.spec.name] = data[at : at + field.spec.num_bytes].view(field.spec.dtype).view(field.spec.shape)
-        return found
+                offset = field.offset_bytes - start
+                views[field.spec.name] = data[offset : offset + field.spec.num_bytes].view(field.spec.dtype).view(field.spec.shape)
+        return views
 
     def stacked(self, data: Tensor, num_blocks: int) -> Mapping[str, Tensor]:
-        """Each tensor of so many records that lie one behind the other, with the block as first dimension; no copies."""
-        found = {}
+        """Views of each tensor in consecutive records, with the block as first dimension."""
+        views = {}
         for field in self.fields:
             spec, itemsize = field.spec, field.spec.dtype.itemsize
             strides = [self.record_bytes // itemsize]
-            strides += [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]
-            found[spec.name] = data.view(spec.dtype).as_strided((num_blocks, *spec.shape), strides, field.offset_bytes // itemsize)
-        return found
+            strides += [math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))]
+            views[spec.name] = data.view(spec.dtype).as_strided((num_blocks, *spec.shape), strides, field.offset_bytes // itemsize)
+        return views
 
 
 def layout_difference(own: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> str:
-    """The first tensor that a file has otherwise than the model; empty where there is none.
+    """Description of the first tensor in which a file differs from the model; empty if they agree.
 
     Args:
-        own: the model's.
-        theirs: the file's.
+        own: tensors of the model.
+        theirs: tensors of the file.
     """
-    for here, there in zip_longest(own, theirs):
-        if here != there:
-            return f"{there or 'nothing'} where the model has {here or 'nothing'}"
+    for expected, actual in zip_longest(own, theirs):
+        if expected != actual:
+            return f"{actual or 'nothing'} where the model has {expected or 'nothing'}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Streamed weights as an optimizer sees them."""
+"""The interface between streamed weights and an optimizer."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sft.weights.record import RecordPart
 
 __all__ = ["RecordStream", "StreamedRecords"]
 
-#: How records are read: through a window, or one at a time.
+#: A reader of records: through a window, or one at a time.
 RecordStream = WeightStream | UnbufferedStream
 
 
 class StreamedRecords(Protocol):
-    """Records in a store, as an optimizer sees them: each has some parameters, or a part of each."""
+    """Records in a store, each with some parameters or a slice of each, as an optimizer accesses them."""
 
     device: torch.device
     store: Store
 
     @property
     def num_blocks(self) -> int:
-        """How many records there are."""
+        """Number of records."""
         ...
 
     @property
     def weights(self) -> RecordStream:
-        """A way to read the weights."""
+        """Reader of the weights."""
         ...
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -38,29 +38,29 @@ class StreamedRecords(Protocol):
         ...
 
     def names_of(self, block: int) -> tuple[str, ...]:
-        """The parameters in a record."""
+        """Names of the parameters in a record."""
         ...
 
     def shape_of(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of what a record has of a parameter."""
+        """Shape of a parameter's slice in a record."""
         ...
 
-    def piece(self, value: Tensor, block: int) -> Tensor:
-        """What a record has of a tensor that belongs to a parameter."""
+    def slice_of(self, value: Tensor, block: int) -> Tensor:
+        """Slice of a parameter-shaped tensor that belongs to a record."""
         ...
 
     def tensor(self, name: str, key: str) -> Tensor:
-        """A tensor of the current generation that belongs to a parameter, of all records that have a part of it."""
+        """A tensor of the current generation that belongs to a parameter, assembled over all records with a slice of it."""
         ...
 
     def window(self, store: Store, part: RecordPart, window_bytes: int | None = None) -> RecordStream:
-        """A way to read a store of as many records."""
+        """Reader of a store with as many records."""
         ...
 
     def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
-        """Make room in the records for what an optimizer keeps; whether there was this room before."""
+        """Add the optimizer's state to the records; true if the store already had it."""
         ...
 
     def rebind(self) -> None:
-        """Let the parameters be those of the current generation."""
+        """Point the parameters to the current generation."""
         ...

@@ -1,7 +1,7 @@
-"""The header of a file of blocks: safetensors' format, with layouts for each block.
+"""Header of a file of blocks: the safetensors format with one record layout per block.
 
-The format is public (a length, a JSON header, bytes), and any reader of safetensors reads these files: the tensors are called
-``<block>.<name>``, as in a state dict of ``nn.Sequential``.
+The format is public (a length, a JSON header, bytes), so any safetensors reader can read these files. Tensors are named
+``<block>.<name>``, as in the state dict of an ``nn.Sequential``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Fills a gap, since safetensors allows none.
+#: Name of padding tensors, since safetensors allows no gaps.
 _GAP = "_gap"
 _STATE = "_state"
 _FORMAT_METADATA = {"format": "pt", "sft": "blocks-1"}
 
 
 def header_bytes(layouts: Sequence[RecordLayout], metadata: Mapping[str, str], *, room_bytes: int) -> bytes:
-    """What stands in front of the data: at least ``room_bytes``, in whole cache lines.
+    """The bytes before the data: at least ``room_bytes``, in whole cache lines.
 
     Raises:
-        InputError: they are more than the room.
+        InputError: they exceed ``room_bytes``.
     """
     entries: dict[str, Any] = {"__metadata__": {**metadata, **_FORMAT_METADATA}}
     start = 0
@@ -71,10 +71,10 @@ def _fill_gap(entries: dict[str, Any], block: int, begin: int, end: int) -> None
 
 
 def read_header(path: Path, text: bytes) -> tuple[tuple[RecordLayout, ...], dict[str, str]]:
-    """The layouts of a header.
+    """Layouts and metadata of a header.
 
     Raises:
-        SourceError: it is not one that :func:`header_bytes` wrote.
+        SourceError: :func:`header_bytes` did not write it.
     """
     try:
         entries = json.loads(text)
@@ -110,13 +110,13 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[RecordLayout, ...], dict
 
 
 def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -> tuple[RecordLayout, int]:
-    """A block's layout, and where its record ends."""
+    """Layout of a block, and the end of its record."""
     ordered = sorted(entries, key=lambda entry: entry[:2])
     end = start
-    for begin, after, _ in ordered:
-        if begin != end or after < begin:
+    for begin, stop, _ in ordered:
+        if begin != end or stop < begin:
             raise ValueError(f"bytes {end}..{begin} belong to nothing")
-        end = after
+        end = stop
     fields = tuple(RecordField(spec=spec, offset_bytes=begin - start) for begin, _, spec in ordered if spec is not None)
     states = [field.offset_bytes for field in fields if field.spec.is_state]
     layout = RecordLayout(fields=fields, weight_bytes=min(states, default=end - start), record_bytes=end - start)

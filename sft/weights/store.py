@@ -1,9 +1,8 @@
-"""Where the weights of many blocks are: in the host's memory, or in a file.
+"""Stores of the weights of many blocks, with transactional updates; here the one in host memory.
 
-A store has *generations*. Everybody reads the current one, which nothing changes while it is current; so what has been copied to a device
-can be forgotten there at any time. Updates write the next generation beside it, block by block, in any order, and :meth:`Store.commit`
-makes it the current one at once. An update that fails half way is dropped with :meth:`Store.abort`, and nothing has happened. The price is
-room for two generations.
+A store has *generations*. Readers see the current one, which is immutable while it is current, so a copy of it on a device can be discarded
+at any time. Updates write the next generation block by block, in any order, and :meth:`Store.commit` makes it current at once. A failed
+update is discarded with :meth:`Store.abort` and has no effect. The price is space for two generations.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ __all__ = ["HostStore", "Store", "allocate_host_bytes", "record_offsets"]
 class Store(Protocol):
     """Records of blocks, in generations."""
 
-    #: the layout of each block's record; equal ones are one object
+    #: Layout of each block's record; equal layouts are one object.
     layouts: tuple[RecordLayout, ...]
-    #: how many generations were committed since this object was made
+    #: Number of generations committed since this object was made.
     generation: int
-    #: text that is committed with the weights
+    #: Text that is committed with the weights.
     metadata: dict[str, str]
 
     @property
     def is_slow(self) -> bool:
-        """Whether reading takes longer than a copy in memory."""
+        """True if reading is slower than a copy in memory."""
         ...
 
     def record(self, block: int) -> Tensor:
-        """The bytes of a block in the current generation, on the host; not to be changed while others read."""
+        """Bytes of a block in the current generation, on the host; read-only while other readers exist."""
         ...
 
     def all_records(self) -> Tensor:
-        """The bytes of all blocks in the current generation, one behind the other."""
+        """Bytes of all blocks in the current generation, contiguous."""
         ...
 
     def begin(self) -> None:
@@ -51,35 +50,35 @@ class Store(Protocol):
         ...
 
     def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
-        """Write a block, or half of it, of the next generation. A half that is not written stays as it is."""
+        """Write a block, or one part of its record, of the next generation. A part that is not written keeps its content."""
         ...
 
     def commit(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Make the next generation the current one; blocks that were not written are taken over."""
+        """Make the next generation the current one; blocks that were not written are copied from the current one."""
         ...
 
     def abort(self) -> None:
-        """Drop the next generation, if there is one."""
+        """Discard the next generation, if any."""
         ...
 
     def close(self) -> None:
-        """Give everything back; the store cannot be used again."""
+        """Release all memory; the store cannot be used again."""
         ...
 
 
 def record_offsets(layouts: Sequence[RecordLayout]) -> list[int]:
-    """Where each record begins, and where the last one ends."""
+    """Offset of each record, and the end of the last one."""
     return [0, *accumulate(layout.record_bytes for layout in layouts)]
 
 
 def allocate_host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
-    """Uninitialised memory of the host.
+    """Allocate uninitialised host memory.
 
-    It is NumPy's, so that :func:`sft.measure_peak` counts on a CPU only what stands for the device's.
+    The memory is NumPy's, so that :func:`sft.measure_peak` on a CPU counts only memory that represents the device's.
 
     Args:
-        num_bytes: how much.
-        pin: lock the pages, where the system allows it, for copies to a CUDA device beside the computation.
+        num_bytes: its size.
+        pin: lock the pages, if the system allows it, so that copies to a CUDA device overlap with the computation.
     """
     data = np.empty(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
     if pin:
@@ -89,14 +88,14 @@ def allocate_host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
 
 
 class HostStore:
-    """Records in the host's memory, pinned where that helps.
+    """Records in host memory, optionally pinned.
 
     Args:
-        layouts: of each block.
+        layouts: layout of each block.
         pin: lock the pages, for copies to a CUDA device.
 
     Raises:
-        InputError: there are no blocks.
+        InputError: no blocks are given.
     """
 
     def __init__(self, layouts: Sequence[RecordLayout], *, pin: bool = False) -> None:
@@ -113,20 +112,20 @@ class HostStore:
 
     @property
     def is_slow(self) -> bool:
-        """No."""
+        """False: reading is a copy in memory."""
         return False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the host that the store holds: one generation, or two once there was an update."""
+        """Host bytes of the store: one generation, or two after the first update."""
         return self._offsets[-1] * (1 if self._next is None else 2)
 
     def record(self, block: int) -> Tensor:
-        """The bytes of a block in the current generation."""
+        """Bytes of a block in the current generation."""
         return self._current[self._offsets[block] : self._offsets[block + 1]]
 
     def all_records(self) -> Tensor:
-        """The bytes of all blocks in the current generation."""
+        """Bytes of all blocks in the current generation."""
         return self._current
 
     def begin(self) -> None:
@@ -142,7 +141,7 @@ class HostStore:
         self._written = set()
 
     def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
-        """Write a block, or half of it, of the next generation.
+        """Write a block, or one part of its record, of the next generation.
 
         Raises:
             InputError: it was not started.
@@ -154,7 +153,7 @@ class HostStore:
         self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
 
     def next_record(self, block: int) -> Tensor:
-        """The bytes of a block in the next generation, to be written as a whole.
+        """Bytes of a block in the next generation, to be written completely.
 
         Raises:
             InputError: it was not started.
@@ -176,19 +175,19 @@ class HostStore:
             for half in ("weights", "state"):
                 start, stop = layout.span("state" if half == "state" else "weights")
                 if (block, half) not in self._written and start < stop:
-                    at = self._offsets[block]
-                    self._next[at + start : at + stop].copy_(self._current[at + start : at + stop])
+                    offset = self._offsets[block]
+                    self._next[offset + start : offset + stop].copy_(self._current[offset + start : offset + stop])
         self._current, self._next = self._next, self._current
         self._written = None
         self.generation += 1
         self.metadata = dict(metadata or {})
 
     def abort(self) -> None:
-        """Drop the next generation."""
+        """Discard the next generation."""
         self._written = None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.abort()
         self._current = self._current[:0]
         self._next = None

@@ -1,14 +1,14 @@
-"""Weights pass through a window on the device, ahead of their use.
+"""Weight streaming: blocks pass through a window on the device, prefetched before their use.
 
-Who runs a network knows beforehand in which order it reads its blocks: that list is the *plan* (a pass without one records it). A thread
-follows the plan and copies blocks into the window's slots while earlier ones are in use; of the slots that nobody needs it takes the one
-whose block is read again last of all (Belady, 1966: the fewest copies, and possible since the plan is known). A block in a slot is a copy
-of what the store has, so taking its place costs nothing. Blocks that the plan will read are *claimed*: nobody takes their slots before
-they were used. A read that is not the plan's next gives up all claims, fetches its block itself, and the thread goes on from where the
-plan fits again. Source: the Scorch thesis, section 3.2 (streaming plan, streaming budget, demand fetch); the choice of the slot is ours.
+The order in which a network reads its blocks is known in advance; that list is the *plan* (a pass without one records it). A thread follows
+the plan and copies blocks into the window's slots while earlier ones are in use. Among the free slots it evicts the one whose block is read
+again last (Belady, 1966: the fewest copies, and possible since the plan is known). A block in a slot is a copy of the store's, so eviction
+costs no write. Blocks that the plan will read are *claimed*: their slots are not evicted before use. A read that is not the plan's next
+one gives up all claims and fetches its block itself; the thread resumes at the point where the plan matches again. Source: the Scorch
+thesis, section 3.2 (streaming plan, streaming budget, demand fetch); the eviction rule is ours.
 
-The window is one buffer, made by the thread that computes. On CUDA copies run on a stream of their own, with events both ways: the
-computation waits for the copy of what it reads, a copy waits for the computation that read the slot before. No device-wide wait.
+The window is one buffer, allocated by the computing thread. On CUDA copies run on a separate stream, with events in both directions: the
+computation waits for the copy of the block that it reads, a copy waits for the computation that last read the slot. No device-wide wait.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from sft.weights.store import Store
 __all__ = ["StreamCounters", "StreamPass", "WeightStream"]
 
 _NEVER = 2**62
-#: How far ahead a read that differs from the plan is looked for in it.
+#: Number of the plan's next reads that are searched for an unplanned read.
 _RESYNC_READS = 64
 
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What happened, summed over all passes.
+    """Counters summed over all passes.
 
     Attributes:
-        reads: how often a block was asked for.
-        hits: reads whose block was there.
-        waits: reads whose block was on its way.
+        reads: reads of a block.
+        hits: reads of a block that was in the window.
+        waits: reads that waited for a running copy.
         misses: reads that fetched their block themselves.
         num_copies: copies into the window.
-        copied_bytes: their bytes.
+        copied_bytes: bytes of these copies.
         written_bytes: bytes of updated blocks.
-        wait_seconds: how long reads waited, and copied themselves.
+        wait_seconds: time that reads waited or copied.
     """
 
     reads: int = 0
@@ -63,7 +63,7 @@ class StreamCounters:
 
 @dataclass(slots=True, eq=False)
 class _WindowSlot:
-    """A place in the window: its bytes, whose they are, and who needs them."""
+    """A slot of the window: its bytes, its block, and the pending reads of it."""
 
     data: Tensor
     views: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by id of the layout
@@ -73,8 +73,8 @@ class _WindowSlot:
     claims: int = 0
     next_read: int = _NEVER
     last_read: int = 0
-    loaded: Any = None  # CUDA events: the copy into the slot, and the last computation that read it
-    used: Any = None
+    loaded: Any = None  # CUDA event of the copy into the slot
+    used: Any = None  # CUDA event of the last computation that read it
 
     @property
     def is_free(self) -> bool:
@@ -82,14 +82,14 @@ class _WindowSlot:
 
 
 class WeightStream:
-    """A store, seen through a window.
+    """A window on the device over the records of a store.
 
     Args:
-        store: has the blocks.
-        device: where the window is.
+        store: the records.
+        device: device of the window.
         window_bytes: its size; at least one block.
-        part: which half of the records passes through it.
-        prefetch: whether a thread reads ahead. Default: where reading or copying is slow (a file, a CUDA device).
+        part: part of the records that passes through it.
+        prefetch: whether a thread reads ahead. Default: if reading or copying is slow (a file, a CUDA device).
 
     Raises:
         BudgetError: the window is smaller than a block.
@@ -118,58 +118,58 @@ class WeightStream:
 
     @property
     def window_bytes(self) -> int:
-        """What the window takes on the device during a pass."""
+        """Bytes of the window on the device during a pass."""
         return self.num_slots * self.slot_bytes
 
     @contextmanager
-    def reading(self, plan: Sequence[int] = ()) -> Iterator[StreamPass]:
-        """A pass over the blocks, in the order of ``plan`` if the caller keeps to it."""
-        reading = StreamPass(self, plan)
+    def open_pass(self, plan: Sequence[int] = ()) -> Iterator[StreamPass]:
+        """Open a pass over the blocks, with prefetching in the order of ``plan``."""
+        stream_pass = StreamPass(self, plan)
         try:
-            reading.start()
-            yield reading
+            stream_pass.start()
+            yield stream_pass
         finally:
-            reading.close()
+            stream_pass.close()
 
 
 class StreamPass:
-    """One pass. Made by :meth:`WeightStream.reading`; used by one thread."""
+    """One pass over the blocks, used by one thread. Made by :meth:`WeightStream.open_pass`."""
 
     def __init__(self, stream: WeightStream, plan: Sequence[int]) -> None:
         self.stream = stream
-        self.recorded: list[int] = []
+        self.read_order: list[int] = []
         self._plan = list(plan)
         self._next_read = _next_reads(self._plan)
         self._window = torch.empty(stream.window_bytes, dtype=torch.uint8, device=stream.device)
         size = stream.slot_bytes
         self._slots = [_WindowSlot(self._window[at * size : (at + 1) * size]) for at in range(stream.num_slots)]
-        self._where: dict[int, _WindowSlot] = {}
+        self._slot_of: dict[int, _WindowSlot] = {}
         self._position = 0  # of the plan's next read
         self._ahead = 0  # of the next read to claim
         self._changed = threading.Condition()
         self._stopped = False
-        self._is_lost = False  # the reader is about to fetch a block itself
+        self._is_lost = False  # an unplanned read is about to fetch its block
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._copies = torch.cuda.Stream(stream.device) if stream.device.type == "cuda" else None
 
     def start(self) -> None:
-        """Start to read ahead."""
-        if self._copies is not None:  # the window's memory may still be read by what was computed before
+        """Start the prefetching thread."""
+        if self._copies is not None:  # earlier computations may still read the window's memory
             self._copies.wait_stream(torch.cuda.current_stream(self.stream.device))
         if self.stream.prefetch and self._plan:
             self._thread = threading.Thread(target=self._read_ahead, name="sft-weights", daemon=True)
             self._thread.start()
 
-    def take(self, block: int) -> dict[str, Tensor]:
-        """The tensors of a block, on the device, until :meth:`give`.
+    def acquire(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a block on the device, pinned until :meth:`release`.
 
         Raises:
-            InputError: every slot is taken and not given back.
+            InputError: all slots are pinned.
             SourceError: the store cannot be read.
         """
         counters = self.stream.counters
-        self.recorded.append(block)
+        self.read_order.append(block)
         counters.reads += 1
         with self._changed:
             is_next = self._position < len(self._plan) and self._plan[self._position] == block
@@ -182,7 +182,7 @@ class StreamPass:
                 self._abandon_read_plan(block)
                 slot = None
             if slot is None:
-                slot = self._where.get(block)
+                slot = self._slot_of.get(block)
                 if slot is not None and not slot.is_loading:
                     counters.hits += 1
             if slot is not None and slot.is_loading:
@@ -200,34 +200,34 @@ class StreamPass:
             torch.cuda.current_stream(self.stream.device).wait_event(slot.loaded)
         return self.views(block)
 
-    def give(self, block: int, *, forget: bool = False) -> None:
-        """The block is not used any more; with ``forget`` what is in the slot is no copy of the store's."""
+    def release(self, block: int, *, forget: bool = False) -> None:
+        """Unpin a block; with ``forget`` its slot holds no valid copy of the store's block any more."""
         with self._changed:
-            slot = self._where[block]
+            slot = self._slot_of[block]
             slot.pins -= 1
             if self._copies is not None:
                 slot.used = torch.cuda.current_stream(self.stream.device).record_event()
             if forget and not slot.pins and not slot.claims:
-                del self._where[block]
+                del self._slot_of[block]
                 slot.block, slot.next_read = -1, _NEVER
             self._changed.notify_all()
 
     def views(self, block: int) -> dict[str, Tensor]:
-        """The tensors of a block that was taken, in its slot."""
-        slot, layout = self._where[block], self.stream.store.layouts[block]
+        """The tensors of an acquired block, in its slot."""
+        slot, layout = self._slot_of[block], self.stream.store.layouts[block]
         views = slot.views.get(id(layout))
         if views is None:
             views = slot.views[id(layout)] = layout.views(slot.data, self.stream.part)
         return views
 
     def write(self, block: int) -> None:
-        """Write a block as it is in its slot to the store's next generation."""
+        """Write the block in its slot to the store's next generation."""
         layout = self.stream.store.layouts[block]
-        self.stream.store.write(block, self._where[block].data, self.stream.part)
+        self.stream.store.write(block, self._slot_of[block].data, self.stream.part)
         self.stream.counters.written_bytes += layout.part_bytes(self.stream.part)
 
     def close(self) -> None:
-        """End the thread, and give the window back."""
+        """Stop the thread and release the window."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -236,16 +236,16 @@ class StreamPass:
         if self._copies is not None:
             self._copies.synchronize()  # its copies read pages of the store
         self._slots.clear()
-        self._where.clear()
+        self._slot_of.clear()
         del self._window
 
     def _planned(self, block: int) -> _WindowSlot:
-        """The slot of the plan's next read, which the thread claims; waits until it has."""
+        """The slot of the plan's next read, which the thread claims; waits until it is loaded."""
         counters = self.stream.counters
         waited = False
         started = time.perf_counter()
         while self._failure is None:
-            slot = self._where.get(block)
+            slot = self._slot_of.get(block)
             if self._ahead >= self._position and slot is not None and not slot.is_loading:
                 break
             if self._ahead < self._position and all(slot.pins for slot in self._slots):
@@ -259,21 +259,21 @@ class StreamPass:
             counters.wait_seconds += time.perf_counter() - started
         else:
             counters.hits += 1
-        return self._where[block]
+        return self._slot_of[block]
 
-    def _fetch(self, block: int, place: int) -> _WindowSlot:
-        """Load a block in this thread."""
+    def _fetch(self, block: int, position: int) -> _WindowSlot:
+        """Load a block in the calling thread."""
         started = time.perf_counter()
-        slot = self._reserve(block, place)
+        slot = self._reserve(block, position)
         while slot is None and any(other.is_loading for other in self._slots):
             self._wait_while_loading([other for other in self._slots if other.is_loading])
-            slot = self._reserve(block, place)
+            slot = self._reserve(block, position)
         if slot is None:
             raise self._too_small()
         try:
             self._load(slot, block)
         except BaseException:
-            del self._where[block]
+            del self._slot_of[block]
             slot.block, slot.next_read = -1, _NEVER
             raise
         self.stream.counters.misses += 1
@@ -298,25 +298,28 @@ class StreamPass:
         raise self._failure
 
     def _abandon_read_plan(self, block: int) -> None:
-        """Give up all claims; go on behind the place where the plan reads this block next, if that is near."""
-        self._is_lost = True  # until the block is there, the thread claims nothing
+        """Give up all claims; resume after the next read of this block in the plan, if it is near."""
+        self._is_lost = True  # until the block is loaded, the thread claims no slots
         for slot in self._slots:
             slot.claims = 0
-        near = self._plan[self._position : self._position + _RESYNC_READS]
-        if block in near:
-            self._position += near.index(block) + 1
+        next_reads = self._plan[self._position : self._position + _RESYNC_READS]
+        if block in next_reads:
+            self._position += next_reads.index(block) + 1
         self._ahead = self._position
 
-    def _reserve(self, block: int, place: int) -> _WindowSlot | None:
-        """A slot for a block that is read at a place of the plan: an empty one, or the free one that is read again last."""
+    def _reserve(self, block: int, position: int) -> _WindowSlot | None:
+        """Assign a slot to the read at a position of the plan: an empty slot, or the free one whose block is read again last.
+
+        Returns ``None`` if no slot is free.
+        """
         free = [slot for slot in self._slots if slot.is_free]
         if not free:
             return None
         slot = max(free, key=lambda slot: (slot.block < 0, slot.next_read, -slot.last_read))
         if slot.block >= 0:
-            del self._where[slot.block]
-        slot.block, self._where[block] = block, slot
-        slot.next_read = self._next_read[place] if place < len(self._plan) else _NEVER
+            del self._slot_of[slot.block]
+        slot.block, self._slot_of[block] = block, slot
+        slot.next_read = self._next_read[position] if position < len(self._plan) else _NEVER
         return slot
 
     def _load(self, slot: _WindowSlot, block: int) -> None:
@@ -337,7 +340,7 @@ class StreamPass:
         self.stream.counters.copied_bytes += stop - start
 
     def _read_ahead(self) -> None:
-        """The thread."""
+        """Main loop of the prefetching thread."""
         slot: _WindowSlot | None = None
         try:
             while True:
@@ -354,42 +357,42 @@ class StreamPass:
                         return
                     slot = claimed
                 self._load(slot, slot.block)
-        except BaseException as error:  # whatever it is, the reader must not wait for ever
+        except BaseException as error:  # the reader must never wait for ever
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _claim(self) -> _WindowSlot | None:
-        """Claim reads of the plan, as far as their blocks are there, until one has to be loaded; its slot, if one is free."""
-        moved = False
-        found = None
+        """Claim planned reads whose blocks are loaded, up to the first that is not; returns its slot, if one is free."""
+        has_advanced = False
+        empty_slot = None
         while not (self._stopped or self._is_lost) and self._ahead < len(self._plan):
             block = self._plan[self._ahead]
-            slot = self._where.get(block)
+            slot = self._slot_of.get(block)
             if slot is None:
-                slot = found = self._reserve(block, self._ahead)
+                slot = empty_slot = self._reserve(block, self._ahead)
                 if slot is None:
                     break
                 slot.is_loading = True
             slot.claims += 1
             slot.next_read = self._next_read[self._ahead]
             self._ahead += 1
-            moved = True
-            if found is not None:
+            has_advanced = True
+            if empty_slot is not None:
                 break
-        if moved:
+        if has_advanced:
             self._changed.notify_all()
-        return found
+        return empty_slot
 
 
 def _next_reads(plan: Sequence[int]) -> list[int]:
-    """For each read of a plan the place of the next one of the same block.
+    """Position of the next read of the same block, for each read of a plan.
 
     >>> _next_reads([3, 5, 3]) == [2, _NEVER, _NEVER]
     True
     """
-    found, last = [_NEVER] * len(plan), dict[int, int]()
-    for place in range(len(plan) - 1, -1, -1):
-        found[place] = last.get(plan[place], _NEVER)
-        last[plan[place]] = place
-    return found
+    following, latest = [_NEVER] * len(plan), dict[int, int]()
+    for position in range(len(plan) - 1, -1, -1):
+        following[position] = latest.get(plan[position], _NEVER)
+        latest[plan[position]] = position
+    return following

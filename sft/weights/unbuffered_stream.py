@@ -1,7 +1,7 @@
-"""Records on the device one at a time: as long as one is used it has a buffer of its very size, and nothing is read ahead.
+"""Weight streaming without a window: each record has a buffer of its exact size while it is used, and no prefetching.
 
-Where the records of a store differ much in size, as those of a model's parameters do, a window of equal slots
-(:class:`~sft.weights.WeightStream`) would be as large as so many times the largest of them.
+If the records of a store differ much in size, as those of a model's parameters do, a window of equal slots
+(:class:`~sft.weights.WeightStream`) would take a multiple of the largest one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["UnbufferedPass", "UnbufferedStream"]
 
 
 class UnbufferedStream:
-    """A store, seen a record at a time.
+    """Reader of a store, one record at a time.
 
     Args:
-        store: has the records.
-        device: where they are used.
-        part: which half of them is.
+        store: the records.
+        device: device of the buffers.
+        part: part of the records that is read.
     """
 
     def __init__(self, store: Store, device: torch.device, *, part: RecordPart = "weights") -> None:
@@ -34,45 +34,45 @@ class UnbufferedStream:
 
     @property
     def window_bytes(self) -> int:
-        """What the largest record takes on the device while it is used."""
+        """Bytes of the largest record on the device while it is used."""
         return max(layout.part_bytes(self.part) for layout in self.store.layouts)
 
     @contextmanager
-    def reading(self, plan: Sequence[int] = ()) -> Iterator[UnbufferedPass]:
-        """A pass over records, in any order."""
+    def open_pass(self, plan: Sequence[int] = ()) -> Iterator[UnbufferedPass]:
+        """Open a pass over records, in any order."""
         yield UnbufferedPass(self)
 
 
 class UnbufferedPass:
-    """One pass. Made by :meth:`UnbufferedStream.reading`."""
+    """One pass over records. Made by :meth:`UnbufferedStream.open_pass`."""
 
     def __init__(self, stream: UnbufferedStream) -> None:
         self.stream = stream
-        self._taken: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
-    def take(self, block: int) -> dict[str, Tensor]:
-        """The tensors of a record, on the device, until :meth:`give`."""
+    def acquire(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a record on the device, until :meth:`release`."""
         stream = self.stream
         start, stop = stream.store.layouts[block].span(stream.part)
         data = torch.empty(stop - start, dtype=torch.uint8, device=stream.device)
         data.copy_(stream.store.record(block)[start:stop])
-        self._taken[block] = data
+        self._buffers[block] = data
         stream.counters.reads += 1
         stream.counters.misses += 1
         stream.counters.num_copies += 1
         stream.counters.copied_bytes += stop - start
         return self.views(block)
 
-    def give(self, block: int, *, forget: bool = False) -> None:
-        """The record is not used any more; none is remembered, so nothing is to be forgotten."""
-        del self._taken[block]
+    def release(self, block: int, *, forget: bool = False) -> None:
+        """Free the record's buffer; ``forget`` has no effect, as no record is cached."""
+        del self._buffers[block]
 
     def views(self, block: int) -> dict[str, Tensor]:
-        """The tensors of a record that was taken."""
-        return self.stream.store.layouts[block].views(self._taken[block], self.stream.part)
+        """The tensors of an acquired record."""
+        return self.stream.store.layouts[block].views(self._buffers[block], self.stream.part)
 
     def write(self, block: int) -> None:
-        """Write a record as it is here to the store's next generation."""
-        data = self._taken[block]
+        """Write the record in its buffer to the store's next generation."""
+        data = self._buffers[block]
         self.stream.store.write(block, data, self.stream.part)
         self.stream.counters.written_bytes += data.numel()

@@ -47,7 +47,7 @@ _FITTING = (
 )
 _NAMES = (
     "from sft.common.model_zoo import ModelName\n"
-    "def maker(text, **given): return ModelName(text=text, place='MODEL', options_place='--model-args', **given).maker()\n"
+    "def maker(text, **given): return ModelName(text=text, place='MODEL', options_place='--model-args', **given).factory()\n"
 )
 
 
@@ -110,7 +110,7 @@ def test_other_failures_of_an_import_are_told(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="roi_align"):
         import_library("sft_test_broken")
     with pytest.raises(InputError, match=r"model.backbone 'sft_test_broken:net': cannot import .*roi_align.*PYTHONPATH"):
-        _name("sft_test_broken:net").maker()
+        _name("sft_test_broken:net").factory()
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_other_failures_of_an_import_are_told(tmp_path: Path, monkeypatch: pytes
 )
 def test_what_is_no_model_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        _name(text).maker().make({})
+        _name(text).factory().make({})
 
 
 def test_a_callable_may_be_an_attribute_of_a_class() -> None:
-    assert isinstance(_name("torch:nn.modules.activation.ReLU").maker().make({"inplace": True}), nn.ReLU)
+    assert isinstance(_name("torch:nn.modules.activation.ReLU").factory().make({"inplace": True}), nn.ReLU)

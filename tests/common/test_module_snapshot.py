@@ -28,7 +28,7 @@ class _Tied(nn.Module):
 def test_the_walk_finds_what_torch_finds() -> None:
     model = seeded(_Tied).float()
     contents = ModuleSnapshot(model)
-    assert contents.places == list(model.named_modules(remove_duplicate=False))
+    assert contents.named_modules == list(model.named_modules(remove_duplicate=False))
     assert list(contents.modules.items()) == list(model.named_modules())
     for found, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
         assert [id(tensor) for tensor in found] == [id(tensor) for tensor in wanted]
@@ -49,4 +49,4 @@ def test_numbers_are_those_of_the_first_tensor_that_has_any() -> None:
 def test_a_module_that_is_in_itself_is_entered_once() -> None:
     model = chain(nn.Conv2d(3, 4, 1), nn.ReLU())
     model[1].around = model
-    assert [name for name, _ in ModuleSnapshot(model).places] == ["", "0", "1"]
+    assert [name for name, _ in ModuleSnapshot(model).named_modules] == ["", "0", "1"]

@@ -121,7 +121,7 @@ def _equal_torch(rank: int, kind: str, two_phase: bool) -> None:
             optimizer.zero_grad()
         _assert_close(model, plain)
     everything = [value.detach().reshape(-1) for value in model.parameters()]
-    assert len({tuple(each.tolist()) for each in ours.replicas.gathered(torch.cat(everything))}) == 1, "the ranks' weights differ"
+    assert len({tuple(each.tolist()) for each in ours.group.all_gather(torch.cat(everything))}) == 1, "the ranks' weights differ"
     state = ours.state_dict()
     names = [name for name, _ in model.named_parameters()]
     reference = {name: theirs.state.get(p, {}) for name, p in plain.named_parameters()}
@@ -208,7 +208,7 @@ def _fails_on_all_or_none(rank: int) -> None:
     def unchanged() -> bool:
         return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
-    part: Any = ours._chains[0]
+    part: Any = ours._record_optimizers[0]
     put = part.put
 
     def broken(block: int, *given: Any) -> bool:

@@ -369,7 +369,7 @@ def test_what_cannot_be_compiled_names_the_blocks_and_a_remedy() -> None:
     streamed[4].stream("1MiB")
     calls: list[Callable[[], Any]] = [lambda: sft.compile(streamed, _SHAPE), lambda: net(image(*_SHAPE))]
     for call in calls:
-        with pytest.raises(sft.UnsupportedError, match=r"4: repeat: it streams its blocks.*compile the parts before and behind it"):
+        with pytest.raises(sft.UnsupportedError, match=r"4: repeat: it streams its blocks.*compile the parts before and after it"):
             call()
     streamed[4].close()
     net(image(*_SHAPE))

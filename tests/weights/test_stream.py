@@ -33,12 +33,12 @@ def _host(num_blocks: int) -> HostStore:
 
 
 def _read(stream: WeightStream, plan: list[int], reads: list[int]) -> list[int]:
-    with stream.reading(plan) as reading:
+    with stream.open_pass(plan) as reading:
         for block in reads:
-            views = reading.take(block)
+            views = reading.acquire(block)
             assert views["w"].tolist() == [block] * 16
-            reading.give(block)
-        return reading.recorded
+            reading.release(block)
+        return reading.read_order
 
 
 def _optimal_copies(plan: list[int], num_slots: int) -> int:
@@ -106,17 +106,17 @@ def test_a_recorded_pass_is_a_plan() -> None:
 
 def test_a_slot_in_use_is_not_taken() -> None:
     stream = WeightStream(_host(4), "cpu", window_bytes=128, prefetch=True)
-    with stream.reading([0, 1, 2, 3]) as reading:
-        first, second = reading.take(0), reading.take(1)
+    with stream.open_pass([0, 1, 2, 3]) as reading:
+        first, second = reading.acquire(0), reading.acquire(1)
         with pytest.raises(sft.InputError, match="2 slots"):
-            reading.take(2)
+            reading.acquire(2)
         assert first["w"][0] == 0 and second["w"][0] == 1
 
 
 def test_the_other_half_of_records_streams_alone() -> None:
     stream = WeightStream(_host(3), "cpu", window_bytes=64, part="state")
-    with stream.reading([2]) as reading:
-        views = reading.take(2)
+    with stream.open_pass([2]) as reading:
+        views = reading.acquire(2)
         assert {name: view.tolist() for name, view in views.items()} == {"m": [-2, -2, -2]}
 
 
@@ -124,12 +124,12 @@ def test_blocks_are_changed_in_the_window_and_written() -> None:
     store = _host(3)
     stream = WeightStream(store, "cpu", window_bytes=128)
     store.begin()
-    with stream.reading([1, 1]) as reading:
-        reading.take(1)["w"].fill_(50)
+    with stream.open_pass([1, 1]) as reading:
+        reading.acquire(1)["w"].fill_(50)
         reading.write(1)
-        reading.give(1, forget=True)
-        assert reading.take(1)["w"].tolist() == [1] * 16  # the current generation
-        reading.give(1)
+        reading.release(1, forget=True)
+        assert reading.acquire(1)["w"].tolist() == [1] * 16  # the current generation
+        reading.release(1)
     store.commit()
     assert [int(_LAYOUT.views(store.record(block))["w"][0]) for block in range(3)] == [0, 50, 2]
     assert [int(_LAYOUT.views(store.record(block))["m"][0]) for block in range(3)] == [0, -1, -2]
@@ -162,10 +162,10 @@ class _Failing(HostStore):
 def test_a_failing_read_ends_the_pass_and_the_thread(prefetch: bool) -> None:
     threads = threading.active_count()
     stream = WeightStream(_Failing(), "cpu", window_bytes=128, prefetch=prefetch)
-    with pytest.raises(OSError, match="the disk is gone"), stream.reading([0, 1, 2, 3]) as reading:
+    with pytest.raises(OSError, match="the disk is gone"), stream.open_pass([0, 1, 2, 3]) as reading:
         for block in range(4):
-            reading.take(block)
-            reading.give(block)
+            reading.acquire(block)
+            reading.release(block)
     assert threading.active_count() == threads
 
 
@@ -173,9 +173,9 @@ def test_an_interrupted_pass_leaves_no_thread() -> None:
     threads = threading.active_count()
     stream = WeightStream(_host(9), "cpu", window_bytes=128, prefetch=True)
     for raised in (KeyboardInterrupt, ValueError, GeneratorExit):
-        with pytest.raises(raised), stream.reading([*range(9)]) as reading:
+        with pytest.raises(raised), stream.open_pass([*range(9)]) as reading:
             for block in itertools.count():
-                reading.take(block)
+                reading.acquire(block)
                 if block == 1:
                     raise raised
     assert threading.active_count() == threads

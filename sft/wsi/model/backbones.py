@@ -55,7 +55,7 @@ def backbone_library(name: str) -> str:
 
 
 def _maker(name: str) -> ModelFactory:
-    return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
+    return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).factory()
 
 
 def num_features(backbone: nn.Module, name: str) -> int:

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import sft.common.atomic_files
-from sft.common.atomic_files import PARTIAL_MARK, fsync_file, fsync_folder
+from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_file, fsync_folder
 from sft.wsi.errors import RunFolderError
 
 __all__ = ["atomic_write_with_parents", "clear_partial", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
@@ -29,7 +28,7 @@ def atomic_write_with_parents(path: Path) -> AbstractContextManager[Path]:
         RunFolderError: it cannot be written; ``path`` is as it was.
     """
     remedy = "Make room, or give a run folder that is writable."
-    return sft.common.atomic_files.atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
+    return atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
 
 
 def sync_tree(folder: Path) -> None:

@@ -85,7 +85,7 @@ def test_strips_of_tall_images_are_lowered_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_shared_is_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("sft.common.weighted_lru"), "_MOST", 2)
+    monkeypatch.setattr(import_module("sft.common.weighted_lru"), "_MAX_WEIGHT", 2)
     shared = WeightedLRU()
     made: list[str] = []
 
@@ -94,6 +94,6 @@ def test_what_is_shared_is_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) ->
         return name
 
     for name in ("a", "b", "a", "c", "a", "b"):
-        assert shared.remembered(name, partial(make, name)) == name
+        assert shared.get_or_make(name, partial(make, name)) == name
     assert made == ["a", "b", "c", "b"]  # "b" was asked for least lately when "c" came
     assert len(shared) == 2

@@ -1,4 +1,4 @@
-"""The table of operators: what each one means for streaming."""
+"""The operator table: streaming rules of each operator (access map, extent, padding, dimension map)."""
 
 from __future__ import annotations
 

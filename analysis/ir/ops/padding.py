@@ -1,4 +1,4 @@
-"""Operators that move the border of the image: padding in all its modes, and crops."""
+"""Padding and cropping: operators that move the border of the image."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _BORDER_KINDS: dict[str, Border] = {"constant": "value", "reflect": "reflected",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadSpec(Operator):
-    """``pad`` with a constant, by reflection, by repeating the border, by wrapping round; negative paddings crop.
+    """Padding (``pad``): constant, reflecting, replicating or circular; negative amounts crop.
 
-    Row ``o`` reads row ``o - low``, or, beyond the border, one that it mirrors: at most ``2 * low`` rows further up, ``2 * high`` further
-    down. The access map has that much slack everywhere, since a map has one form for all rows. Along an axis that wraps round it has the
-    whole axis, so that panels of it compute everything before it in full; rows that wrap round are :class:`CircularPadSpec`.
+    Row ``o`` reads row ``o - low`` or, beyond the border, a mirrored one: at most ``2 * low`` rows further up, ``2 * high`` further
+    down. A map has one form for all rows, so the access map has that slack everywhere. Along a circularly padded axis it covers the full
+    axis, so a panel computes its operand for all columns. Circular padding of rows is decomposed (:class:`CircularPadSpec`).
     """
 
     name: str = "pad"
     is_sized: bool = True
 
     def amounts(self, node: Node, axis: int) -> tuple[int, int]:
-        """Rows before and behind the image."""
+        """Rows added before and after the image."""
         flat = node.argument("pad")
         first = 2 * (self._num_axes(node) - 1 - axis)
         return (int(flat[first]), int(flat[first + 1])) if 0 <= first < len(flat) else (0, 0)
@@ -38,7 +38,7 @@ class PadSpec(Operator):
         return count
 
     def mode(self, node: Node) -> str:
-        """How it is padded."""
+        """The padding mode."""
         mode: str = node.argument("mode")
         return mode
 
@@ -72,19 +72,19 @@ class PadSpec(Operator):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, mode = node.argument("pad"), self.mode(node)
         if mode not in _BORDER_KINDS:
-            return [f"{node.label}: mode {mode!r} is not known"]
+            return [f"{node.label}: mode {mode!r} is not supported"]
         if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
-            return [f"{node.label}: its rows wrap round in a form that is not taken apart; pad an image [N, C, ...] by no less than 0"]
+            return [f"{node.label}: this circular padding of rows is not decomposed; pad an image [N, C, ...] by at least 0"]
         if any(flat[2 * graph.axes.count :]):
             return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
-        if mode != "constant" and any(amount < 0 for amount in flat if isinstance(amount, int)):  # others are known at a size
+        if mode != "constant" and any(amount < 0 for amount in flat if isinstance(amount, int)):  # symbolic ones are known at a size
             return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircularPadSpec(PadSpec):
-    """The image with rows of the opposite border above and below it (circular padding of rows)."""
+    """Circular padding of rows: the image with rows of the opposite border above and below it."""
 
     name: str = "circular_pad"
     is_sized: bool = False
@@ -124,7 +124,7 @@ class BorderRowsSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelPadSpec(Operator):
-    """``pad`` of channels alone."""
+    """Padding (``pad``) of channels only."""
 
     name: str = "per_pixel"
 
@@ -137,12 +137,12 @@ class ChannelPadSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceSpec(Operator):
-    """``x[:, :, start:end:step]``: every ``step``-th row of part of the image."""
+    """Strided slice ``x[:, :, start:end:step]`` of the image along an axis."""
 
     name: str = "slice"
 
     def span(self, node: Node, axis: int) -> tuple[int, int, int]:
-        """First row, the one behind the last, and the step."""
+        """First row, end row (exclusive), and step."""
         sliced, *span = node.argument("span")
         return (span[0], span[1], span[2]) if axis == sliced else (0, node.argument("extents")[axis], 1)
 
@@ -164,5 +164,5 @@ class SliceSpec(Operator):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("dim", 0) % len(node.shape) < len(node.shape) - graph.axes.count:
-            return [f"{node.label}: takes part of the batch; only channels and the image's axes can be sliced in strips"]
+            return [f"{node.label}: slices the batch; only channels and the image's axes can be sliced in strips"]
         return []

@@ -1,4 +1,4 @@
-"""Operators that compute each pixel from the same pixel of their operands: activations, joins, norms of channels, casts, masks."""
+"""Per-pixel operators, which compute each pixel from the same pixel of their operands: activations, joins, channel norms, casts, masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointwiseSpec(Operator):
-    """A function of one element, without tensors among its arguments but ``self``."""
+    """Function of one element, with ``self`` as the only tensor argument."""
 
     name: str = "pointwise"
 
@@ -49,10 +49,10 @@ class DetachSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerPixelSpec(Operator):
-    """Anything else that reads, for a pixel of its result, that pixel of its operands: all channels, other values, parameters.
+    """Function of one pixel of each operand: all channels, global values, parameters.
 
     Attributes:
-        broadcasts: whether its operands broadcast, so that one which is no image must not vary along one.
+        broadcasts: True if the operands broadcast; then an untiled operand must not vary along the image.
     """
 
     name: str = "per_pixel"
@@ -67,11 +67,11 @@ class PerPixelSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelwiseSpec(Operator):
-    """A function of a pixel's channels along some of their dimensions.
+    """Function of a pixel's channels along some of their dimensions.
 
     Attributes:
         argument: the argument that names the dimensions.
-        adds: whether it names a new one.
+        adds: True if it names a new dimension.
     """
 
     name: str = "per_pixel"
@@ -83,17 +83,17 @@ class ChannelwiseSpec(Operator):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rank = len(node.shape) if self.adds else len(graph[node.operands[0]].shape)
-        given = node.argument(self.argument, 0 if self.adds else None)
-        dims = [given] if isinstance(given, int) else given
+        argument = node.argument(self.argument, 0 if self.adds else None)
+        dims = [argument] if isinstance(argument, int) else argument
         if not dims or any(not 1 <= dim % rank < rank - graph.axes.count for dim in dims):
-            return [f"{node.label}: along dimension {given} of {rank}; only dimensions of channels stay within a strip"]
-        whole = [name for name in node.operands if name not in streamed] if self.adds else []
-        return [f"{node.label}: operand {whole[0]} is no image in strips as the others are"] if whole else []
+            return [f"{node.label}: along dimension {argument} of {rank}; only dimensions of channels stay within a strip"]
+        untiled = [name for name in node.operands if name not in streamed] if self.adds else []
+        return [f"{node.label}: operand {untiled[0]} is not an image in strips, unlike the first"] if untiled else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatChannelsSpec(Operator):
-    """All channels several times."""
+    """All channels repeated several times."""
 
     name: str = "per_pixel"
 
@@ -113,18 +113,18 @@ class RepeatChannelsSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherChannelsSpec(ChannelwiseSpec):
-    """Channels that each pixel's own labels name."""
+    """Gather or scatter of channels by per-pixel labels."""
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        whole = [name for name in node.operands if name not in streamed]
-        if whole:
-            return [f"{node.label}: operand {whole[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
+        untiled = [name for name in node.operands if name not in streamed]
+        if untiled:
+            return [f"{node.label}: operand {untiled[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
         return ChannelwiseSpec.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignChannelsSpec(GatherChannelsSpec):
-    """Some channels of an image replaced by another image: ``x[:, :2] = y``."""
+    """Assignment of another image to some channels: ``x[:, :2] = y``."""
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
@@ -132,7 +132,7 @@ class AssignChannelsSpec(GatherChannelsSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinarySpec(Operator):
-    """``add``, ``sub``, ``mul``, ``div``."""
+    """Binary arithmetic: ``add``, ``sub``, ``mul``, ``div``."""
 
     name: str = "binary"
 
@@ -145,7 +145,7 @@ class BinarySpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatSpec(Operator):
-    """``cat`` along a dimension of channels."""
+    """Concatenation (``cat``) along a dimension of channels."""
 
     name: str = "cat"
 
@@ -159,8 +159,8 @@ class CatSpec(Operator):
         dim = node.argument("dim", 0) % len(node.shape)
         if not 1 <= dim < len(node.shape) - graph.axes.count:
             return [f"{node.label}: cat along dimension {node.argument('dim', 0)}; only channels (dim=1) can be joined in strips"]
-        whole = [name for name in node.operands if name not in streamed]
-        return [f"{node.label}: operand {whole[0]} is not an image of the same size; expand it first"] if whole else []
+        untiled = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {untiled[0]} is not an image of the same size; expand it first"] if untiled else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +180,16 @@ class FrozenNormSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndecomposedLayerNormSpec(Operator):
-    """A layer norm over the image that could not be taken apart."""
+    """A layer norm over the image that could not be decomposed."""
 
     name: str = "per_pixel"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        over = node.argument("normalized_shape")
-        why = f"{node.label}: over {over}, part of which is the image"
+        normalized = node.argument("normalized_shape")
+        problem = f"{node.label}: over {normalized}, which includes dimensions of the image"
         if node.argument("weight") is not None:
-            return [f"{why}, with a weight for each pixel; leave it out (elementwise_affine=False), or use GroupNorm(1, channels)"]
-        return [f"{why}; normalize channels alone, or all channels and axes together"]
+            return [f"{problem}, with a weight for each pixel; leave it out (elementwise_affine=False), or use GroupNorm(1, channels)"]
+        return [f"{problem}; normalize channels alone, or all channels and axes together"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class AffineSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpatialSideInputSpec(Operator):
-    """What varies along the image without being one (a position embedding, a grid of coordinates): each strip takes its part."""
+    """Tensor that varies along the image without being one (position embedding, coordinate grid); each strip reads a slice."""
 
     name: str = "spatial_side_input"
 
@@ -217,7 +217,7 @@ class SpatialSideInputSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastSpec(Operator):
-    """A conversion to another element type."""
+    """Conversion to another element type."""
 
     name: str = "cast"
 
@@ -227,26 +227,26 @@ class CastSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomOpSpec(Operator):
-    """Dropout, masks and noise, which follow positions."""
+    """Dropout, masks and noise from counter-based random numbers: functions of the position."""
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if len(node.shape) > graph.axes.rank:
-            return [f"{node.label}: draws for several dimensions of channels; draw before these are split"]
+            return [f"{node.label}: draws random numbers for several dimensions of channels; draw before these are split"]
         return []
 
 
 def _spatial_side_inputs(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-    """Operands that are no images and yet vary along the axes."""
+    """Problems with untiled operands that vary along the axes, or along the batch without depending on an input."""
     axes = graph.axes
     for name in node.operands:
         shape = graph[name].shape
         if name not in streamed and any(extent != 1 for extent in axes.of(shape)):
-            wanted = " and ".join(axes.names)
-            return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {wanted} 1"]
-        is_many = name not in streamed and len(shape) == len(node.shape) and shape[0] != 1
-        if is_many and name not in graph.descendants([node.name for node in graph.nodes if node.kind in ("input", "seed")]):
-            return [f"{node.label}: operand {name} of shape {shape} has an entry for each sample, but follows from no input"]
+            axis_names = " and ".join(axes.names)
+            return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {axis_names} 1"]
+        varies_by_sample = name not in streamed and len(shape) == len(node.shape) and shape[0] != 1
+        if varies_by_sample and name not in graph.descendants([node.name for node in graph.nodes if node.kind in ("input", "seed")]):
+            return [f"{node.label}: operand {name} of shape {shape} has an entry for each sample, but depends on no input"]
     return []

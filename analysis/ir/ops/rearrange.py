@@ -1,8 +1,8 @@
-"""Pixels that become channels, and channels that become pixels: rows in groups, each computed from rows of its own.
+"""Rearrangements of pixels and channels: pixel shuffle and unshuffle, im2col and col2im.
 
-A strip of whole groups is shuffled as an image is, so torch's own operator runs on it.
-
-Windows beside each other as channels, and channels put back where windows lie (:mod:`sft.analysis.passes.decompose_windows`).
+Pixel shuffles move rows in groups, each computed from its own input rows. A strip of complete groups is shuffled like an image, so torch's
+own operator runs on it. Im2col and col2im (:mod:`sft.analysis.passes.decompose_windows`) move the pixels of a sliding window to channels
+and back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ __all__ = ["Col2imSpec", "Im2colSpec", "PixelShuffleSpec", "PixelUnshuffleSpec"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShuffleSpec(Operator):
-    """
-    Attributes:
-        argument: the argument that says how many rows and columns belong together.
+    """Attributes:
+    argument: name of the argument with the number of rows and columns in a group.
     """
 
     name: str = "per_pixel"
@@ -35,8 +34,8 @@ class _ShuffleSpec(Operator):
         return axis_entry(node.argument(self.argument), axis) if axis < self._num_axes(node) else 1
 
     def _num_axes(self, node: Node) -> int:
-        given = node.argument(self.argument)
-        return len(given) if isinstance(given, tuple) else 2
+        factors = node.argument(self.argument)
+        return len(factors) if isinstance(factors, tuple) else 2
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
@@ -45,15 +44,15 @@ class _ShuffleSpec(Operator):
         return (0, None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        # ATen's own take the last three dimensions for channels, rows and columns.
+        # ATen's operators interpret the last three dimensions as channels, rows and columns.
         if node.target.startswith("aten.") and (graph.axes.count != 2 or len(node.shape) != graph.axes.rank):
-            return [f"{node.label}: of {len(node.shape)} dimensions; only images, of four, are shuffled in strips"]
+            return [f"{node.label}: its operand has {len(node.shape)} dimensions; only images, of four, are shuffled in strips"]
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelShuffleSpec(_ShuffleSpec):
-    """Channels become pixels (``pixel_shuffle``, Shi et al. 2016), with a factor for each axis."""
+    """Pixel shuffle (``pixel_shuffle``, Shi et al. 2016): channels become pixels, with a factor for each axis."""
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return AxisMap(divisor=self.factor(node, axis))
@@ -61,14 +60,14 @@ class PixelShuffleSpec(_ShuffleSpec):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return extent * self.factor(node, axis)
 
-    def computed(self, node: Node, axis: int, part: Interval) -> Interval:
+    def computed(self, node: Node, axis: int, rows: Interval) -> Interval:
         factor = self.factor(node, axis)
-        return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
+        return Interval(rows.start // factor * factor, -(-rows.stop // factor) * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelUnshuffleSpec(_ShuffleSpec):
-    """Pixels become channels (``pixel_unshuffle``)."""
+    """Pixel unshuffle (``pixel_unshuffle``): pixels become channels."""
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return AxisMap(scale=self.factor(node, axis), last=self.factor(node, axis) - 1)
@@ -79,7 +78,7 @@ class PixelUnshuffleSpec(_ShuffleSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Im2colSpec(Operator):
-    """The pixels of every window as channels (``unfold``); there is no border."""
+    """Im2col (``unfold``): the pixels of every window as channels, without a border."""
 
     name: str = "im2col"
 
@@ -100,7 +99,7 @@ class Im2colSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Col2imSpec(Operator):
-    """Windows put back where they lie, summed where they overlap (``fold``)."""
+    """Col2im (``fold``): windows put back at their positions, summed where they overlap."""
 
     name: str = "col2im"
     is_phased: bool = True

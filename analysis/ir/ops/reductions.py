@@ -1,4 +1,4 @@
-"""Reductions over the image, whose results are global values."""
+"""Reductions over the image; their results are global values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from sft.analysis.ir.ops.base import Operator, Role
 
 __all__ = ["STATISTICS", "ArgMaxSpec", "LogSumExpSpec", "MeanSpec", "MinMaxSpec", "MomentsSpec", "SpatialContractionSpec", "SumSpec"]
 
-#: What has numbers of different kinds in its last dimension, a mean beside a variance: it is no image, whatever its extents are.
+#: Operators with statistics of different kinds along their last dimension (mean, variance): never images, independent of their extents.
 STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.minmax", "sft.argmax"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReductionSpec(Operator):
+    """Base of all reductions: the axes disappear."""
+
     role: Role = "reduce"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -26,7 +28,7 @@ class _ReductionSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumSpec(_ReductionSpec):
-    """The sum over all axes of the image."""
+    """Sum over all axes of the image."""
 
     name: str = "sum"
 
@@ -45,7 +47,7 @@ class SumSpec(_ReductionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanSpec(SumSpec):
-    """The mean over all axes of the image."""
+    """Mean over all axes of the image."""
 
     name: str = "mean"
 
@@ -61,21 +63,21 @@ class MeanSpec(SumSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinMaxSpec(_ReductionSpec):
-    """The largest or smallest element, and how often it occurs."""
+    """Largest or smallest element, and its number of occurrences."""
 
     name: str = "minmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgMaxSpec(_ReductionSpec):
-    """The largest element, and its place."""
+    """Largest element, and its index."""
 
     name: str = "argmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpatialContractionSpec(_ReductionSpec):
-    """A matrix product of two images over all pixels."""
+    """Matrix product of two images, contracted over all pixels."""
 
     name: str = "spatial_contraction"
 
@@ -83,13 +85,13 @@ class SpatialContractionSpec(_ReductionSpec):
         return (0, None, *([None] * axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        whole = [name for name in node.operands if name not in streamed]
-        return [f"{node.label}: operand {whole[0]} is no image that comes in strips"] if whole else []
+        untiled = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {untiled[0]} is not an image in strips"] if untiled else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSumExpSpec(_ReductionSpec):
-    """The logarithm of a sum of exponentials."""
+    """Logarithm of a sum of exponentials."""
 
     name: str = "logsumexp"
 

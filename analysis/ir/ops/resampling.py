@@ -1,4 +1,4 @@
-"""Operators that change the grid without a sliding window over it: interpolation, and adaptive pooling to sizes that follow the image's."""
+"""Resampling: interpolation, and adaptive pooling to sizes that follow the image's; the grid changes without a sliding window."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
     "ResamplingSpec",
 ]
 
-#: Below so many windows along the rows each would hold much of the image.
+#: Fewest windows along the rows; with fewer, a window would hold much of the image.
 _MIN_WINDOWS = 4
-#: Rows and columns of an image that is small for ATen (``_use_vectorized_kernel_cond_2d`` of its UpSampleKernel.cpp).
+#: Rows plus columns up to which ATen takes its loop for small images (``_use_vectorized_kernel_cond_2d`` of UpSampleKernel.cpp).
 _SMALL_EXTENTS = 128
 
-#: Of an interpolation, by the operator's name without its number of axes.
+#: Interpolation methods, by the operator's name without its number of axes.
 _RESIZE_KINDS: dict[str, ResamplingKind] = {
     "upsample_nearest": "nearest",
     "_upsample_nearest_exact": "nearest exact",
@@ -47,7 +47,7 @@ _RESIZE_KINDS: dict[str, ResamplingKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestSpec(Operator):
-    """Nearest upsampling by whole factors."""
+    """Nearest-neighbour upsampling by integer factors."""
 
     name: str = "nearest"
 
@@ -61,10 +61,10 @@ class NearestSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return extent * self._factor(node, axis)
 
-    def computed(self, node: Node, axis: int, part: Interval) -> Interval:
-        # By whole input rows, whose further copies cost no read.
+    def computed(self, node: Node, axis: int, rows: Interval) -> Interval:
+        # All copies of an input row at once: the further ones cost no read.
         factor = self._factor(node, axis)
-        return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
+        return Interval(rows.start // factor * factor, -(-rows.stop // factor) * factor)
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
@@ -72,7 +72,7 @@ class NearestSpec(Operator):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         factors = node.argument("factors")
         if factors is None:
-            return [f"{node.label}: the factor is not a whole number"]
+            return [f"{node.label}: the factor is not an integer"]
         for factor, extent in zip(factors, graph.axes.of(node.shape), strict=True):
             # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
             size = int(extent) if isinstance(extent, int) or extent.is_number else 2**17
@@ -85,24 +85,24 @@ class NearestSpec(Operator):
 
 
 def _resize_kind(node: Node) -> ResamplingKind:
-    """How an interpolation finds a row."""
+    """The interpolation method of a node."""
     return _RESIZE_KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResamplingSpec(Operator, ABC):
-    """What is resampled along each axis by itself (:mod:`sft.analysis.ir.ops.resize_matrix`), once the extents are numbers."""
+    """Separable resampling (:mod:`sft.analysis.ir.ops.resize_matrix`); each axis is resolved once its extent is a number."""
 
     name: str = "resampling"
 
     def sampling(self, node: Node, axis: int) -> AxisResampling | None:
-        """How an axis is resampled; ``None`` where the image has no such axis."""
+        """The resampling of an axis; ``None`` if the image has no such axis."""
         samplings: tuple[AxisResampling, ...] = node.argument("samplings")
         return samplings[axis] if axis < len(samplings) else None
 
     @abstractmethod
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
-        """How all axes of an image are resampled."""
+        """The resampling of each axis of an image."""
 
     def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
         return replace(node, arguments=(*node.arguments, ("samplings", self.samplings(node, extents))))
@@ -131,7 +131,7 @@ class InterpolationSpec(ResamplingSpec):
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
         size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _resize_kind(node)
         lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
-        # ATen has another loop for the nearest pixels of small images, which finds them in single precision.
+        # ATen has a separate loop for nearest pixels of small images, with indices in single precision.
         is_small = kind.startswith("nearest") and len(lengths) == 2 and sum(lengths) <= _SMALL_EXTENTS
         return tuple(
             AxisResampling(
@@ -141,7 +141,7 @@ class InterpolationSpec(ResamplingSpec):
                 scale=None if scales is None else float(scales[axis]),
                 align_corners=bool(node.argument("align_corners", False)),
                 is_double=node.dtype == "float64" and not is_small,
-                # Where no axis changes its size ATen's backward copies, though the forward may have moved the rows.
+                # If no axis changes its size, ATen's backward copies, although the forward may have moved the rows.
                 has_identity_gradient=kind == "cubic" and lengths == extents,
             )
             for axis, (extent, length) in enumerate(zip(extents, lengths, strict=True))
@@ -150,13 +150,13 @@ class InterpolationSpec(ResamplingSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AntialiasedInterpolationSpec(InterpolationSpec):
-    """Linear and cubic interpolation with antialiasing: windows that grow with the factor by which an image shrinks."""
+    """Linear and cubic interpolation with antialiasing: the windows grow with the downscaling factor."""
 
     is_sized: bool = True
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.shape[-1] == 1:
-            return [f"{node.label}: to a width of one pixel ATen repeats the first row on some devices; it is left to ATen"]
+            return [f"{node.label}: to a width of one pixel ATen repeats the first row on some devices; it runs untiled"]
         return InterpolationSpec.problems(self, node, graph, streamed)
 
 
@@ -167,7 +167,7 @@ class AdaptiveAvgPoolSpec(ResamplingSpec):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rows = node.argument("output_size")[0]
         if isinstance(rows, int) and rows < _MIN_WINDOWS:
-            return [f"{node.label}: a row of its result stands for 1/{rows} of the image's, which would all be carried"]
+            return [f"{node.label}: a row of its result averages 1/{rows} of the image's rows, which would all be carried"]
         return ResamplingSpec.problems(self, node, graph, streamed)
 
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
@@ -177,7 +177,7 @@ class AdaptiveAvgPoolSpec(ResamplingSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
-    """Adaptive max pooling; its windows are those of the average."""
+    """Adaptive max pooling, with the windows of adaptive average pooling."""
 
     name: str = "adaptive_max"
 
@@ -186,17 +186,17 @@ class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("result", 0) != 0:
-            return [f"{node.label}: its indices count the pixels of the whole image"]
+            return [f"{node.label}: its indices count the pixels of the full image"]
         return AdaptiveAvgPoolSpec.problems(self, node, graph, streamed)
 
 
-#: Along an axis: the most windows of a grid that is summed up as a whole.
+#: Most windows along an axis that are accumulated as running sums.
 _MAX_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSizeAvgPoolSpec(AdaptiveAvgPoolSpec):
-    """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
+    """Adaptive average pooling to a few windows of any image: running sums over the strips, without carried rows."""
 
     name: str = "fixed_size_avg_pool"
     role: Role = "reduce"
@@ -207,5 +207,5 @@ class FixedSizeAvgPoolSpec(AdaptiveAvgPoolSpec):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         size = node.argument("output_size")
         if any(not isinstance(extent, int) or extent > _MAX_WINDOWS for extent in size):
-            return [f"{node.label}: pools to {size}, which is no small fixed grid"]
+            return [f"{node.label}: pools to {size}, which is not a small fixed grid"]
         return ResamplingSpec.problems(self, node, graph, streamed)

@@ -1,11 +1,11 @@
-"""Resampling along one axis: which input rows an output row reads, and with which weights.
+"""Resize matrices: resampling along one axis as a banded matrix, bit-exact with ATen.
 
 Interpolation and adaptive averages are separable: along each axis a result row is a weighted sum of a window of input rows. The windows
-of later rows never begin or end before those of earlier ones, so both the operator and its adjoint are *bands*: matrices whose rows are
-short windows. Positions and weights are ATen's to the bit, by its own arithmetic (``ATen/native/UpSample.h``): in double precision for
-``float64`` and in single precision for anything narrower, nearest neighbours in both ways, since ATen finds them in the image's own type
-on the way forward and in single precision on the way back. No formula bounds what single precision makes of a position; the access map
-is therefore fitted to the windows themselves, over every row of the image, and holds for all of them by construction.
+of later rows never begin or end before those of earlier ones, so both the operator and its adjoint are *banded*: matrices with short
+windows as rows. Positions and weights are ATen's to the bit, by its own arithmetic (``ATen/native/UpSample.h``): in double precision for
+``float64`` and in single precision for narrower types. Nearest neighbours use both, since ATen computes them in the image's own type
+in the forward pass and in single precision in the backward pass. No formula bounds the rounding of a position in single precision. The
+access map is therefore fitted to the windows themselves, over every row of the image, and holds for all of them by construction.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _CUBIC, _SMOOTH_CUBIC = -0.75, -0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BandedMatrix:
-    """A matrix whose row ``i`` is zero but for ``weights[i, :stop[i] - start[i]]`` from column ``start[i]`` on.
+    """A matrix with short windows as rows: row ``i`` is zero except for ``weights[i, :stop[i] - start[i]]`` from column ``start[i]`` on.
 
     Attributes:
         start: first column of each row's window; never decreasing.
-        stop: the column behind the window; never decreasing. A window may be empty.
-        weights: of the columns of each window, filled up with zeros.
+        stop: end column (exclusive) of the window; never decreasing. A window may be empty.
+        weights: weights of the columns of each window, padded with zeros.
     """
 
     start: Rows
@@ -47,45 +47,45 @@ class BandedMatrix:
 
     @classmethod
     def of(cls, columns: Rows, weights: Weights) -> BandedMatrix:
-        """The band of rows that read ``columns`` (one row of them for each) with ``weights``; a column named twice gets the sum.
+        """Rows that read ``columns`` (one row of indices each) with ``weights``; the weights of a repeated column are added.
 
         >>> BandedMatrix.of(np.array([[0, 0], [0, 1]]), np.array([[0.25, 0.75], [0.25, 0.75]])).weights.tolist()
         [[1.0, 0.0], [0.25, 0.75]]
         """
         start, stop = columns.min(axis=1), columns.max(axis=1) + 1
-        found = np.zeros((len(columns), int((stop - start).max())))
-        np.add.at(found, (np.arange(len(columns))[:, None], columns - start[:, None]), weights)
-        return cls(start, stop, found)
+        dense = np.zeros((len(columns), int((stop - start).max())))
+        np.add.at(dense, (np.arange(len(columns))[:, None], columns - start[:, None]), weights)
+        return cls(start, stop, dense)
 
     @property
     def width(self) -> int:
-        """Columns of the widest window."""
+        """Number of columns of the widest window."""
         return int(self.weights.shape[1])
 
     @property
     def is_identity(self) -> bool:
-        """Whether row ``i`` is column ``i``, up to the last row."""
+        """True if row ``i`` is column ``i``, up to the last row."""
         return self.is_selection and bool((self.start == np.arange(len(self.start))).all())
 
     @property
     def is_selection(self) -> bool:
-        """Whether each row is one column as it is."""
+        """True if each row is one column with weight 1."""
         return self.width == 1 and bool((self.weights == 1.0).all())
 
     def transposed(self, num_columns: int) -> BandedMatrix:
-        """The adjoint; the rows of a column are neighbours, since windows only move on."""
+        """The adjoint. The rows that read a column are consecutive, since windows are monotone."""
         columns = np.arange(num_columns)
         first = np.searchsorted(self.stop, columns, side="right")
         last = np.maximum(first, np.searchsorted(self.start, columns, side="right"))
         rows = first[:, None] + np.arange(max(1, int((last - first).max())))
         inside, rows = rows < last[:, None], np.minimum(rows, len(self.start) - 1)
-        place = np.where(inside, columns[:, None] - self.start[rows], 0)
-        return BandedMatrix(first, last, np.where(inside, self.weights[rows, place], 0.0))
+        offset = np.where(inside, columns[:, None] - self.start[rows], 0)
+        return BandedMatrix(first, last, np.where(inside, self.weights[rows, offset], 0.0))
 
-    def part(self, first: int, num_rows: int, first_column: int, num_columns: int) -> tuple[Rows, Weights]:
-        """For some rows the columns in their windows, counted from ``first_column``, and weights: ``[width, num_rows]`` each.
+    def submatrix(self, first: int, num_rows: int, first_column: int, num_columns: int) -> tuple[Rows, Weights]:
+        """For a range of rows the columns in their windows, relative to ``first_column``, and their weights: ``[width, num_rows]`` each.
 
-        What lies beyond the columns asked for, or fills up a window, has weight zero and the index of a neighbour.
+        Columns outside the requested range, and padding of the windows, have weight zero and the index of a neighbour.
         """
         start, stop = self.start[first : first + num_rows], self.stop[first : first + num_rows]
         columns = start + np.arange(self.width)[:, None]
@@ -97,16 +97,16 @@ class BandedMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisResampling:
-    """How one axis is resampled.
+    """The resampling of one axis.
 
     Attributes:
-        kind: how a row is found; ``window`` is the mean of an adaptive pooling.
+        kind: the interpolation method; ``window`` is the mean of an adaptive pooling.
         extent: input rows.
         length: output rows.
-        scale: output rows to an input row, where the model gave that instead of a size.
-        align_corners: whether the first and last rows' centres are fixed, instead of their edges.
-        is_double: whether the image's elements are ``float64``.
-        has_identity_gradient: whether the gradient passes as it is, whatever ``scale`` says.
+        scale: output rows per input row, if the model gave that instead of a size.
+        align_corners: True if the centres of the first and last rows are fixed, instead of their edges.
+        is_double: True if the image's elements are ``float64``.
+        has_identity_gradient: True if the gradient passes unchanged, independent of ``scale``.
     """
 
     kind: ResamplingKind
@@ -119,17 +119,17 @@ class AxisResampling:
 
     @property
     def forward(self) -> BandedMatrix:
-        """Output rows by input rows."""
+        """The matrix of output rows by input rows."""
         return _forward_and_adjoint(self)[0]
 
     @property
     def adjoint(self) -> BandedMatrix:
-        """Input rows by output rows: the derivative."""
+        """The matrix of input rows by output rows: the derivative."""
         return _forward_and_adjoint(self)[1]
 
     @property
     def is_identity(self) -> bool:
-        """Whether it does nothing."""
+        """True if neither the operator nor its derivative changes the rows."""
         return self.extent == self.length and self.forward.is_identity and self.adjoint.is_identity
 
     @property
@@ -139,33 +139,33 @@ class AxisResampling:
 
     @property
     def step(self) -> Fraction:
-        """About how many input rows an output row advances by."""
+        """Approximate number of input rows that an output row advances by."""
         return 1 / Fraction(self.scale) if self.scale else Fraction(self.extent, self.length)
 
     @property
     def precision(self) -> type[np.floating[Any]]:
-        """The type in which ATen computes positions."""
+        """The floating-point type in which ATen computes positions."""
         return np.float64 if self.is_double else np.float32
 
 
 @lru_cache(maxsize=256)
 def _forward_and_adjoint(sampling: AxisResampling) -> tuple[BandedMatrix, BandedMatrix]:
-    forward = back = _FORWARD_MATRICES[sampling.kind](sampling)
+    forward = adjoint = _FORWARD_MATRICES[sampling.kind](sampling)
     if sampling.has_identity_gradient:
-        back = _selection_matrix(np.arange(sampling.length))
+        adjoint = _selection_matrix(np.arange(sampling.length))
     elif sampling.kind == "nearest" and sampling.length in (sampling.extent, 2 * sampling.extent):
-        # ATen's backward looks at no scale then.
-        back = _selection_matrix(np.arange(sampling.length) * sampling.extent // sampling.length)
+        # ATen's backward ignores the scale in this case.
+        adjoint = _selection_matrix(np.arange(sampling.length) * sampling.extent // sampling.length)
     elif sampling.kind.startswith("nearest"):
-        back = _nearest_matrix(replace(sampling, is_double=False))
+        adjoint = _nearest_matrix(replace(sampling, is_double=False))
     elif sampling.kind.startswith("antialiased") and sampling.extent == sampling.length:
-        # ATen's forward leaves an axis alone whose size stays, whatever ``scale`` says; its backward does not.
+        # ATen's forward copies an axis of unchanged size, ignoring ``scale``; its backward does not.
         forward = _selection_matrix(np.arange(sampling.length))
-    return forward, back.transposed(sampling.extent)
+    return forward, adjoint.transposed(sampling.extent)
 
 
 def _scale_ratio(sampling: AxisResampling) -> np.floating[Any]:
-    """Input rows to an output row, as ATen rounds it."""
+    """Input rows per output row, as ATen rounds it."""
     precision = sampling.precision
     if sampling.align_corners:
         return precision(sampling.extent - 1) / precision(sampling.length - 1) if sampling.length > 1 else precision(0)
@@ -173,7 +173,7 @@ def _scale_ratio(sampling: AxisResampling) -> np.floating[Any]:
 
 
 def _selection_matrix(columns: Rows) -> BandedMatrix:
-    """The band of rows that are one column each."""
+    """The matrix with a single column in each row."""
     return BandedMatrix.of(columns[:, None], np.ones((len(columns), 1)))
 
 
@@ -181,35 +181,37 @@ def _nearest_matrix(sampling: AxisResampling) -> BandedMatrix:
     precision = sampling.precision
     rows = np.arange(sampling.length).astype(precision)
     centres = rows + precision(0.5) if sampling.kind == "nearest exact" else rows
-    # Whatever the type of the product, ATen rounds it to single precision before it rounds down.
-    found = np.floor((centres * _scale_ratio(sampling)).astype(np.float32)).astype(np.int64)
-    return _selection_matrix(np.minimum(found, sampling.extent - 1))
+    # ATen rounds the product, of either type, to single precision before it rounds down.
+    nearest = np.floor((centres * _scale_ratio(sampling)).astype(np.float32)).astype(np.int64)
+    return _selection_matrix(np.minimum(nearest, sampling.extent - 1))
 
 
 def _source_positions(sampling: AxisResampling) -> npt.NDArray[np.floating[Any]]:
-    """Where the rows' centres lie in the input."""
+    """Positions of the output rows' centres in the input."""
     precision = sampling.precision
     rows: npt.NDArray[np.floating[Any]] = np.arange(sampling.length).astype(precision)
     ratio, half = _scale_ratio(sampling), precision(0.5)
-    found: npt.NDArray[np.floating[Any]] = rows * ratio if sampling.align_corners else (rows + half) * ratio - half
-    return found
+    positions: npt.NDArray[np.floating[Any]] = rows * ratio if sampling.align_corners else (rows + half) * ratio - half
+    return positions
 
 
 def _linear_matrix(sampling: AxisResampling) -> BandedMatrix:
     rows, last, one = np.arange(sampling.length), sampling.extent - 1, sampling.precision(1)
     if sampling.extent == sampling.length:
         return _selection_matrix(rows)
-    at = np.maximum(_source_positions(sampling), 0)
-    low = np.minimum(at.astype(np.int64), last)
-    share = np.clip(at - low.astype(sampling.precision), 0, 1).astype(sampling.precision)
-    return BandedMatrix.of(np.stack([low, np.minimum(low + 1, last)], axis=1), np.stack([one - share, share], axis=1).astype(np.float64))
+    positions = np.maximum(_source_positions(sampling), 0)
+    low = np.minimum(positions.astype(np.int64), last)
+    fraction = np.clip(positions - low.astype(sampling.precision), 0, 1).astype(sampling.precision)
+    return BandedMatrix.of(
+        np.stack([low, np.minimum(low + 1, last)], axis=1), np.stack([one - fraction, fraction], axis=1).astype(np.float64)
+    )
 
 
 def _cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
     precision = sampling.precision
-    at = _source_positions(sampling)
-    low = np.minimum(np.floor(at).astype(np.int64), sampling.extent - 1)
-    share = np.clip(at - low.astype(precision), 0, 1).astype(precision)
+    positions = _source_positions(sampling)
+    low = np.minimum(np.floor(positions).astype(np.int64), sampling.extent - 1)
+    fraction = np.clip(positions - low.astype(precision), 0, 1).astype(precision)
     a = precision(_CUBIC)
 
     def near(x: Any) -> Any:
@@ -218,8 +220,8 @@ def _cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
     def far(x: Any) -> Any:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
-    rest = 1 - share
-    weights = np.stack([far(share + 1), near(share), near(rest), far(rest + 1)], axis=1)
+    complement = 1 - fraction
+    weights = np.stack([far(fraction + 1), near(fraction), near(complement), far(complement + 1)], axis=1)
     columns = np.clip(low[:, None] + np.arange(-1, 3), 0, sampling.extent - 1)
     return BandedMatrix.of(columns, weights.astype(np.float64))
 
@@ -235,7 +237,7 @@ def _cubic_kernel(x: Any) -> Any:
 
 
 def _antialiased_matrix(sampling: AxisResampling, kernel: Callable[[Any], Any], reach: int) -> BandedMatrix:
-    """A kernel of ``reach`` rows to each side, as much wider as the image gets smaller; its weights are made to sum up to one.
+    """A kernel of ``reach`` rows to each side, widened by the downscaling factor; its weights are normalized to a sum of one.
 
     Source: ``_compute_indices_min_size_weights_aa`` of ``ATen/native/cpu/UpSampleKernel.cpp``.
     """
@@ -246,9 +248,9 @@ def _antialiased_matrix(sampling: AxisResampling, kernel: Callable[[Any], Any], 
     start = np.maximum((centre - support + half).astype(np.int64), 0)
     count = np.minimum((centre + support + half).astype(np.int64), sampling.extent) - start
     count = np.clip(count, 0, 2 * int(np.ceil(support)) + 1)
-    place = np.arange(int(count.max()))
-    away = np.abs((start[:, None] + place).astype(precision) - centre[:, None] + half) * (precision(1) / width)
-    weights = np.where(place < count[:, None], kernel(away), 0)
+    offset = np.arange(int(count.max()))
+    distance = np.abs((start[:, None] + offset).astype(precision) - centre[:, None] + half) * (precision(1) / width)
+    weights = np.where(offset < count[:, None], kernel(distance), 0)
     return BandedMatrix(start, start + count, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64))
 
 
@@ -281,13 +283,13 @@ _FORWARD_MATRICES: dict[ResamplingKind, Callable[[AxisResampling], BandedMatrix]
 
 @lru_cache(maxsize=256)
 def _fit_access_map(sampling: AxisResampling) -> AxisMap:
-    """The map with the smallest numbers that strays by at most a row over the whole image, fitted so that it covers every window.
+    """The simplest access map, within one row over the whole image, that covers every window.
 
-    Small numbers make strips alike: up from 10,239 rows to 20,479 every row reads what it would in an upsampling by two, or a row more.
+    Small numbers make strips equal: upsampling 10,239 rows to 20,479, each row reads the same rows as in an upsampling by two, or one more.
     """
     rows = np.arange(sampling.length)
     low, high = sampling.forward.start.copy(), sampling.forward.stop - 1
-    # What the adjoint spreads over is read as well: input row i has a share in the gradient of each of its rows.
+    # The adjoint's windows count as reads too: input row i contributes to the gradient of each of its rows.
     readers, columns = sampling.adjoint, np.arange(sampling.extent)
     used = readers.stop > readers.start
     np.minimum.at(low, readers.stop[used] - 1, columns[used])
@@ -307,8 +309,8 @@ def _simplest_fraction(low: Fraction, high: Fraction) -> Fraction:
     >>> _simplest_fraction(Fraction(10238, 20479), Fraction(10240, 20479))
     Fraction(1, 2)
     """
-    whole = -(-low.numerator // low.denominator)
-    if whole <= high:
-        return Fraction(max(1, whole))
+    integer = -(-low.numerator // low.denominator)
+    if integer <= high:
+        return Fraction(max(1, integer))
     floor = low.numerator // low.denominator
     return floor + 1 / _simplest_fraction(1 / (high - floor), 1 / (low - floor))

@@ -1,7 +1,7 @@
-"""The table of operators, by target.
+"""The operator table: rows by target, and the lookup of a node's row.
 
-Whatever reads a streamed value and has no row, or whose row says that this use of it cannot stream, runs on whole tensors where they
-fit, as in plain PyTorch. Refused is only what would not be the same there: random numbers, and what writes into its operands.
+An operator that reads a streamed value runs on untiled tensors, as in plain PyTorch, if it has no row, or if its row rejects this use.
+It is refused only if the result would differ even then: random numbers that do not follow positions, and writes into operands.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ __all__ = [
     "window_of",
 ]
 
-#: What sees whole tensors.
+#: The row of an operator on untiled tensors.
 WHOLE = Operator(name="whole", role="whole")
 
-#: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.
+#: Unary elementwise functions. All of them stream; their derivative is traced from torch.
 _UNARY_OPS = (
     "relu",
     "relu6",
@@ -152,7 +152,7 @@ _UNARY_OVERLOAD_OPS = (
     "sub.Scalar",
     "round.decimals",
 )
-#: Functions of several values, pixel by pixel, or of all channels of a pixel.
+#: Per-pixel functions of several values, or of all channels of a pixel.
 _PER_PIXEL_OPS = (
     "aten.where.self",
     "aten.where.ScalarSelf",
@@ -214,16 +214,16 @@ _CHANNEL_REDUCTIONS = (
     "nanmedian.dim",
     "mode.default",
 )
-#: Functions of channels that leave their number as it is, or say what it becomes, pixel by pixel.
+#: Per-pixel functions of channels that keep their number or set it by an argument.
 _CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "index_select", "sort", "argsort", "topk")
 
 _CONVOLUTION, _MAX_POOL, _AVG_POOL = ConvolutionSpec(), MaxPoolSpec(), AvgPoolSpec()
 _INTERPOLATION = InterpolationSpec()
 _POINTWISE, _ROW, _CHANNELS, _BINARY, _MEAN = PointwiseSpec(), PerPixelSpec(), PerPixelSpec(broadcasts=False), BinarySpec(), MeanSpec()
-#: Conversions to another element type; where they are between floating-point types they have a gradient.
+#: Conversions to another element type; differentiable between floating-point types.
 CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout"})
 
-#: Several rows are for different uses: the first that knows a use is for it.
+#: Rows by target. With several rows, the first one without problems applies.
 _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.conv{n}d.{kind}": _CONVOLUTION for n in (1, 2, 3) for kind in ("default", "padding")},
     **dict.fromkeys(
@@ -294,7 +294,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     REPEAT_NEXT: NextValueSpec(),
 }
 
-#: Recurrent layers drop values between layers.
+#: Recurrent layers, which apply dropout between layers.
 _RECURRENT_OPS = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
 _RANDOM_REMEDY = (
     "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), noise with rand_like or randn_like, and other numbers outside the "
@@ -310,7 +310,7 @@ _RANDOM_OP_REMEDIES = {
 
 
 def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Operator, list[str]]:
-    """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
+    """The table's row for a node, given the streamed values, and the reasons why it runs untiled although it reads one of them."""
     rows = _candidate_rows(node.target)
     if any(row.is_extra_result for row in rows):
         return rows[0], []
@@ -318,7 +318,7 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
         return WHOLE, []
     problems: list[str] = [] if rows else [unsupported_reason(node, graph)]
     if any(row.name != "pointwise" for row in rows) and any(graph[name].is_complex for name in (node.name, *node.operands)):
-        # Their derivatives are conjugated, and only real where an operand is.
+        # Their derivatives are conjugated, and real only if an operand is.
         return WHOLE, [f"{node.label}: computes with complex numbers of several pixels or operands, which has {NO_STRIP_RULE[4:]}"]
     for row in rows:
         why = row.problems(node, graph, streamed)
@@ -329,19 +329,21 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
 
 
 def operator_table() -> dict[str, tuple[Operator, ...]]:
-    """The whole table, by target."""
+    """The complete table, by target."""
     return {target: _candidate_rows(target) for target in _TABLE}
 
 
 def _candidate_rows(target: str) -> tuple[Operator, ...]:
-    found = _TABLE.get(target, ())
-    return found if isinstance(found, tuple) else (found,)
+    rows = _TABLE.get(target, ())
+    return rows if isinstance(rows, tuple) else (rows,)
 
 
 def refusal_reason(node: Node, graph: Graph) -> str | None:
-    """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
+    """Reason why an operator cannot run at all, tiled or not, with a remedy; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
-        return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
+        return (
+            f"{node.label} has no exact rule; its running statistics are also read by another operator, and the exporter loses their update"
+        )
     if node.target == "aten.bincount.default" and node.shape != (node.argument("minlength", 0),):
         return f"{node.label}: its size depends on the numbers; give minlength, above the largest of them"
     if node.target == "aten.as_strided_scatter.default":
@@ -361,13 +363,13 @@ def refusal_reason(node: Node, graph: Graph) -> str | None:
 
 
 def _windows_cover_extent(node: Node) -> bool:
-    """Whether the windows of an ``unfold`` that is written through lie side by side and have all pixels: else torch forgets the others."""
+    """True if the windows of an ``unfold`` written through are adjacent and cover all pixels; torch drops the remaining ones otherwise."""
     extent, size = node.argument("input_sizes")[node.argument("dim")], node.argument("size")
     return bool(node.argument("step") == size and sp.simplify(sp.floor(sp.sympify(extent) / size) * size - extent) == 0)
 
 
 def _is_random(node: Node) -> bool:
-    """Whether an operator that may draw random numbers does; some only do if they are given a probability."""
+    """True if the operator draws random numbers in this use; attention and recurrent layers do only with a dropout probability."""
     if node.target == "aten.scaled_dot_product_attention.default":
         return bool(node.argument("dropout_p", 0.0))
     if node.target in _RECURRENT_OPS:
@@ -376,7 +378,7 @@ def _is_random(node: Node) -> bool:
 
 
 _POLYNOMIAL_OPS = ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w")
-#: Operators that PyTorch gives no gradient, and that do not complain.
+#: Operators that PyTorch silently gives no gradient.
 _NONDIFFERENTIABLE_OPS = (
     "histc",
     "special_airy_ai",
@@ -386,7 +388,7 @@ _NONDIFFERENTIABLE_OPS = (
     *(f"special_{shifted}{name}" for shifted in ("", "shifted_") for name in _POLYNOMIAL_OPS),
     *(f"special_{name}" for name in ("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p")),
 )
-#: What comes out of these depends on no value that they read, or is not to.
+#: Operators whose result does not depend on the values they read, or is defined to have no gradient.
 _NONDIFFERENTIABLE_TARGETS = frozenset(
     {
         "sft.mask",
@@ -405,27 +407,27 @@ _NONDIFFERENTIABLE_TARGETS = frozenset(
 
 
 def differentiable_operands(node: Node) -> tuple[str, ...]:
-    """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
+    """Operands that a gradient may flow to: none through a random mask, an integer result, or ``detach``."""
     if node.target in _NONDIFFERENTIABLE_TARGETS or not (node.is_floating or node.is_complex):
         return ()
     return node.operands[:1] if node.target == "sft.spatial_side_input" else node.operands
 
 
 def window_of(node: Node, axis: int) -> Window | None:
-    """The sliding window of a convolution or pooling along one of its axes."""
+    """The sliding window of a convolution or pooling along an axis; ``None`` for other operators and axes."""
     row = next(iter(_candidate_rows(node.target)), None)
     return row.window(node, axis) if isinstance(row, WindowedSpec) and axis < row.num_axes(node) else None
 
 
 @dataclass(frozen=True, slots=True)
 class DimensionArgument:
-    """An operator along dimensions of its operand.
+    """The argument of an operator that names dimensions of its operand.
 
     Attributes:
-        argument: the argument that names them.
-        default: what it is where it is not given.
-        drops: whether they are gone afterwards, unless ``keepdim`` is given.
-        adds: whether the dimension named is new.
+        argument: name of the argument.
+        default: its default value.
+        drops: True if the named dimensions disappear, unless ``keepdim`` is set.
+        adds: True if the named dimension is new.
     """
 
     argument: str = "dim"
@@ -434,7 +436,7 @@ class DimensionArgument:
     adds: bool = False
 
 
-#: Operators along dimensions, by target.
+#: Arguments that name dimensions, by target.
 DIMENSION_ARGUMENTS: dict[str, DimensionArgument] = {
     "aten.cat.default": DimensionArgument(default=0),
     "aten.stack.default": DimensionArgument(default=0, adds=True),
@@ -447,5 +449,5 @@ DIMENSION_ARGUMENTS: dict[str, DimensionArgument] = {
     "aten.select.int": DimensionArgument(drops=True),
     **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), DimensionArgument()),
 }
-#: Operators of single elements of their operands, which broadcast.
+#: Elementwise operators; their operands broadcast.
 ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW, DetachSpec()) or target in CASTS)

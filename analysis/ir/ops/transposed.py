@@ -1,4 +1,4 @@
-"""Transposed convolutions, and the sum of overlapping rows that is left of one (:mod:`sft.analysis.passes.decompose_windows`)."""
+"""Transposed convolutions, and the overlap-add that remains of a decomposed one (:mod:`sft.analysis.passes.decompose_windows`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["OverlapAddSpec", "TransposedConvolutionSpec", "TransposedWindow", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedWindow:
-    """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``.
+    """A transposed convolution along one axis: input row ``i`` contributes to output row ``i * stride - padding + dilation * tap``.
 
     Attributes:
-        output_padding: rows behind the last; of a size that the model asks for it is an expression, until that has a number.
+        output_padding: rows after the last one; symbolic if the model requests a size, until that is a number.
     """
 
     kernel: int
@@ -36,14 +36,14 @@ class TransposedWindow:
 
     @property
     def overlaps(self) -> bool:
-        """Whether output rows sum over several input rows."""
+        """True if output rows sum over several input rows."""
         return self.span > self.stride
 
     @property
     def access(self) -> AxisMap:
         """Row ``o`` is reached from ``ceil((o + padding - span + 1) / stride)`` to ``floor((o + padding) / stride)``.
 
-        Where rows do not overlap a row in a gap is reached by none, and counts as reading the one above the gap.
+        If rows do not overlap, no input row reaches an output row in a gap; it then counts as reading the input row above the gap.
         """
         beyond = max(0, self.span - self.stride)
         return AxisMap(first=self.padding - beyond, last=self.padding, divisor=self.stride)
@@ -52,23 +52,23 @@ class TransposedWindow:
         """Output rows for ``extent`` input rows."""
         return (extent - 1) * self.stride - 2 * self.padding + self.span + self.output_padding
 
-    def tap_ranges(self, read: Interval, part: Interval) -> list[tuple[int, int, int]]:
-        """For each row of the kernel which of the rows ``read`` it takes into ``part``: the first, how many, and where it lands.
+    def tap_ranges(self, read: Interval, out: Interval) -> list[tuple[int, int, int]]:
+        """For each kernel row the part of the input rows ``read`` that it maps into the output rows ``out``.
 
-        Both are counted from the first of their interval.
+        Each entry is (first input row, number of rows, first output row), counted from the start of the intervals.
         """
-        found = []
+        ranges = []
         for tap in range(self.kernel):
-            at = self.dilation * tap - self.padding  # where row 0 lands
-            first = max(read.start, -((at - part.start) // self.stride))
-            stop = min(read.stop, (part.stop - 1 - at) // self.stride + 1)
+            offset = self.dilation * tap - self.padding  # output row of input row 0
+            first = max(read.start, -((offset - out.start) // self.stride))
+            stop = min(read.stop, (out.stop - 1 - offset) // self.stride + 1)
             count = max(0, stop - first)
-            found.append((first - read.start, count, first * self.stride + at - part.start) if count else (0, 0, 0))
-        return found
+            ranges.append((first - read.start, count, first * self.stride + offset - out.start) if count else (0, 0, 0))
+        return ranges
 
 
 def transposed_window_of(node: Node, axis: int) -> TransposedWindow:
-    """The spread of a transposed convolution, or of windows put back, along an axis."""
+    """The geometry of a transposed convolution, or of a col2im, along an axis."""
     return TransposedWindow(
         kernel=axis_entry(node.argument("kernel_size"), axis),
         stride=axis_entry(node.argument("stride"), axis),
@@ -80,7 +80,7 @@ def transposed_window_of(node: Node, axis: int) -> TransposedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedConvolutionSpec(Operator):
-    """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d`` whose rows do not overlap."""
+    """Transposed convolution (``conv_transpose1d``, ``2d``, ``3d``) without overlapping rows."""
 
     name: str = "transposed_convolution"
     is_phased: bool = True
@@ -113,13 +113,13 @@ class TransposedConvolutionSpec(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapAddSpec(Operator):
-    """The rows that each input row is spread to, summed where they overlap."""
+    """Overlap-add: the output rows of each input row, summed where they overlap."""
 
     name: str = "overlap_add"
     is_phased: bool = True
 
     def spread(self, node: Node) -> TransposedWindow:
-        """How rows are spread."""
+        """The geometry along the rows."""
         return TransposedWindow(**dict(node.argument("spread")))
 
     def access(self, node: Node, axis: int) -> AxisMap:

@@ -1,4 +1,4 @@
-"""What is said of operators that have no row in the table, and so run whole: why, and what to do."""
+"""Diagnostics for operators without a row in the table, which run untiled: the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _WHOLE_IMAGE_REMEDY = "it sees the whole image, so put it where the image is sma
 NO_STRIP_RULE = f"has no rule for strips; {_WHOLE_IMAGE_REMEDY}"
 _ATTENTION_REASON = "mixes all pixels; attend to a pooled image, or within channels"
 _TRANSFORM_REASON = "mixes all pixels; transform before the compiled model"
-#: In the name of an operator along axes, how many these are.
+#: Number of axes in an operator's name.
 _NUM_AXES = re.compile(r"(?:conv|conv_transpose|pool)(\d)d")
-#: What to do about some operators without a row.
+#: Reasons and remedies for particular operators without a row.
 _UNSUPPORTED_REASONS = {
     **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION_REASON),
     **dict.fromkeys(
@@ -34,8 +34,8 @@ _UNSUPPORTED_REASONS = {
 
 
 def unsupported_reason(node: Node, graph: Graph) -> str:
-    """Why an operator without a row runs whole, and what to do."""
-    if node.target == "sft.restore_dims":  # for the sake of who reads the model's own order of dimensions
+    """Reason why an operator without a row runs untiled, with a remedy."""
+    if node.target == "sft.restore_dims":  # inserted for a reader in the model's own order of dimensions
         if not graph.users[node.name]:
             return f"{node.label}: the model returns an image in another order of dimensions than [N, channels, ...]; permute it outside"
         node = graph[graph.users[node.name][0]]
@@ -47,8 +47,8 @@ def unsupported_reason(node: Node, graph: Graph) -> str:
 
 
 def _axis_count_mismatch(num_axes: int, graph: Graph) -> str:
-    """What is said of an operator along another number of axes than images have."""
+    """Reason for an operator along another number of axes than images have."""
     axes = graph.axes
     remedy = "give frames, or tiles, as samples: [N, channels, height, width]" if (num_axes, axes.count) == (2, 3) else _WHOLE_IMAGE_REMEDY
-    own = "one axis" if num_axes == 1 else f"{num_axes} axes"
-    return f"is for images of {own}, and the model's input is read as [N, channels, {', '.join(axes.names)}]; {remedy}"
+    axis_text = "one axis" if num_axes == 1 else f"{num_axes} axes"
+    return f"is for images of {axis_text}, and the model's input is read as [N, channels, {', '.join(axes.names)}]; {remedy}"

@@ -1,4 +1,4 @@
-"""Sliding windows: convolutions and poolings of one to three axes."""
+"""Sliding windows: convolutions and poolings of one to three axes. The access map of a strided, dilated convolution is built here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AvgPoolSpec", "ChannelWindowSpec", "ConvolutionSpec", "MaxPoolSpec",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A sliding window along one axis; paddings may differ at the two ends (``padding="same"`` with even kernels)."""
+    """A sliding window along one axis. The paddings of the two ends may differ (``padding="same"`` with even kernels)."""
 
     kernel: int
     stride: int = 1
@@ -36,7 +36,7 @@ class Window:
         return AxisMap(scale=self.stride, first=-self.pad_low, last=self.span - 1 - self.pad_low)
 
     def extent(self, extent: int) -> int:
-        """Output rows for ``extent`` input rows; not positive when the window does not fit."""
+        """Output rows for ``extent`` input rows; not positive if the window does not fit."""
         free = extent + self.pad_low + self.pad_high - self.span
         out = free // self.stride + 1
         # In ceil mode a last partial window counts if it starts inside the image or its lower padding.
@@ -47,15 +47,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedSpec(Operator, ABC):
-    """What convolution and pooling have in common."""
+    """Base of convolution and pooling."""
 
     def num_axes(self, node: Node) -> int:
-        """How many axes its windows slide along."""
+        """Number of axes that the window slides along."""
         return len(node.shape) - 2
 
     @abstractmethod
     def window(self, node: Node, axis: int) -> Window:
-        """The window along an axis of its own."""
+        """The window along one of these axes."""
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return self.window(node, axis).access if axis < self.num_axes(node) else AxisMap()
@@ -64,7 +64,7 @@ class WindowedSpec(Operator, ABC):
         return self.window(node, axis).extent(extent) if axis < self.num_axes(node) else extent
 
     def is_padded(self, node: Node) -> bool:
-        """Whether any of its windows reads beyond the border."""
+        """True if a window reads beyond the border along any axis."""
         windows = [self.window(node, axis) for axis in range(self.num_axes(node))]
         return any(w.pad_low or w.pad_high or w.ceil for w in windows)
 
@@ -79,22 +79,22 @@ class WindowedSpec(Operator, ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelWindowSpec(Operator):
-    """A window that slides along channels only: a pooling with one more axis than the image has (local response norm)."""
+    """Pooling window along channels only: a pooling with one more axis than the image has (local response norm)."""
 
     name: str = "per_pixel"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        for key, alone in (("kernel_size", 1), ("stride", 1), ("padding", 0)):
-            given = node.argument(key) or node.argument("kernel_size")
-            entries = given if isinstance(given, (tuple, list)) else (given,)
-            if len(node.shape) != graph.axes.rank + 1 or len(entries) <= graph.axes.count or any(e != alone for e in entries[1:]):
+        for key, neutral in (("kernel_size", 1), ("stride", 1), ("padding", 0)):
+            argument = node.argument(key) or node.argument("kernel_size")
+            entries = argument if isinstance(argument, (tuple, list)) else (argument,)
+            if len(node.shape) != graph.axes.rank + 1 or len(entries) <= graph.axes.count or any(e != neutral for e in entries[1:]):
                 return [f"{node.label}: slides along channels and the image's axes at once"]
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionSpec(WindowedSpec):
-    """``conv1d``, ``conv2d``, ``conv3d``."""
+    """Convolution: ``conv1d``, ``conv2d``, ``conv3d``."""
 
     name: str = "convolution"
 
@@ -120,9 +120,9 @@ class ConvolutionSpec(WindowedSpec):
         return (0, 1 if depthwise else None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        found = WindowedSpec.problems(self, node, graph, streamed)
-        if found:
-            return found
+        problems = WindowedSpec.problems(self, node, graph, streamed)
+        if problems:
+            return problems
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(name in streamed for name in names):
             return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
@@ -142,7 +142,7 @@ class _PoolSpec(WindowedSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxPoolSpec(_PoolSpec):
-    """``max_pool1d``, ``max_pool2d``, ``max_pool3d``."""
+    """Max pooling: ``max_pool1d``, ``max_pool2d``, ``max_pool3d``."""
 
     name: str = "max_pool"
 
@@ -152,7 +152,7 @@ class MaxPoolSpec(_PoolSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvgPoolSpec(_PoolSpec):
-    """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``."""
+    """Average pooling: ``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``."""
 
     name: str = "avg_pool"
 

@@ -156,7 +156,7 @@ class _UnfoldWindows:
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
         first, start = self.span.places(origin)
-        columns, _ = self.span.sampling.forward.part(first, self.span.length, start, self.span.extent)
+        columns, _ = self.span.sampling.forward.submatrix(first, self.span.length, start, self.span.extent)
         return index_select_channels_last(value, dim, upload_table(columns.T.reshape(-1), value.device))
 
 
@@ -169,7 +169,7 @@ class _FoldWindows:
     def __call__(self, grad: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
         span, windows = self.span, self.span.sampling.forward
         first, start = span.places(origin)
-        readers, shares = span.sampling.adjoint.part(start, span.extent, first, span.length)
+        readers, shares = span.sampling.adjoint.submatrix(start, span.extent, first, span.length)
         inside = shares > 0
         place = np.arange(start, start + span.extent) - windows.start[first + readers]
         index = upload_table(np.where(inside, readers * windows.width + place, 0), grad.device)

@@ -105,7 +105,7 @@ class ResampledRange:
         """The rows read and their weights, for a strip whose first element is the image's ``origin`` (batch, row, column)."""
         first, start = self.places(origin)
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
-        return band.part(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
+        return band.submatrix(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
 
     def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
         """Whether it resamples strips that begin at these places alike."""

@@ -227,7 +227,7 @@ class PlanCache:
         if seconds is not None:
             timeline = plan.timeline.measured(seconds)
             plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
-        copies = any(move.is_copy for move in planned.region.moves)
+        copies = any(move.is_copy for move in planned.region.schedule)
         slabs = HostSlabPool(planned.projection.slab_bytes, kind.traced.device, self.room) if copies else None
         graphs = self._recordings(problem, planned.region, plan, search)
         if graphs is not None:

@@ -101,8 +101,8 @@ class BandRegion(Region):
             band=self.band,
             layout=self.layout,
             strip_timelines=self.strip_timelines,
-            reads=self.lifetimes.reads_from_outside,
-            makes=self.makes,
+            reads=self.liveness.reads_from_outside,
+            makes=self.writes,
             returned=self._returned,
             rows=lambda name, handle, is_gradient: self._grad_rows(name, handle) if is_gradient else self._rows(name, handle),
         )
@@ -117,13 +117,13 @@ class BandRegion(Region):
     def _last_contribution(self, name: str) -> int | None:
         """The segment that adds to a value's gradient last: the first of those that read it."""
         readers = (
-            index for index, reads in enumerate(self.lifetimes.reads_from_outside) if name in reads and self.lifetimes.differentiated[index]
+            index for index, reads in enumerate(self.liveness.reads_from_outside) if name in reads and self.liveness.differentiated[index]
         )
         return next(readers, None)
 
     def _grad_rows(self, name: str, handle: Buffer) -> RowBuffer:
         """This band's buffer of a value's gradient; what differentiates on whole tensors makes it in a layout of its own."""
-        readers = (segment for segment, reads in zip(self.segments, self.lifetimes.reads_from_outside, strict=True) if name in reads)
+        readers = (segment for segment, reads in zip(self.segments, self.liveness.reads_from_outside, strict=True) if name in reads)
         rows = self._rows(name, handle)
         is_dense = rows.is_dense and not any(isinstance(reader, WholeSegment) for reader in readers)
         return replace(rows, dtype=self.grad_dtypes[name], is_dense=is_dense)
@@ -169,14 +169,14 @@ class BandRegion(Region):
         machine.add(self._rows(name, wide).view(machine, held.own[self.band]), grad)
         return wide
 
-    def _make_accumulators(self, machine: Machine, index: int, values: ValueBindings, grads: Gradients, borrowed: set[str]) -> None:
-        arriving = [n for n in self.reads[index] if n in borrowed and n not in self.makes[index] and n in self.requires_grad]
-        super()._make_accumulators(machine, index, values, grads, borrowed)
+    def _allocate_accumulators(self, machine: Machine, index: int, values: ValueBindings, grads: Gradients, borrowed: set[str]) -> None:
+        arriving = [n for n in self.reads[index] if n in borrowed and n not in self.writes[index] and n in self.requires_grad]
+        super()._allocate_accumulators(machine, index, values, grads, borrowed)
         for name in arriving:
             if name not in self.layout.kept_in_bands:
                 self.counts.apply(machine, name, grads.by_name[name], self.graph.axes)
 
-    def _run_back(
+    def _run_backward(
         self,
         machine: Machine,
         values: ValueBindings,
@@ -187,9 +187,9 @@ class BandRegion(Region):
         waiting: set[str],
         consume: bool,
     ) -> None:
-        own, is_run = cast(BandMachine, machine), self.lifetimes.differentiated[index]
+        own, is_run = cast(BandMachine, machine), self.liveness.differentiated[index]
         if is_run:
-            for name in self.makes[index]:
+            for name in self.writes[index]:
                 if name in grads.by_name and name in self.requires_grad and name not in borrowed:
                     self._complete(machine, name, grads.by_name[name])
                     if name in self.synchronized:
@@ -200,7 +200,7 @@ class BandRegion(Region):
                 complete = {name: grads.by_name[name] for name in self._grads_to_reduce[index] if name in grads.by_name}
                 queue_all_reduce(own, self._wholes(complete), "band", "parameters", num_strips=table.num_strips)
                 del complete
-            super()._run_back(machine, values, kept, grads, index, borrowed, waiting, consume)
+            super()._run_backward(machine, values, kept, grads, index, borrowed, waiting, consume)
 
     def _complete(self, machine: Machine, name: str, handle: Buffer) -> None:
         """Make a gradient complete where it is needed: in the owner's rows, or everywhere."""
@@ -246,11 +246,11 @@ class BandRegion(Region):
         last = {
             node.name: self._last_contribution(node.name)
             for node in self.graph.nodes
-            if node.name in self.lifetimes.leaves & self.requires_grad and node.name not in self.graph.inputs
+            if node.name in self.liveness.leaves & self.requires_grad and node.name not in self.graph.inputs
         }
         found, complete = {}, list[str]()
         for index in reversed(range(len(self.segments))):
-            if self.lifetimes.differentiated[index] and self.strip_timelines[index] is not None:
+            if self.liveness.differentiated[index] and self.strip_timelines[index] is not None:
                 found[index], complete = tuple(complete), []
             complete += [name for name, segment in last.items() if segment == index]
         return found
@@ -258,7 +258,7 @@ class BandRegion(Region):
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
         self._crossing.end(cast(BandMachine, machine))
         found = {
-            node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self.lifetimes.leaves & grads.by_name.keys()
+            node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self.liveness.leaves & grads.by_name.keys()
         }
         inputs = set(self.graph.inputs)
         for name in [name for name in found if name in inputs]:
@@ -325,7 +325,7 @@ class BandRegionBuilder:
             graph=whole.graph,
             segments=segments,
             reads=whole.reads,
-            makes=whole.makes,
+            writes=whole.writes,
             shapes=band_shapes(whole, layout, band),
             dtypes=whole.dtypes,
             grad_dtypes=whole.grad_dtypes,
@@ -334,7 +334,7 @@ class BandRegionBuilder:
             contiguous=whole.contiguous,
             from_source=whole.from_source,
             host_outputs=whole.host_outputs,
-            order=whole.order,
+            custom_schedule=whole.custom_schedule,
             band=band,
             layout=layout,
             counts=counts,

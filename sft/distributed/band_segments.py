@@ -17,7 +17,7 @@ from sft.lower.lower_strip import StripKind
 from sft.lower.program import Program
 from sft.lower.running_reductions import partial_shape
 from sft.runtime.carry_cache import CarryCache
-from sft.runtime.machine import Buffer, Gradients, Machine, Residuals, ValueBindings
+from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, Residuals, ValueBindings
 from sft.runtime.tiled_layout import Sweep
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.whole_segment import WholeSegment
@@ -57,34 +57,34 @@ class BandSegment(TiledSegment):
     @cached_property
     def _strips_before(self) -> Mapping[Sweep, int]:
         """Strips of the walks before each walk, forward."""
-        return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.walks)}
+        return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.sweeps)}
 
     def _run_forward(
         self,
         machine: Machine,
         values: ValueBindings,
-        store: CarryCache,
+        cache: CarryCache,
         index: int,
         walk: Sweep,
         partial: Mapping[str, Buffer] | None,
     ) -> None:
         if partial is not None:  # strips that are only restored are run when their gradients are made
             cast(BandMachine, machine).comm_queue.reach(self._strips_before[walk] + index)
-        super()._run_forward(machine, values, store, index, walk, partial)
+        super()._run_forward(machine, values, cache, index, walk, partial)
 
     def _run_joint(
         self,
         machine: Machine,
         values: ValueBindings,
-        store: CarryCache,
+        cache: CarryCache,
         grads: Gradients,
         index: int,
         walk: Sweep,
         carried: dict[str, Buffer],
-        count: int,
+        weight: int,
     ) -> dict[str, Buffer]:
         cast(BandMachine, machine).comm_queue.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
-        return super()._run_joint(machine, values, store, grads, index, walk, carried, count)
+        return super()._run_joint(machine, values, cache, grads, index, walk, carried, weight)
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
         own = cast(BandMachine, machine)
@@ -97,15 +97,15 @@ class BandSegment(TiledSegment):
                 own.comm.merge(own, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest)
         super().close_reductions(machine, values, partial, chunk)
 
-    def _rows_read(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        if isinstance(tensors, ValueBindings) and name in tensors.readers:
-            return super()._rows_read(machine, tensors, name, step, walk)
+    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+        if isinstance(tensors, ValueBindings) and name in tensors.loaders:
+            return super()._source_slice(machine, tensors, name, step, walk)
         rows = self.scope_of(walk).rows_read(step)[name].shift(-self.first_rows[name])
         columns = self.panels[walk.panel][name].new
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
-    def _own_part(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        rows, columns = self.part(name, step, walk)
+    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+        rows, columns = self.output_region(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
 
 

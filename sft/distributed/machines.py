@@ -12,7 +12,8 @@ from sft.distributed.communicator import CommQueue, Communicator, RowExchange
 from sft.distributed.merge_statistics import merge_statistics
 from sft.distributed.transport import Message, RankGroup, RankTraffic, Topic
 from sft.planner.projection import TracingMachine
-from sft.runtime.machine import Buffer, SimulatedBuffer
+from sft.runtime.machine import Buffer
+from sft.runtime.simulated_machine import SimulatedBuffer
 from sft.torch_runtime.machine import TorchMachine
 
 __all__ = ["BandTorchMachine", "BandTracingMachine", "CountingTransport", "memory_order_view"]
@@ -45,21 +46,18 @@ class BandTracingMachine(TracingMachine):
     comm_queue: CommQueue = field(default_factory=CommQueue)
     row_exchanges: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
-    def copy(self, target: Buffer, source: Buffer) -> None:
-        pass
-
     def scale(self, handle: Buffer, factor: Buffer) -> None:
-        pass
+        """Writes data and allocates nothing."""
 
     def flat(self, handle: Buffer, start: int, length: int) -> SimulatedBuffer:
         assert isinstance(handle, SimulatedBuffer)
         return handle.view()
 
     def merge(self, kind: str, parts: Sequence[Buffer], largest: bool, scratch_bytes: int) -> None:
-        self.meter.spike(scratch_bytes)
+        self.memory.record_peak(scratch_bytes)
 
     def synchronized_share(self, moments: Buffer, num_elements: int) -> SimulatedBuffer:
-        return SimulatedBuffer(self.meter, moments.num_bytes if moments is not None else 0)
+        return SimulatedBuffer(self.memory, moments.num_bytes if moments is not None else 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,9 +73,6 @@ class BandTorchMachine(TorchMachine):
     comm: Communicator
     comm_queue: CommQueue = field(default_factory=CommQueue)
     row_exchanges: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
-
-    def copy(self, target: Buffer, source: Buffer) -> None:
-        target.copy_(source)
 
     def scale(self, handle: Buffer, factor: Buffer) -> None:
         handle.mul_(factor)

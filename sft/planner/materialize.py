@@ -66,11 +66,11 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
     """
     if problem.weights is not None and order is None:
         choices = split_into_stages(problem, choices)
-    region = replace(build_region(problem, choices), order=order)
-    if any(move.is_copy for move in region.moves):
-        region = region.run_unskipped()
-    unsaved_segments = region.lifetimes.unsaved_segments() if order is not None and problem.training else ()
-    misplaced = region.lifetimes.misplaced() if order is not None and problem.training else None
+    region = replace(build_region(problem, choices), custom_schedule=order)
+    if any(move.is_copy for move in region.schedule):
+        region = region.without_skipping()
+    unsaved_segments = region.liveness.unsaved_segments() if order is not None and problem.training else ()
+    misplaced = region.liveness.copy_error() if order is not None and problem.training else None
     if unsaved_segments:
         raise InputError(
             f"the plan's order runs segments {list(unsaved_segments)} back without F{unsaved_segments[0]}+ before; "

@@ -74,7 +74,7 @@ class OffloadLowering:
 
 def drop_idle_copies(region: Region, order: SegmentSchedule) -> SegmentSchedule:
     """The order without copies of what cannot leave, or is not read behind them, or never gives its bytes back."""
-    lives = region.lifetimes.lives(tuple(move for move in order if not move.is_copy))
+    lives = region.liveness.value_lifetimes(tuple(move for move in order if not move.is_copy))
     #: the end of the life that a target is in, in moves that are no copies
     kept: list[ScheduleOp | None] = []
     pending: dict[str, list[int]] = {}

@@ -42,7 +42,7 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
         segments=tuple(_segment_plan(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_schedule_text(planned.region),
         host_bytes=planned.projection.host_bytes,
-        skips_repeats=any(isinstance(segment, TiledSegment) and segment.skips_repeats for segment in planned.region.segments),
+        skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in planned.region.segments),
         notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
@@ -59,16 +59,16 @@ def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
 
 def _schedule_text(region: Region) -> tuple[str, ...]:
     """The moves as text, none where they are the plain ones; what is light needs not be kept."""
-    found, plain = region.moves, default_schedule(len(region.segments))
+    found, plain = region.schedule, default_schedule(len(region.segments))
     light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
     return () if tuple(light) == plain else tuple(map(str, found))
 
 
 def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
-    choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.makes[index]
+    choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.writes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment))
-    num_forwards = num_forwards_of(planned.region.moves, index)
+    num_forwards = num_forwards_of(planned.region.schedule, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     differentiated = any(name in problem.requires_grad for name in choice.nodes)
@@ -110,7 +110,7 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
         working_bytes=working_bytes,
         output_bytes=sum(problem.value_bytes(name) for name in makes),
         flops=flops,
-        kernels=kernel_operators(segment.lowered) if problem.backend is not None else (),
+        kernels=kernel_operators(segment.lowered_programs) if problem.backend is not None else (),
         formulas=formulas,
         streamed=choice.streamed,
     )
@@ -128,7 +128,7 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
     schedule = segment.schedule
     if not schedule.num_steps:
         return 0
-    kept = np.array(sorted(segment.kept))
+    kept = np.array(sorted(segment.kept_states))
     total = 0
     for name in schedule.names:
         if name in schedule.sources or name not in problem.phases.streamed:
@@ -136,7 +136,7 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
         stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
         before = np.concatenate([[0], stop[:-1]])
         rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
-        row_bytes = [segment.row_bytes(name, walk) for walk in segment.walks]
+        row_bytes = [segment.row_bytes(name, sweep) for sweep in segment.sweeps]
         # Where walks restart, the states of one exist at a time.
         total += rows * (max(row_bytes) if segment.restart else sum(row_bytes))
     return total
@@ -148,5 +148,5 @@ def _working_and_flops(problem: PlanningProblem, segment: TiledSegment | WholeSe
         return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
     profiles = SweepProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
-    forward = sum(profiles[walk].forward_flops for walk in segment.walks)
-    return segment.working_bytes, num_forwards * forward + sum(profiles[walk].backward_flops for walk in segment.walks)
+    forward = sum(profiles[sweep].forward_flops for sweep in segment.sweeps)
+    return segment.working_bytes, num_forwards * forward + sum(profiles[sweep].backward_flops for sweep in segment.sweeps)

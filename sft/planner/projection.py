@@ -1,7 +1,7 @@
 """Projected bytes and FLOPs of a step: the region's own code on the phantom machine.
 
-Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which is the same walk summed up in arrays; ``exactly``
-walks them strip by strip instead and is what the profile is tested against.
+Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which is the same sweep summed up in arrays; ``exactly``
+sweeps them strip by strip instead and is what the profile is tested against.
 
 What a step does between one move of its order and the next, noted by the machine that projects it.
 
@@ -21,10 +21,11 @@ from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.runtime.analytic_profile import ProgramRuns, SweepProfiles
-from sft.runtime.machine import Buffer, Gradients, Machine, Residuals, SimulatedBuffer, SimulatedMachine, ValueBindings
+from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, Residuals, ValueBindings
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.region import Region
+from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.runtime.whole_segment import WholeSegment
@@ -84,21 +85,21 @@ class TracingMachine(SimulatedMachine):
     _copied_bytes: int = 0
     _waits_for: list[str] = field(default_factory=list)
 
-    def begin(self, move: ScheduleOp) -> None:
+    def start_op(self, move: ScheduleOp) -> None:
         self.end()
-        self._move, self._begin_bytes, self._begin_flops = move, self.meter.now_bytes, self.meter.flops
+        self._move, self._begin_bytes, self._begin_flops = move, self.memory.live_bytes, self.memory.flops
 
     def end(self) -> None:
         """Close the lap that is open; what was held before the first one counts as its own."""
-        meter = self.meter
-        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+        memory = self.memory
+        self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
         if self._move is not None:
             lap = ScheduleOpRecord(
                 move=self._move,
                 begin_bytes=self._begin_bytes,
-                peak_bytes=meter.peak_bytes,
-                end_bytes=meter.now_bytes,
-                flops=meter.flops - self._begin_flops,
+                peak_bytes=memory.peak_bytes,
+                end_bytes=memory.live_bytes,
+                flops=memory.flops - self._begin_flops,
                 runs=tuple(self._runs.values()),
                 copied_bytes=self._copied_bytes,
                 waits_for=tuple(self._waits_for),
@@ -107,7 +108,7 @@ class TracingMachine(SimulatedMachine):
             )
             self.laps.append(lap)
             self._move = None
-            meter.peak_bytes = meter.now_bytes
+            memory.peak_bytes = memory.live_bytes
         self._runs, self._copied_bytes, self._waits_for = {}, 0, []
         self._up_bytes = self._down_bytes = 0
 
@@ -129,9 +130,9 @@ class TracingMachine(SimulatedMachine):
         self._copied_bytes += copy.num_bytes
         SimulatedMachine.prefetch(self, copy)
 
-    def settle(self, copy: OffloadedValue) -> None:
+    def wait_prefetch(self, copy: OffloadedValue) -> None:
         self._waits_for.append(copy.target)
-        SimulatedMachine.settle(self, copy)
+        SimulatedMachine.wait_prefetch(self, copy)
 
     def load_weight(
         self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: SimulatedBuffer | None, *, ahead: bool
@@ -141,14 +142,14 @@ class TracingMachine(SimulatedMachine):
         self.weights_peak_bytes = max(self.weights_peak_bytes, self._weights_bytes)
         return SimulatedMachine.load_weight(self, name, num_bytes, shape, dtype, handle, ahead=ahead)
 
-    def release_weight(self, name: str, handle: SimulatedBuffer) -> None:
+    def free_weight(self, name: str, handle: SimulatedBuffer) -> None:
         self._weights_bytes -= handle.num_bytes
-        SimulatedMachine.release_weight(self, name, handle)
+        SimulatedMachine.free_weight(self, name, handle)
 
-    def take_gradient(self, name: str, gradient: Buffer, weight: Buffer, taking: GradientTransfer) -> None:
+    def send_weight_grad(self, name: str, gradient: Buffer, weight: Buffer, taking: GradientTransfer) -> None:
         self._up_bytes += taking.up_bytes
         self._down_bytes += taking.down_bytes
-        SimulatedMachine.take_gradient(self, name, gradient, weight, taking)
+        SimulatedMachine.send_weight_grad(self, name, gradient, weight, taking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def project_step(
     Args:
         problem: what is planned.
         region: the decisions.
-        exactly: whether to walk tiled segments strip by strip.
+        exactly: whether to sweep tiled segments strip by strip.
         machine: what counts, where it is not the plain machine of byte counts.
         retains: whether what the forward pass kept outlasts the backward pass (``retain_graph=True``).
     """
@@ -195,20 +196,20 @@ def project_step(
     run_step(problem, region, machine, retains=retains)
     return Projection(
         peak_bytes=machine.peak_bytes,
-        flops=machine.meter.flops,
+        flops=machine.memory.flops,
         laps=tuple(machine.laps),
-        host_bytes=machine.space.num_bytes + machine.host.peak_bytes,
-        slab_bytes=machine.space.num_bytes,
+        host_bytes=machine.host_arena.num_bytes + machine.host_memory.peak_bytes,
+        slab_bytes=machine.host_arena.num_bytes,
         weights_peak_bytes=machine.weights_peak_bytes,
     )
 
 
 def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine, *, retains: bool = False) -> None:
     """Take a step on a machine of byte counts, forward and, in training, back; ``retains`` as of :func:`project_step`."""
-    meter = machine.meter
+    memory = machine.memory
     inputs = set(problem.resident_inputs)
     given = {
-        node.name: SimulatedBuffer(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
+        node.name: SimulatedBuffer(memory, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
         if node.kind != "operator"
     }
@@ -278,7 +279,7 @@ class _AnalyticSegment:
     def keeps_buffers(self) -> bool:
         return self.segment.keeps_buffers
 
-    def buffers(self, machine: Machine, stores: list[SimulatedBuffer]) -> list[SimulatedBuffer]:
+    def buffers(self, machine: ProgramOps, stores: list[SimulatedBuffer]) -> list[SimulatedBuffer]:
         return stores
 
     def self_allocated(self, keep: bool) -> frozenset[str]:
@@ -293,12 +294,12 @@ class _AnalyticSegment:
         shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
-            for walk in (walk for walk in self.segment.walks if walk.chunk == chunk):
-                profile = self.profiles[keep][walk]
-                machine.meter.spike(profile.forward_peak_bytes)
-                machine.meter.flops += profile.forward_flops
+            for sweep in (sweep for sweep in self.segment.sweeps if sweep.chunk == chunk):
+                profile = self.profiles[keep][sweep]
+                machine.memory.record_peak(profile.forward_peak_bytes)
+                machine.memory.flops += profile.forward_flops
                 machine.note(profile.forward_runs)
-                stores.append(SimulatedBuffer(machine.meter, profile.store_bytes))
+                stores.append(SimulatedBuffer(machine.memory, profile.store_bytes))
             self.segment.close_reductions(machine, values, partial, chunk)
             del partial
         self.segment.close_reductions(machine, values, shared, None)
@@ -309,10 +310,10 @@ class _AnalyticSegment:
     ) -> None:
         assert isinstance(machine, TracingMachine)
         if not consume:
-            stores = list(stores)  # they last; a walk that hands on rows of its own copy counts them twice
-        for walk in reversed(self.segment.walks):
+            stores = list(stores)  # they last; a sweep that hands on rows of its own copy counts them twice
+        for sweep in reversed(self.segment.sweeps):
             del stores[-1]
-            profile = self.profiles[True][walk]
-            machine.meter.spike(profile.backward_peak_bytes)
-            machine.meter.flops += profile.backward_flops
+            profile = self.profiles[True][sweep]
+            machine.memory.record_peak(profile.backward_peak_bytes)
+            machine.memory.flops += profile.backward_flops
             machine.note(profile.backward_runs)

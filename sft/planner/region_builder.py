@@ -16,7 +16,9 @@ from sft.lower.context import SegmentInfo
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
+from sft.runtime.skip_constant import SkipConstantStrips
 from sft.runtime.strip_checkpoints import Checkpoints
+from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.whole_segment import WholeSegment
 
@@ -48,7 +50,7 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         graph=graph,
         segments=[_segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
-        makes=[makes for _, makes in ends],
+        writes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
         grad_dtypes=problem.grad_dtypes,
@@ -173,7 +175,7 @@ def _build_segment(
         from_source=from_source,
         to_host=leaving.intersection(outputs),
         contiguous=leaving - problem.channels_last,
-        skips_repeats=problem.skips_repeats,
+        strip_policy=SkipConstantStrips() if problem.skips_repeats else RUN_ALL_STRIPS,
     )
 
 

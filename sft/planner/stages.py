@@ -234,7 +234,7 @@ class StagedModel:
 
     def ordered(self, order: SegmentSchedule) -> Region:
         """The region in that order; programs are shared with all others of this model."""
-        return replace(self.region, order=order)
+        return replace(self.region, custom_schedule=order)
 
 
 def _group_norms(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:

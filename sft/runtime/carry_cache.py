@@ -1,8 +1,8 @@
-"""Carried rows, stored once.
+"""Carry cache: carried rows, each stored once.
 
-Consecutive states of a walk overlap wherever a value's rows are carried over several strips (a skip connection). Rows are therefore
-kept in blocks, each holding rows that no earlier block holds, and a state is only a set of intervals: the blocks that intersect it
-are held for it and dropped with the last state that needs them.
+Consecutive states of a sweep overlap wherever rows of a value are carried over several strips (a skip connection). Rows are therefore
+stored in blocks, each with rows that no earlier block has. A state is only a set of intervals: the blocks that intersect it are retained
+for it and dropped with the last state that needs them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sft.analysis.tiling.constant_strips import BoolArray
 from sft.common.interval import Interval
 from sft.runtime.machine import Buffer
+from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
 
 __all__ = ["CarryCache"]
 
@@ -22,8 +22,8 @@ RowsByValue = Mapping[str, Interval]
 @dataclass(slots=True)
 class _CarriedBlock:
     rows: Interval
-    handle: Buffer
-    holders: int = 0
+    buffer: Buffer
+    num_states: int = 0
 
 
 @dataclass(slots=True)
@@ -31,47 +31,47 @@ class CarryCache:
     """Blocks of carried rows by value, in row order.
 
     Attributes:
-        blocks: by value.
-        repeats: for each strip of the walk whether it makes what the strip before it made; ``None`` where all are run.
+        blocks: blocks by value name.
+        selection: strips of the sweep that ran.
     """
 
     blocks: dict[str, list[_CarriedBlock]] = field(default_factory=dict)
-    repeats: BoolArray | None = None
+    selection: StripSelection = ALL_STRIPS
 
-    def append(self, name: str, rows: Interval, handle: Buffer) -> None:
-        """Add rows that no block holds yet."""
-        self.blocks.setdefault(name, []).append(_CarriedBlock(rows, handle))
+    def append(self, name: str, rows: Interval, buffer: Buffer) -> None:
+        """Add rows that no block has yet."""
+        self.blocks.setdefault(name, []).append(_CarriedBlock(rows, buffer))
 
-    def share(self, name: str, rows: Interval, like: Interval) -> None:
-        """Add rows that no block holds yet and that equal those of the block that holds ``like``, which stands for both from now on."""
-        handle = next(block.handle for block in self.blocks[name] if block.rows == like)
-        self.append(name, rows, handle)
+    def append_equal(self, name: str, rows: Interval, source: Interval) -> None:
+        """Add rows that no block has yet and that equal those of the block ``source``, whose buffer both share from then on."""
+        buffer = next(block.buffer for block in self.blocks[name] if block.rows == source)
+        self.append(name, rows, buffer)
 
-    def hold(self, state: RowsByValue) -> None:
-        """Keep what a state needs."""
+    def retain(self, state: RowsByValue) -> None:
+        """Retain the blocks of a state."""
         for name, rows in state.items():
-            for block in self._touching(name, rows):
-                block.holders += 1
+            for block in self._intersecting(name, rows):
+                block.num_states += 1
 
     def release(self, state: RowsByValue) -> None:
-        """Drop what only this state needed."""
+        """Release the blocks of a state; those of no other state are dropped."""
         for name, rows in state.items():
-            for block in self._touching(name, rows):
-                block.holders -= 1
-            self.blocks[name] = [block for block in self.blocks.get(name, ()) if block.holders > 0]
+            for block in self._intersecting(name, rows):
+                block.num_states -= 1
+            self.blocks[name] = [block for block in self.blocks.get(name, ()) if block.num_states > 0]
 
-    def pieces(self, name: str, rows: Interval) -> list[tuple[int, Interval, Buffer]]:
-        """What to copy to gather ``rows``: offset in the gathered rows, rows within the block, block."""
-        found = []
-        for block in self._touching(name, rows):
-            part = block.rows.intersect(rows)
-            found.append((part.start - rows.start, part.shift(-block.rows.start), block.handle))
-        return found
+    def slices(self, name: str, rows: Interval) -> list[tuple[int, Interval, Buffer]]:
+        """Slices that make up ``rows``: offset in the gathered rows, rows within the block, buffer of the block."""
+        slices = []
+        for block in self._intersecting(name, rows):
+            common = block.rows.intersect(rows)
+            slices.append((common.start - rows.start, common.shift(-block.rows.start), block.buffer))
+        return slices
 
     def fork(self) -> CarryCache:
-        """A store with the same blocks whose holders are counted apart."""
-        blocks = {n: [_CarriedBlock(b.rows, b.handle, b.holders) for b in blocks] for n, blocks in self.blocks.items()}
-        return CarryCache(blocks, self.repeats)
+        """Copy that shares the buffers and counts its states by itself."""
+        blocks = {name: [_CarriedBlock(b.rows, b.buffer, b.num_states) for b in blocks] for name, blocks in self.blocks.items()}
+        return CarryCache(blocks, self.selection)
 
-    def _touching(self, name: str, rows: Interval) -> list[_CarriedBlock]:
+    def _intersecting(self, name: str, rows: Interval) -> list[_CarriedBlock]:
         return [block for block in self.blocks.get(name, ()) if block.rows.intersect(rows)]

@@ -1,4 +1,4 @@
-"""What a step's order of moves says of the values between its segments: who reads them, when they go, which may leave for the host."""
+"""Liveness of the values between segments under a schedule: their readers, their last uses, and those that may be offloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sft.analysis.ir.graph import Graph
 from sft.lower.context import SegmentInfo
-from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
+from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, ValueBindings
 from sft.runtime.moves import SegmentSchedule, default_schedule, last_uses
 from sft.runtime.offload import copy_schedule_error, value_lifetimes
 
@@ -17,93 +17,111 @@ __all__ = ["Liveness", "Segment"]
 
 
 class Segment(Protocol):
-    """What a region asks of its segments."""
+    """Interface of a segment to its region."""
 
     @property
-    def accumulates(self) -> bool: ...
+    def accumulates(self) -> bool:
+        """True if its backward adds to existing gradient buffers; False if it allocates them."""
+
     @property
-    def scope(self) -> SegmentInfo: ...
+    def scope(self) -> SegmentInfo:
+        """Input of its lowering."""
+
     @property
-    def to_host(self) -> frozenset[str]: ...
+    def to_host(self) -> frozenset[str]:
+        """Outputs that leave strip by strip and have no buffer on the device."""
+
     @property
-    def saves(self) -> bool: ...
+    def saves(self) -> bool:
+        """True if its backward needs residuals of its forward."""
+
     @property
-    def views(self) -> frozenset[str]: ...
+    def views(self) -> frozenset[str]:
+        """Outputs that own memory of its residuals."""
+
     @property
-    def keeps_buffers(self) -> bool: ...
-    def buffers(self, machine: Machine, saved: Any) -> Sequence[Buffer]: ...
-    def self_allocated(self, keep: bool) -> frozenset[str]: ...
-    def backward_reads(self, reads: Sequence[str]) -> Sequence[str]: ...
-    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> Any: ...
-    def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
+    def keeps_buffers(self) -> bool:
+        """True if some residuals are buffers that only the segment references."""
+
+    def buffers(self, machine: ProgramOps, saved: Any) -> Sequence[Buffer]:
+        """These buffers."""
+
+    def self_allocated(self, keep: bool) -> frozenset[str]:
+        """Outputs that its forward allocates itself."""
+
+    def backward_reads(self, reads: Sequence[str]) -> Sequence[str]:
+        """Those of the values that it reads that its backward needs."""
+
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> Any:
+        """Compute the outputs; return the residuals."""
+
+    def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None:
+        """Compute the gradients of the values that it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Liveness:
-    """When the values of a region live.
+    """Lifetimes of the values of a region.
 
     Attributes:
         graph: the model.
-        segments: in order.
-        reads: for each segment the values it takes from outside: sources and side tensors.
-        makes: for each segment the values that others, or the caller, need.
+        segments: the segments in forward order.
+        reads: for each segment the values that it takes from outside: sources and side inputs.
+        writes: for each segment the values that later segments or the caller read.
         requires_grad: values that need a gradient.
         outputs: the model's outputs, each once.
-        streamed: cuts that are on the host, with their gradients.
-        moves: those of a step with a backward pass.
+        streamed: cuts on the host, with their gradients.
+        schedule: schedule of a step with a backward pass.
     """
 
     graph: Graph
     segments: Sequence[Segment]
     reads: Sequence[tuple[str, ...]]
-    makes: Sequence[tuple[str, ...]]
+    writes: Sequence[tuple[str, ...]]
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
     streamed: frozenset[str]
-    moves: SegmentSchedule
+    schedule: SegmentSchedule
 
     @cached_property
     def differentiated(self) -> tuple[bool, ...]:
-        """Which segments have a backward pass; one whose values are all frozen keeps nothing for it."""
+        """For each segment, True if it has a backward; a segment with frozen values alone has none and keeps no residuals."""
         needed = self.requires_grad
         return tuple(
-            not needed.isdisjoint(makes) and not needed.isdisjoint(segment.scope.names)
-            for makes, segment in zip(self.makes, self.segments, strict=True)
+            not needed.isdisjoint(writes) and not needed.isdisjoint(segment.scope.names)
+            for writes, segment in zip(self.writes, self.segments, strict=True)
         )
 
     @cached_property
-    def dying(self) -> tuple[tuple[str, ...], ...]:
-        """For each move of a step the values that go behind it."""
-        moves = [move for move in self.moves if move.kind != "backward" or self.differentiated[move.segment]]
-        dying = iter(last_uses(moves, self.reads_from_outside, self.backward_reads, self.makes, self.leaves))
-        skipped = (move.kind == "backward" and not self.differentiated[move.segment] for move in self.moves)
-        return tuple(() if skips else next(dying) for skips in skipped)
+    def last_uses(self) -> tuple[tuple[str, ...], ...]:
+        """For each op of the schedule the values that are freed after it."""
+        is_run = [op.kind != "backward" or self.differentiated[op.segment] for op in self.schedule]
+        ops = [op for op, runs in zip(self.schedule, is_run, strict=True) if runs]
+        freed = iter(last_uses(ops, self.reads_from_outside, self.backward_reads, self.writes, self.leaves))
+        return tuple(next(freed) if runs else () for runs in is_run)
 
     @cached_property
     def backward_reads(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment the values whose handles its backward pass needs.
+        """For each segment the values whose buffers its backward needs; with offloading also those that it reads through its residuals."""
+        return self._backward_reads(through_residuals=any(op.is_copy for op in self.schedule))
 
-        Where values leave for the host these are also those that it reads through what it kept.
-        """
-        return self._reading_back(through_kept=any(move.is_copy for move in self.moves))
-
-    def _reading_back(self, *, through_kept: bool) -> tuple[tuple[str, ...], ...]:
+    def _backward_reads(self, *, through_residuals: bool) -> tuple[tuple[str, ...], ...]:
         return tuple(
-            (*segment.backward_reads(reads), *(sorted(segment.views) if through_kept else ())) if is_run else ()
+            (*segment.backward_reads(reads), *(sorted(segment.views) if through_residuals else ())) if is_run else ()
             for segment, reads, is_run in zip(self.segments, self.reads, self.differentiated, strict=True)
         )
 
     @cached_property
     def forward_last_uses(self) -> tuple[tuple[str, ...], ...]:
-        """The same where no backward pass follows."""
-        moves = default_schedule(len(self.segments))[: len(self.segments)]
-        return last_uses(moves, self.reads_from_outside, self.reads, self.makes, self.leaves)
+        """For each op of a forward pass without a backward pass the values that are freed after it."""
+        ops = default_schedule(len(self.segments))[: len(self.segments)]
+        return last_uses(ops, self.reads_from_outside, self.reads, self.writes, self.leaves)
 
     @cached_property
     def reads_from_outside(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment what its forward pass reads."""
+        """For each segment the values that its forward reads."""
         return tuple(
-            tuple(name for name in reads if name not in makes) for reads, makes in zip(self.reads, map(set, self.makes), strict=True)
+            tuple(name for name in reads if name not in writes) for reads, writes in zip(self.reads, map(set, self.writes), strict=True)
         )
 
     @cached_property
@@ -113,35 +131,37 @@ class Liveness:
 
     @cached_property
     def movable(self) -> frozenset[str]:
-        """What may leave for the host: made by segments for each other, and not in the caller's hands."""
-        made = frozenset(name for makes in self.makes for name in makes)
-        return made.difference(self.outputs, self.graph.outputs, self.leaves, self.streamed)
-
-    def unsaved_segments(self) -> tuple[int, ...]:
-        """The segments that the order runs back without having kept what that needs; none, or the order is wrong."""
-        kept: set[int] = set()
-        found = []
-        for move in self.moves:
-            index = move.segment
-            if move.kind == "forward" and move.keep:
-                kept.add(index)
-            elif move.kind == "backward" and self.differentiated[index] and self.segments[index].saves:
-                if index not in kept:
-                    found.append(index)
-                kept.discard(index)
-        return tuple(found)
-
-    def misplaced(self) -> str | None:
-        """What is wrong with the order's copies; ``None`` if nothing is."""
-        back = self._reading_back(through_kept=True)
-        return copy_schedule_error(self.moves, self.reads_from_outside, back, self.makes, self.dying, self.movable, self.saving_segments)
-
-    def lives(self, moves: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
-        """When what may leave for the host is made and read last, in an order without copies; see `value_lifetimes`."""
-        back = self._reading_back(through_kept=True)
-        return value_lifetimes(moves, self.reads_from_outside, back, self.makes, self.movable, self.saving_segments)
+        """Values that may be offloaded: written by segments for each other, and not referenced by the caller."""
+        written = frozenset(name for writes in self.writes for name in writes)
+        return written.difference(self.outputs, self.graph.outputs, self.leaves, self.streamed)
 
     @cached_property
     def saving_segments(self) -> frozenset[int]:
-        """The segments that keep what may leave."""
+        """Segments whose residuals may be offloaded."""
         return frozenset(i for i, segment in enumerate(self.segments) if self.differentiated[i] and segment.keeps_buffers)
+
+    def unsaved_segments(self) -> tuple[int, ...]:
+        """Segments that the schedule runs backward without the residuals that they need; empty for a valid schedule."""
+        saved: set[int] = set()
+        unsaved = []
+        for op in self.schedule:
+            index = op.segment
+            if op.kind == "forward" and op.keep:
+                saved.add(index)
+            elif op.kind == "backward" and self.differentiated[index] and self.segments[index].saves:
+                if index not in saved:
+                    unsaved.append(index)
+                saved.discard(index)
+        return tuple(unsaved)
+
+    def copy_error(self) -> str | None:
+        """Description of the first error in the schedule's copies; ``None`` if they are valid."""
+        backward_reads = self._backward_reads(through_residuals=True)
+        return copy_schedule_error(
+            self.schedule, self.reads_from_outside, backward_reads, self.writes, self.last_uses, self.movable, self.saving_segments
+        )
+
+    def value_lifetimes(self, ops: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
+        """Lifetimes of the targets that may be offloaded, in a schedule without copies; see `sft.runtime.offload.value_lifetimes`."""
+        backward_reads = self._backward_reads(through_residuals=True)
+        return value_lifetimes(ops, self.reads_from_outside, backward_reads, self.writes, self.movable, self.saving_segments)

@@ -1,17 +1,25 @@
-"""The order in which segments run: forward, back, and forward again in between.
+"""Segment schedule: the order in which segments run forward and backward, and in which values move between device and host.
 
-Plainly, every segment runs forward and keeps what its backward pass needs, the caller turns the outputs into their gradients, and every
-segment runs back. A segment may also run forward without keeping anything, and again before its backward pass, and so may those before it,
-as often as there is memory for: every schedule of the checkpointing literature is such a list of moves (Griewank and Walther, Algorithm
-799, 2000; Siskind and Pearlmutter, 2018; Beaumont et al., RR-9302, 2019).
+========= ======== =======================================================================================
+symbol    op       effect
+========= ======== =======================================================================================
+``F3``    forward  run segment 3 forward and keep nothing for its backward
+``F3+``   forward  run segment 3 forward and keep its residuals
+``L``     loss     the caller turns outputs into their gradients
+``B3``    backward run segment 3 backward, from the residuals of its last ``F3+``
+``>x``    offload  begin to copy value ``x`` (or ``3+``, the residuals of segment 3) to the host
+``~x``    release  wait for that copy and free the device's bytes
+``<x``    prefetch allocate device bytes and begin to copy ``x`` back; the first op that reads ``x`` waits
+========= ======== =======================================================================================
 
-Frees are not in the list; they follow from it. A value lives from the move that makes it to the last one that reads it before it is made
-again. So no list can use a value that is gone: at worst it holds one for longer than its author thought.
+By default every segment runs forward once, keeping its residuals, and backward once: ``F0+ F1+ L B1 B0``. A segment may also run forward
+without keeping residuals and again before its backward, and so may the segments before it, as often as needed: every schedule of the
+checkpointing literature is such a list (Griewank and Walther, Algorithm 799, 2000; Siskind and Pearlmutter, 2018; Beaumont et al., RR-9302,
+2019).
 
-Between two of its uses a value, or what a segment kept, may leave for the host. Three moves say when: an *offload* begins the copy, a
-*release* waits for it and gives the device's bytes back, a *prefetch* takes device bytes and begins the copy back, and the first move
-that reads the value waits for that one. So what the device holds behind any move does not depend on how fast copies are. A list that
-reads what is away is refused (``sft.runtime.offload``).
+Frees follow from the list. A value lives from the op that writes it to the last op that reads it before it is written again. So no list can
+read a freed value; at worst a value lives longer than its author expected. The bytes on the device after an op do not depend on the speed
+of copies, since ``~`` and ``<`` mark when they change. A list that reads a value that is on the host is refused (``sft.runtime.offload``).
 """
 
 from __future__ import annotations
@@ -39,18 +47,20 @@ __all__ = [
 ScheduleOpKind = Literal["forward", "loss", "backward", "offload", "release", "prefetch"]
 CopyKind = Literal["offload", "release", "prefetch"]
 
-#: The signs of the moves that copy.
+#: Symbols of the ops that copy.
 COPY_SIGNS: dict[str, CopyKind] = {">": "offload", "~": "release", "<": "prefetch"}
 _SIGNS: dict[str, str] = {kind: sign for sign, kind in COPY_SIGNS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOp:
-    """One entry of an order.
+    """One entry of a schedule; see the table of the module.
 
-    ``F3`` runs segment 3 forward, ``F3+`` keeps what its backward pass needs, ``L`` is the caller's turn, ``B3`` runs segment 3 back.
-    ``>add`` begins to copy the value ``add`` to the host, ``~add`` gives its bytes back, ``<add`` begins to copy it back; ``>3+`` and so
-    on do that with what segment 3 kept.
+    Attributes:
+        kind: the operation.
+        segment: index of the segment that runs, or whose residuals are copied; -1 for ``L`` and for copies of a value.
+        keep: True if a forward run keeps the residuals.
+        value: name of the value that is copied.
     """
 
     kind: ScheduleOpKind
@@ -60,12 +70,12 @@ class ScheduleOp:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies, or waits for a copy, instead of running a segment."""
+        """True for offload, release and prefetch."""
         return self.kind in _SIGNS
 
     @property
     def target(self) -> str:
-        """What a copy is of: a value's name, or ``"3+"`` for what segment 3 kept."""
+        """Object of a copy: a value's name, or ``"3+"`` for the residuals of segment 3."""
         return self.value or f"{self.segment}+"
 
     def __str__(self) -> str:
@@ -81,7 +91,7 @@ SegmentSchedule = tuple[ScheduleOp, ...]
 
 
 def default_schedule(num_segments: int) -> SegmentSchedule:
-    """Every segment once forward and once back.
+    """Schedule that runs every segment forward once and backward once.
 
     >>> print(*default_schedule(2))
     F0+ F1+ L B1 B0
@@ -92,7 +102,7 @@ def default_schedule(num_segments: int) -> SegmentSchedule:
 
 
 def parse_schedule(entries: Sequence[str], num_segments: int) -> SegmentSchedule:
-    """Read an order as text.
+    """Parse the symbols of a schedule.
 
     >>> print(*parse_schedule(["F0", "F1+", "L", "B1", "F0+", "B0"], 2))
     F0 F1+ L B1 F0+ B0
@@ -100,82 +110,87 @@ def parse_schedule(entries: Sequence[str], num_segments: int) -> SegmentSchedule
     F0+ >0+ F1+ ~0+ L B1 <0+ B0
 
     Raises:
-        InputError: it is no order for so many segments.
+        InputError: the symbols are not a schedule of this number of segments.
     """
-    found = []
+    ops = []
     for entry in entries:
         match = re.fullmatch(r"L|F(\d+)(\+?)|B(\d+)|([>~<])(?:(\d+)\+|([^\s\d+]\S*))", entry)
         if match is None:
             raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3, or >x, ~x, <x with a value or 3+ for x")
         if match[4] is not None:
-            found.append(ScheduleOp(COPY_SIGNS[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
+            ops.append(ScheduleOp(COPY_SIGNS[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
         elif match[1] is not None:
-            found.append(ScheduleOp("forward", int(match[1]), bool(match[2])))
+            ops.append(ScheduleOp("forward", int(match[1]), bool(match[2])))
         else:
-            found.append(LOSS_OP if match[3] is None else ScheduleOp("backward", int(match[3])))
-    _check_schedule(found, num_segments)
-    return tuple(found)
+            ops.append(LOSS_OP if match[3] is None else ScheduleOp("backward", int(match[3])))
+    _check_schedule(ops, num_segments)
+    return tuple(ops)
 
 
-def _check_schedule(entries: Sequence[ScheduleOp], num_segments: int) -> None:
+def _check_schedule(ops: Sequence[ScheduleOp], num_segments: int) -> None:
+    """Check that every segment runs forward once before the loss and backward once after it.
+
+    Raises:
+        InputError: it does not, or a segment does not exist.
+    """
     indices = list(range(num_segments))
-    for move in entries:
-        if move.is_copy and not move.value and move.segment >= num_segments:
-            raise InputError(f"{move}: there are only {num_segments} segments")
-    moves = [move for move in entries if not move.is_copy]
-    if moves.count(LOSS_OP) != 1:
-        raise InputError(f"an order has one loss, this one has {moves.count(LOSS_OP)}")
-    turn = moves.index(LOSS_OP)
-    before, behind = moves[:turn], moves[turn + 1 :]
-    if [move.segment for move in before] != indices or any(move.kind != "forward" for move in before):
+    for op in ops:
+        if op.is_copy and not op.value and op.segment >= num_segments:
+            raise InputError(f"{op}: there are only {num_segments} segments")
+    runs = [op for op in ops if not op.is_copy]
+    if runs.count(LOSS_OP) != 1:
+        raise InputError(f"an order has one loss, this one has {runs.count(LOSS_OP)}")
+    loss = runs.index(LOSS_OP)
+    forward_runs, later_runs = runs[:loss], runs[loss + 1 :]
+    if [op.segment for op in forward_runs] != indices or any(op.kind != "forward" for op in forward_runs):
         raise InputError(f"before its loss an order runs the segments 0..{num_segments - 1} forward, each once")
-    left = list(indices)
-    for move in behind:
-        if not left or move.segment > left[-1]:
-            raise InputError(f"{move}: segment {move.segment} has run back already, or there is none of that number")
-        if move.kind == "backward":
-            if move.segment != left[-1]:
-                raise InputError(f"{move}: segment {left[-1]} is next to run back")
-            left.pop()
-    if left:
-        raise InputError(f"segments {left} never run back")
+    remaining = list(indices)
+    for op in later_runs:
+        if not remaining or op.segment > remaining[-1]:
+            raise InputError(f"{op}: segment {op.segment} has run back already, or there is none of that number")
+        if op.kind == "backward":
+            if op.segment != remaining[-1]:
+                raise InputError(f"{op}: segment {remaining[-1]} is next to run back")
+            remaining.pop()
+    if remaining:
+        raise InputError(f"segments {remaining} never run back")
 
 
 def last_uses(
-    moves: Sequence[ScheduleOp],
+    ops: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     backward_reads: Sequence[Collection[str]],
-    makes: Sequence[Collection[str]],
+    writes: Sequence[Collection[str]],
     leaves: Collection[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """For each move the values that nobody reads behind it, before they are made again.
+    """For each op the values that no later op reads before they are written again.
 
     Args:
-        moves: the order, or a part of it that nothing follows.
-        reads: for each segment the values that it takes from outside.
-        backward_reads: for each segment the values that its backward pass reads besides what it kept.
-        makes: for each segment the values that others need.
-        leaves: the values that are there from the start.
+        ops: the schedule, or its last ops.
+        reads: for each segment the values that its forward run reads.
+        backward_reads: for each segment the values that its backward run reads, its residuals aside.
+        writes: for each segment the values that later segments or the caller read.
+        leaves: values that exist from the start.
     """
     events: dict[str, list[tuple[int, bool]]] = {name: [(0, True)] for name in leaves}
-    for place, move in enumerate(moves):
-        if move.is_copy and move.value:
-            events.setdefault(move.value, []).append((place, False))
-        if move.is_copy or move.kind == "loss":
+    for position, op in enumerate(ops):
+        if op.is_copy and op.value:
+            events.setdefault(op.value, []).append((position, False))
+        if op.is_copy or op.kind == "loss":
             continue
-        for name in (reads if move.kind == "forward" else backward_reads)[move.segment]:
-            events.setdefault(name, []).append((place, False))
-        if move.kind == "forward":
-            for name in makes[move.segment]:
-                events.setdefault(name, []).append((place, True))
-    dying: dict[int, list[str]] = {}
-    for name, found in events.items():
-        for (place, _), (_, is_made) in pairwise([*found, (len(moves), True)]):
-            if is_made:
-                dying.setdefault(place, []).append(name)
-    return tuple(tuple(dying.get(place, ())) for place in range(len(moves)))
+        for name in (reads if op.kind == "forward" else backward_reads)[op.segment]:
+            events.setdefault(name, []).append((position, False))
+        if op.kind == "forward":
+            for name in writes[op.segment]:
+                events.setdefault(name, []).append((position, True))
+    freed: dict[int, list[str]] = {}
+    for name, uses in events.items():
+        for (position, _), (_, is_write) in pairwise([*uses, (len(ops), True)]):
+            if is_write:
+                freed.setdefault(position, []).append(name)
+    return tuple(tuple(freed.get(position, ())) for position in range(len(ops)))
 
 
-def num_forwards_of(moves: Sequence[ScheduleOp], segment: int) -> int:
-    """How often a segment runs forward."""
-    return sum(move.kind == "forward" and move.segment == segment for move in moves)
+def num_forwards_of(ops: Sequence[ScheduleOp], segment: int) -> int:
+    """Number of forward runs of a segment."""
+    return sum(op.kind == "forward" and op.segment == segment for op in ops)

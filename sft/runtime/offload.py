@@ -1,78 +1,97 @@
-"""What leaves for the host between two of its uses, on any machine.
+"""Offloading: values that wait on the host between two of their uses, on any machine.
 
-A copy is of *buffers*: of the one behind a value, or of those that a segment made and kept and that nobody else knows. A value's buffer may
-have views in what a segment kept (a rectifier's output, a convolution's input). They are neither moved nor changed: a machine empties the
-buffer under all handles on it, and fills it again, so they hang together before and after.
+A copy is of *buffers*: of the buffer of a value, or of the buffers that a segment allocated for its residuals alone. A value's buffer may
+have views among the residuals of a segment (the output of a ReLU, the input of a convolution). These are neither copied nor changed: the
+machine frees the buffer's bytes under all references to it and fills them again, so the views stay valid.
 
-Only what the region made itself may leave, and not what the caller has in hands: no inputs, parameters or outputs.
+Only values that the region computes are offloaded: no inputs, parameters or outputs, which the caller references.
 
-The host's room is one slab, laid out while the step runs by a rule that knows nothing of the machine. So the projection finds how large the
-slab must be, and a step finds everything at the same places.
+All copies of a step share one slab of host memory. Its layout (:class:`HostArena`) depends on the order of allocations alone. The
+projection therefore knows the size of the slab, and a step places each copy where the projection did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sft.runtime.moves import ScheduleOp
 
 if TYPE_CHECKING:
-    from sft.runtime.machine import Buffer, Machine
+    from sft.runtime.machine import Buffer
 
-__all__ = ["HostArena", "OffloadState", "OffloadedValue", "copy_schedule_error", "value_lifetimes"]
+__all__ = ["HostArena", "OffloadOps", "OffloadState", "OffloadedValue", "copy_schedule_error", "value_lifetimes"]
 
 _ALIGNMENT_BYTES = 256
 
 
+class OffloadOps(Protocol):
+    """Copies of device buffers to the host and back."""
+
+    def offload(self, target: str, buffers: Sequence[Buffer]) -> OffloadedValue:
+        """Begin to copy the memory of these buffers to the host; memory that several share is copied once."""
+
+    def release(self, copy: OffloadedValue) -> None:
+        """Wait for the copy to the host and free the device's bytes; the buffers remain, without memory."""
+
+    def prefetch(self, copy: OffloadedValue) -> None:
+        """Allocate the device's bytes again and begin to copy back."""
+
+    def wait_prefetch(self, copy: OffloadedValue) -> None:
+        """Make the next program wait for the copy back."""
+
+    def free_offload(self, copy: OffloadedValue) -> None:
+        """Free the bytes on the host; copies under way are waited for."""
+
+
 @dataclass(slots=True)
 class HostArena:
-    """Which parts of a slab of host memory are taken.
+    """Allocator of offsets in a slab of host memory, first fit.
 
-    >>> space = HostArena()
-    >>> space.take(1000), space.take(10), space.num_bytes
+    >>> arena = HostArena()
+    >>> arena.allocate(1000), arena.allocate(10), arena.num_bytes
     (0, 1024, 1280)
-    >>> space.give_back(0)
-    >>> space.take(2000), space.take(500), space.num_bytes
+    >>> arena.free(0)
+    >>> arena.allocate(2000), arena.allocate(500), arena.num_bytes
     (1280, 0, 3328)
 
     Attributes:
-        num_bytes: how large the slab has to be for what was ever taken.
+        num_bytes: size that the slab needs for all allocations so far.
     """
 
     num_bytes: int = 0
-    _taken: list[tuple[int, int]] = field(default_factory=list)
+    _ranges: list[tuple[int, int]] = field(default_factory=list)
 
-    def take(self, num_bytes: int) -> int:
-        """The lowest place with room for so many bytes."""
-        place, start = 0, 0
-        while place < len(self._taken) and self._taken[place][0] - start < num_bytes:
-            start = self._taken[place][1]
-            place += 1
-        end = start + max(1, -(-num_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES  # what is there has a place of its own
-        self._taken.insert(place, (start, end))
+    def allocate(self, num_bytes: int) -> int:
+        """Lowest offset with that many free bytes."""
+        position, start = 0, 0
+        while position < len(self._ranges) and self._ranges[position][0] - start < num_bytes:
+            start = self._ranges[position][1]
+            position += 1
+        end = start + max(1, -(-num_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES  # an empty allocation has an offset of its own, too
+        self._ranges.insert(position, (start, end))
         self.num_bytes = max(self.num_bytes, end)
         return start
 
-    def give_back(self, start: int) -> None:
-        """End the use of what begins there."""
-        self._taken = [part for part in self._taken if part[0] != start]
+    def free(self, start: int) -> None:
+        """Free the allocation at an offset."""
+        self._ranges = [allocated for allocated in self._ranges if allocated[0] != start]
 
 
 @dataclass(slots=True, eq=False)
 class OffloadedValue:
-    """Buffers that have, or are getting, a copy on the host.
+    """Buffers that have a copy on the host, or are being copied.
 
     Attributes:
-        target: what they are, as in the order.
-        buffers: as the machine knows them.
+        target: object of the copy, as in the schedule.
+        buffers: the machine's buffers.
         sizes: bytes of each.
-        start: where the copy begins in the slab; one buffer follows another.
-        is_away: whether the device's bytes are given back.
-        is_arriving: whether the copy back has begun, and nobody has waited for it.
-        down: what tells that the copy to the host is done, on machines that copy meanwhile.
-        up: the same for the copy back.
+        start: offset of the copy in the slab; the buffers are consecutive.
+        is_away: True if the device's bytes are free.
+        is_arriving: True if the copy back has begun and no program waits for it yet.
+        offload_done: event at the end of the copy to the host, on machines that copy asynchronously.
+        prefetch_done: the same for the copy back.
     """
 
     target: str
@@ -81,143 +100,144 @@ class OffloadedValue:
     start: int
     is_away: bool = False
     is_arriving: bool = False
-    down: Any = None
-    up: Any = None
+    offload_done: Any = None
+    prefetch_done: Any = None
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """Total size of the buffers."""
         return sum(self.sizes)
 
 
 @dataclass(slots=True)
 class OffloadState:
-    """The copies of a step that are in use.
+    """Copies of a step that are in use.
 
     Attributes:
-        by_target: what each is of.
-        lasting: those that stay when a backward pass is through, since another one follows.
+        by_target: copies by target.
+        retained: copies that outlive the current backward pass, since another one follows; with each, True if it was away before.
     """
 
     by_target: dict[str, OffloadedValue] = field(default_factory=dict)
-    lasting: dict[str, tuple[OffloadedValue, bool]] = field(default_factory=dict)
+    retained: dict[str, tuple[OffloadedValue, bool]] = field(default_factory=dict)
 
     def fork(self) -> OffloadState:
-        """For a backward pass that is not the last: what it finds on the host is there again when it is through (`restore`)."""
+        """State for a backward pass that is not the last; `restore` brings the copies back to where they are now."""
         return OffloadState(dict(self.by_target), {target: (copy, copy.is_away) for target, copy in self.by_target.items()})
 
-    def run(self, machine: Machine, move: ScheduleOp, buffers: Sequence[Buffer]) -> None:
-        """Do what a move says; ``buffers`` are those of an offload."""
-        if move.kind == "offload":
-            self.by_target[move.target] = machine.offload(move.target, buffers)
-        elif move.kind == "release":
-            machine.release(self.by_target[move.target])
+    def run_op(self, machine: OffloadOps, op: ScheduleOp, buffers: Sequence[Buffer]) -> None:
+        """Run an op that copies; ``buffers`` are those of an offload."""
+        if op.kind == "offload":
+            self.by_target[op.target] = machine.offload(op.target, buffers)
+        elif op.kind == "release":
+            machine.release(self.by_target[op.target])
         else:
-            machine.prefetch(self.by_target[move.target])
+            machine.prefetch(self.by_target[op.target])
 
-    def settle(self, machine: Machine, targets: Iterable[str]) -> None:
-        """Wait for those of these that are on their way back."""
+    def wait(self, machine: OffloadOps, targets: Iterable[str]) -> None:
+        """Wait for those of these targets that are being copied back."""
         for target in targets:
             copy = self.by_target.get(target)
             if copy is not None and copy.is_arriving:
-                machine.settle(copy)
+                machine.wait_prefetch(copy)
 
-    def end(self, machine: Machine, targets: Iterable[str]) -> None:
-        """Nobody uses these any more."""
+    def free(self, machine: OffloadOps, targets: Iterable[str]) -> None:
+        """Free the copies of these targets, except retained ones."""
         for target in targets:
             copy = self.by_target.pop(target, None)
-            if copy is not None and self.lasting.get(target, (None, False))[0] is not copy:
-                machine.forget(copy)
+            if copy is not None and self.retained.get(target, (None, False))[0] is not copy:
+                machine.free_offload(copy)
 
-    def restore(self, machine: Machine) -> None:
-        """Bring what lasts to where it was, and end the rest, which a pass that failed has left."""
-        self.end(machine, [target for target, copy in self.by_target.items() if self.lasting.get(target, (None, False))[0] is not copy])
-        for copy, was_away in self.lasting.values():
+    def restore(self, machine: OffloadOps) -> None:
+        """Bring retained copies to where they were, and free the others, which only a failed pass leaves."""
+        self.free(machine, [target for target, copy in self.by_target.items() if self.retained.get(target, (None, False))[0] is not copy])
+        for copy, was_away in self.retained.values():
             if copy.is_away and not was_away:
                 machine.prefetch(copy)
             if copy.is_arriving:
-                machine.settle(copy)
+                machine.wait_prefetch(copy)
             if was_away and not copy.is_away:
                 machine.release(copy)
 
 
 def value_lifetimes(
-    moves: Sequence[ScheduleOp],
+    ops: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     backward_reads: Sequence[Collection[str]],
-    makes: Sequence[Collection[str]],
+    writes: Sequence[Collection[str]],
     movable: Collection[str],
     saving_segments: Collection[int],
 ) -> dict[str, list[tuple[int, int]]]:
-    """For everything that may leave the moves that make it and read it last, once for each time that it is made.
+    """Positions of the ops that write a target and read it last, once for each write, by target.
 
-    Args: as for :func:`copy_schedule_error`; the moves hold no copies.
+    Args: as for :func:`copy_schedule_error`; the ops contain no copies.
     """
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, move in enumerate(moves):
-        own = f"{move.segment}+"
+    lifetimes: dict[str, list[tuple[int, int]]] = {}
+    for position, op in enumerate(ops):
+        residuals = f"{op.segment}+"
         read: Collection[str] = ()
-        made: list[str] = []
-        if move.kind == "forward":
-            read = reads[move.segment]
-            made = [name for name in makes[move.segment] if name in movable]
-            made += [own] if move.keep and move.segment in saving_segments else []
-        elif move.kind == "backward":
-            read = (*backward_reads[move.segment], own)
+        written: list[str] = []
+        if op.kind == "forward":
+            read = reads[op.segment]
+            written = [name for name in writes[op.segment] if name in movable]
+            written += [residuals] if op.keep and op.segment in saving_segments else []
+        elif op.kind == "backward":
+            read = (*backward_reads[op.segment], residuals)
         for target in read:
-            if target in found:
-                found[target][-1] = (found[target][-1][0], place)
-        for target in made:
-            found.setdefault(target, []).append((place, place))
-    return found
+            if target in lifetimes:
+                lifetimes[target][-1] = (lifetimes[target][-1][0], position)
+        for target in written:
+            lifetimes.setdefault(target, []).append((position, position))
+    return lifetimes
 
 
 def copy_schedule_error(
-    moves: Sequence[ScheduleOp],
+    ops: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     backward_reads: Sequence[Collection[str]],
-    makes: Sequence[Collection[str]],
-    dying: Sequence[Collection[str]],
+    writes: Sequence[Collection[str]],
+    last_uses: Sequence[Collection[str]],
     movable: Collection[str],
     saving_segments: Collection[int],
 ) -> str | None:
-    """What is wrong with an order's copies; ``None`` if nothing is.
+    """Description of the first error in the copies of a schedule; ``None`` if they are valid.
 
     Args:
-        moves: the order.
-        reads: for each segment the values that its forward pass reads.
-        backward_reads: for each segment the values that its backward pass reads, those that it reads through what it kept included.
-        makes: for each segment the values that others need.
-        dying: for each move the values that go behind it.
-        movable: the values that may leave.
-        saving_segments: the segments that keep something that may leave.
+        ops: the schedule.
+        reads: for each segment the values that its forward run reads.
+        backward_reads: for each segment the values that its backward run reads, also through its residuals.
+        writes: for each segment the values that later segments or the caller read.
+        last_uses: for each op the values that are freed after it.
+        movable: values that may be offloaded.
+        saving_segments: segments whose residuals may be offloaded.
     """
-    #: of what is there, and may leave: whether it has no copy, has one, or is on the host alone
+    #: of each live target that may be offloaded: "here" (no copy), "copied", "away" (on the host alone) or "back"
     state: dict[str, str] = {}
-    for place, move in enumerate(moves):
-        target = move.target
-        if move.is_copy:
-            if target not in movable if move.value else move.segment not in saving_segments:
-                return f"{move}: only what segments make and hand to each other, or keep, can leave the device"
-            before, after = {"offload": ("here", "copied"), "release": ("copied", "away"), "prefetch": ("away", "back")}[move.kind]
+    for position, op in enumerate(ops):
+        target = op.target
+        if op.is_copy:
+            if target not in movable if op.value else op.segment not in saving_segments:
+                return f"{op}: only what segments make and hand to each other, or keep, can leave the device"
+            before, after = {"offload": ("here", "copied"), "release": ("copied", "away"), "prefetch": ("away", "back")}[op.kind]
             now = state.get(target, "not there")
-            if now != before and (move.kind, now) != ("release", "back"):  # what came back has its copy still
-                return f"{move}: {target} is {now}, not {before}, at that place of the order"
+            if now != before and (op.kind, now) != ("release", "back"):  # a value that came back still has its copy
+                return f"{op}: {target} is {now}, not {before}, at that place of the order"
             state[target] = after
-        elif move.kind != "loss":
-            own = f"{move.segment}+"
-            wanted = reads[move.segment] if move.kind == "forward" else (*backward_reads[move.segment], own)
-            missing = [name for name in wanted if state.get(name) == "away"]
+        elif op.kind != "loss":
+            residuals = f"{op.segment}+"
+            required = reads[op.segment] if op.kind == "forward" else (*backward_reads[op.segment], residuals)
+            missing = [name for name in required if state.get(name) == "away"]
             if missing:
-                return f"{move}: it reads {missing[0]}, which is on the host; put <{missing[0]} before it"
-            if move.kind == "backward":
-                state.pop(own, None)
+                return f"{op}: it reads {missing[0]}, which is on the host; put <{missing[0]} before it"
+            if op.kind == "backward":
+                state.pop(residuals, None)
             else:
-                made = [name for name in makes[move.segment] if name in movable]
-                again = [name for name in (*made, *([own] if move.keep else [])) if state.get(name, "here") != "here"]
-                if again:
-                    return f"{move}: it makes {again[0]}, which has a copy on the host that is still in use"
-                state |= dict.fromkeys((*made, *([own] if move.keep else [])), "here")
-        for name in dying[place]:
+                written = [name for name in writes[op.segment] if name in movable]
+                written += [residuals] if op.keep else []
+                overwritten = [name for name in written if state.get(name, "here") != "here"]
+                if overwritten:
+                    return f"{op}: it makes {overwritten[0]}, which has a copy on the host that is still in use"
+                state |= dict.fromkeys(written, "here")
+        for name in last_uses[position]:
             state.pop(name, None)
     return None

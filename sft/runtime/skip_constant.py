@@ -1,195 +1,260 @@
-"""Strips that are left out of a walk because they would make what their neighbour made, and what stands in for them.
+"""Policy that leaves out constant strips: strips that would compute, bit for bit, what their neighbour computed.
 
-Which strips these are is found before a walk begins, from rows alone (``sft.analysis.tiling.constant_strips``): of each source, and
-backwards of each output's gradient, whether each row equals the row above it in the panel's columns. A program that knows where its strip
-lies repeats where all that its place changes is the same, too (`PositionalFunction`); one that says nothing about that never does.
+*Selection.* Before a sweep, rows alone decide (``sft.analysis.tiling.constant_strips``): for each source, and in the backward sweep for
+each output's gradient, whether each row equals the row above it in the panel's columns. A program that depends on the strip's position
+repeats only where all its positional functions say that they compute the same at both places (`PositionalFunction`).
 
-*Once for all.* Of a strip and those that repeat it one is run, with a weight. What a program adds to (running reductions, gradients of
-parameters and of global values) is divided by their number ``m`` before, and multiplied by it behind:
+*Weight.* Of ``m`` equal strips one runs, with weight ``m``. Whatever a program accumulates (running reductions, gradients of parameters and
+of global values) is divided by ``m`` before it runs and multiplied by ``m`` after it:
 
-    m (A / m + g) = A + m g.
+    m (A / m + g) = A + m g
 
-That takes no memory, and rounds three times instead of ``m`` times; where ``m`` is a power of two, as often as one addition does.
-A reduction says itself which part of its running value is a sum (`AdditivePart`): a running mean is none, the largest element is none, but
-how often it occurs is one. Rows of outputs are copied, blocks of carried rows are shared, and the gradient that a strip adds to a source,
-whose rows overlap its neighbours', is made once, in a buffer of its own, and added at each place.
+This takes no memory and rounds three times instead of ``m`` times; if ``m`` is a power of two, as often as one addition does. A reduction
+declares which entries of its running value are sums (`AdditivePart`): neither a running mean nor a maximum is one, the count of a maximum
+is.
 
-All panels are walks of their own, so a rectangle is left out where it is constant from column to column of a panel. Two panels that are the
-same, side by side, are both run.
+*Copies.* Rows of outputs are copied and blocks of carried rows are shared. The gradient that a strip adds to a source overlaps with that of
+its neighbour; it is computed once in a buffer of its own and added at each place.
+
+Each panel is a sweep of its own, so a strip is left out where the panel's columns are constant. Equal panels side by side all run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sft.analysis.ir.axes import ROWS
+from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.tiling.constant_strips import BoolArray, constant_strips_backward, constant_strips_forward, is_constant_per_strip
+from sft.common.interval import Interval
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Port, PositionalFunction, Program, slots_of
 from sft.lower.rules.base import AdditivePart
 from sft.lower.running_reductions import partial_additive
 from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
+from sft.runtime.strip_policy import ALL_STRIPS, StripPolicy, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
-__all__ = [
-    "backward_constant_strips",
-    "comparison_bytes",
-    "comparison_chunk_rows",
-    "forward_constant_strips",
-    "num_repeated_strips",
-    "same_geometry_strips",
-    "separate_grad_bytes",
-    "weighted_accumulation",
-]
+__all__ = ["ConstantStripOps", "SimulatedStripOps", "SkipConstantStrips", "comparison_chunk_rows"]
 
-#: Rows are compared so many elements at a time, or one by one where a row has more.
-_PIECE_ELEMENTS = 1 << 20
+Ints = npt.NDArray[np.int64]
+
+#: Elements that are compared at a time; a row with more is compared by itself.
+_CHUNK_ELEMENTS = 1 << 20
 
 
-def same_geometry_strips(segment: TiledLayout) -> BoolArray:
-    """For each strip whether the one before it has the same geometry."""
-    _, kinds = segment.schedule.kinds
-    found = np.zeros(len(kinds), dtype=bool)
-    found[1:] = kinds[1:] == kinds[:-1]
-    return found
+class ConstantStripOps(Protocol):
+    """Operations of a machine that only this policy needs."""
+
+    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
+        """For each row, True if it equals the row above it in these batch elements and columns; ``None`` if that is unknown."""
+
+    def reserve(self, num_bytes: int) -> Buffer:
+        """Count bytes that only some data need, for as long as the result is referenced; real machines reserve nothing."""
+
+    def scale_sums(self, buffer: Buffer, additive: AdditivePart, factor: int, *, divide: bool) -> None:
+        """Multiply, or divide, the entries of a running value that are sums."""
+
+    def count_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
+        """Add strips with this program to the statistics of the pass."""
 
 
-def forward_constant_strips(machine: Machine, segment: TiledLayout, values: ValueBindings, walk: Sweep) -> BoolArray:
-    """The strips of a walk that make what the strip before them makes."""
-    scope, alike = segment.scope_of(walk), same_geometry_strips(segment)
-    alike = _with_repeatable_programs(segment, "forward", walk, alike, step=-1)
-    readers = [name for name in scope.names if scope.has_columns(name)]
-    for name in scope.sources:
-        start, stop = segment.schedule.rows_read(name, readers)
-        if alike.any() and (stop > start).any():
-            same = machine.repeated_rows(values.by_name[name], walk.chunk, segment.columns_of(name, walk).new, axes=scope.axes)
-            alike = np.zeros_like(alike) if same is None else alike & is_constant_per_strip(same, start, stop)
-    return constant_strips_forward(scope.graph, scope.rows, scope.streamed, segment.schedule, alike)
+@dataclass(frozen=True, slots=True)
+class SimulatedStripOps:
+    """Operations on byte counts: no row is known to repeat, so every strip runs.
 
-
-def backward_constant_strips(machine: Machine, segment: TiledLayout, grads: Gradients, walk: Sweep, forward: BoolArray) -> BoolArray:
-    """The strips of a walk whose gradients are those of the strip behind them.
-
-    Args:
-        machine: what compares rows.
-        segment: what walks.
-        grads: those of its outputs.
-        walk: the walk.
-        forward: the strips that make what the strip before them makes.
+    Attributes:
+        reserve: allocates a simulated buffer.
     """
-    scope = segment.scope_of(walk)
-    alike = np.concatenate([forward[1:], [False]])
-    alike = _with_repeatable_programs(segment, "joint", walk, alike, step=1)
-    for name in _differentiated_outputs(segment, walk):
-        if alike.any():
-            same = machine.repeated_rows(grads.by_name[name], walk.chunk, segment.columns_of(name, walk).owned, axes=scope.axes)
-            wanted = [segment.step(index)[name].owned for index in range(len(alike))]
-            start, stop = (np.array([getattr(rows, end) for rows in wanted], dtype=np.int64) for end in ("start", "stop"))
-            is_constant = np.zeros_like(alike) if same is None else is_constant_per_strip(same, start, stop)
-            alike &= np.concatenate([is_constant[1:], [False]])
-    wanted_gradients = scope.streamed & scope.requires_grad
-    return constant_strips_backward(scope.graph, scope.rows, wanted_gradients, segment.schedule, alike)
+
+    reserve: Callable[[int], Buffer]
+
+    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> None:
+        return None
+
+    def _no_effect(self, *arguments: Any, **keywords: Any) -> None:
+        """Operations that neither allocate nor free memory."""
+
+    scale_sums = count_strips = _no_effect
 
 
-def num_repeated_strips(repeats: BoolArray, index: int, *, step: int) -> int:
-    """How many strips a strip stands for: itself, and those behind (``step`` 1) or before it (-1) that repeat one another."""
-    following = repeats[index + 1 :] if step > 0 else repeats[:index][::-1]
-    return 1 + (int(following.argmin()) if not following.all() else len(following))
+@dataclass(frozen=True, slots=True)
+class SkipConstantStrips(StripPolicy):
+    """Policy under which constant strips are left out."""
 
+    skips: ClassVar[bool] = True
 
-@contextmanager
-def weighted_accumulation(
-    machine: Machine, segment: TiledLayout, bindings: Mapping[Port, Buffer], walk: Sweep, count: int
-) -> Iterator[None]:
-    """What a program that runs in the block adds to what lasts counts so many times."""
-    sums = _accumulated_buffers(segment, bindings, walk) if count > 1 else []
-    for handle, additive in sums:
-        machine.weigh(handle, additive, count, down=True)
-    yield
-    for handle, additive in sums:
-        machine.weigh(handle, additive, count, down=False)
+    def select_forward(self, machine: Machine, segment: TiledLayout, values: ValueBindings, sweep: Sweep) -> StripSelection:
+        reserved = machine.strip_ops.reserve(self.selection_bytes(segment, sweep, backward=False))
+        skipped = _forward_constant_strips(machine.strip_ops, segment, values, sweep)
+        del reserved
+        return StripSelection(skipped) if skipped.any() else ALL_STRIPS
 
+    def select_backward(
+        self, machine: Machine, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: StripSelection
+    ) -> StripSelection:
+        reserved = machine.strip_ops.reserve(self.selection_bytes(segment, sweep, backward=True))
+        skipped = None if forward.skipped is None else _backward_constant_strips(machine.strip_ops, segment, grads, sweep, forward.skipped)
+        del reserved
+        return StripSelection(skipped) if skipped is not None and skipped.any() else ALL_STRIPS
 
-def comparison_bytes(segment: TiledLayout, walk: Sweep, *, backward: bool) -> int:
-    """Most bytes that comparing rows takes at the begin of a walk."""
-    if not same_geometry_strips(segment).any():
-        return 0
-    scope = segment.scope_of(walk)
-    names = _differentiated_outputs(segment, walk) if backward else [name for name in scope.sources if name not in segment.from_source]
-    found = 0
-    for name in names:
-        extent, elements = scope.extent(name, ROWS), segment.row_elements(name, walk)
-        found = max(found, extent + min(extent, comparison_chunk_rows(elements)) * (elements + 1))
-    return found
+    @contextmanager
+    def weighted(
+        self,
+        machine: Machine,
+        segment: TiledLayout,
+        index: int,
+        program: Program,
+        bindings: Mapping[Port, Buffer],
+        sweep: Sweep,
+        weight: int,
+    ) -> Iterator[None]:
+        ops = machine.strip_ops
+        # With other data this strip may represent several, and then needs gradients of its own.
+        may_repeat = segment.consecutive_signatures[segment.schedule.kinds[1][index]]
+        reserved = ops.reserve(_separate_grad_bytes(segment, program)) if weight == 1 and may_repeat else None
+        sums = _accumulated_buffers(segment, bindings, sweep) if weight > 1 else []
+        for buffer, additive in sums:
+            ops.scale_sums(buffer, additive, weight, divide=True)
+        yield
+        for buffer, additive in sums:
+            ops.scale_sums(buffer, additive, weight, divide=False)
+        ops.count_strips(program, num_run=1, num_skipped=0)
+        del reserved
+
+    def skip(self, machine: Machine, program: Program) -> None:
+        machine.strip_ops.count_strips(program, num_run=0, num_skipped=1)
+
+    def selection_bytes(self, segment: TiledLayout, sweep: Sweep, *, backward: bool) -> int:
+        if not segment.consecutive_signatures.any():
+            return 0
+        scope = segment.scope_of(sweep)
+        names = _differentiated_outputs(segment, sweep) if backward else [name for name in scope.sources if name not in segment.from_source]
+        num_bytes = 0
+        for name in names:
+            extent, elements = scope.extent(name, ROWS), segment.row_elements(name, sweep)
+            num_bytes = max(num_bytes, extent + min(extent, comparison_chunk_rows(elements)) * (elements + 1))
+        return num_bytes
+
+    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> Ints:
+        num_bytes = np.array([_separate_grad_bytes(segment, program) for program in programs], dtype=np.int64)
+        return num_bytes * segment.consecutive_signatures
 
 
 def comparison_chunk_rows(row_elements: int) -> int:
-    """Rows that are compared at a time."""
-    return max(1, _PIECE_ELEMENTS // max(1, row_elements))
+    """Number of rows that are compared at a time."""
+    return max(1, _CHUNK_ELEMENTS // max(1, row_elements))
 
 
-def separate_grad_bytes(segment: TiledLayout, program: Program) -> int:
-    """Bytes of the gradients of resident sources that a strip makes apart where others repeat it."""
+def _equals_previous_geometry(segment: TiledLayout) -> BoolArray:
+    """For each strip, True if the strip before it has the same geometry."""
+    _, kinds = segment.schedule.kinds
+    equals = np.zeros(len(kinds), dtype=bool)
+    equals[1:] = kinds[1:] == kinds[:-1]
+    return equals
+
+
+def _forward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, values: ValueBindings, sweep: Sweep) -> BoolArray:
+    """For each strip of a sweep, True if it computes what the strip before it computes."""
+    scope, candidates = segment.scope_of(sweep), _equals_previous_geometry(segment)
+    candidates = _with_repeatable_programs(segment, "forward", sweep, candidates, step=-1)
+    readers = [name for name in scope.names if scope.has_columns(name)]
+    for name in scope.sources:
+        start, stop = segment.schedule.rows_read(name, readers)
+        if candidates.any() and (stop > start).any():
+            equal = ops.equal_rows(values.by_name[name], sweep.chunk, segment.columns_of(name, sweep).new, axes=scope.axes)
+            candidates = np.zeros_like(candidates) if equal is None else candidates & is_constant_per_strip(equal, start, stop)
+    return constant_strips_forward(scope.graph, scope.rows, scope.streamed, segment.schedule, candidates)
+
+
+def _backward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: BoolArray) -> BoolArray:
+    """For each strip of a sweep, True if its gradients are those of the strip after it.
+
+    Args:
+        ops: compares rows.
+        segment: the segment.
+        grads: gradients of its outputs.
+        sweep: the sweep.
+        forward: for each strip, True if it computes what the strip before it computes.
+    """
+    scope = segment.scope_of(sweep)
+    candidates = np.concatenate([forward[1:], [False]])
+    candidates = _with_repeatable_programs(segment, "joint", sweep, candidates, step=1)
+    for name in _differentiated_outputs(segment, sweep):
+        if candidates.any():
+            equal = ops.equal_rows(grads.by_name[name], sweep.chunk, segment.columns_of(name, sweep).owned, axes=scope.axes)
+            rows = [segment.step(index)[name].owned for index in range(len(candidates))]
+            start, stop = (np.array([getattr(interval, end) for interval in rows], dtype=np.int64) for end in ("start", "stop"))
+            is_constant = np.zeros_like(candidates) if equal is None else is_constant_per_strip(equal, start, stop)
+            candidates &= np.concatenate([is_constant[1:], [False]])
+    return constant_strips_backward(scope.graph, scope.rows, scope.streamed & scope.requires_grad, segment.schedule, candidates)
+
+
+def _separate_grad_bytes(segment: TiledLayout, program: Program) -> int:
+    """Bytes of the gradients of resident sources, which a strip that represents several writes into buffers of its own."""
     ports = program.ports.items()
     return sum(slot.num_bytes for port, slot in ports if port.role == "grad_source" and port.name not in segment.from_source)
 
 
-def _differentiated_outputs(segment: TiledLayout, walk: Sweep) -> list[str]:
-    """The streamed outputs that bring a gradient."""
-    scope = segment.scope_of(walk)
+def _differentiated_outputs(segment: TiledLayout, sweep: Sweep) -> list[str]:
+    """The streamed outputs whose gradients the backward sweep reads."""
+    scope = segment.scope_of(sweep)
     return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].owned]
 
 
-def _with_repeatable_programs(segment: TiledLayout, kind: StripKind, walk: Sweep, alike: BoolArray, *, step: int) -> BoolArray:
-    """Those of some strips whose programs may repeat that of the strip beside them."""
-    alike = alike.copy()
+def _with_repeatable_programs(segment: TiledLayout, kind: StripKind, sweep: Sweep, candidates: BoolArray, *, step: int) -> BoolArray:
+    """Candidates whose programs compute the same as the neighbour's (``step`` 1: the strip after, -1: the strip before)."""
+    candidates = candidates.copy()
     first, kinds = segment.schedule.kinds
-    for number in np.unique(kinds[alike]):
-        program = segment.program(kind, int(first[number]), walk)
-        of_kind = np.flatnonzero(alike & (kinds == number))
-        placed = _positional_functions(program)
-        if placed is None or not _has_weightable_sums(segment, program, walk):
-            alike[of_kind] = False
+    for signature in np.unique(kinds[candidates]):
+        program = segment.program(kind, int(first[signature]), sweep)
+        indices = np.flatnonzero(candidates & (kinds == signature))
+        positional = _positional_functions(program)
+        if positional is None or not _has_weightable_sums(segment, program, sweep):
+            candidates[indices] = False
             continue
-        for index in of_kind.tolist() if placed else ():
-            here, there = segment.step(index), segment.step(index + step)
-            alike[index] = all(
-                function.is_same_at(segment.origin(name, here, walk), segment.origin(name, there, walk)) for name, function in placed
+        for index in indices.tolist() if positional else ():
+            strip, neighbour = segment.step(index), segment.step(index + step)
+            candidates[index] = all(
+                function.is_same_at(segment.origin(name, strip, sweep), segment.origin(name, neighbour, sweep))
+                for name, function in positional
             )
-    return alike
+    return candidates
 
 
 def _positional_functions(program: Program) -> list[tuple[str, PositionalFunction]] | None:
-    """The functions that are told where the strip lies, by operator; None where one cannot say what that changes."""
+    """Functions that read the strip's position, by operator; ``None`` if the effect of one of them is unknown."""
     origins = {slot.number: port.name for port, slot in program.ports.items() if port.role == "origin"}
-    found: list[tuple[str, PositionalFunction]] = []
+    functions: list[tuple[str, PositionalFunction]] = []
     for instruction in program.instructions if origins else ():
         function: object = instruction.function
         for slot in slots_of(instruction):
             if slot.number in origins:
                 if not isinstance(function, PositionalFunction):
                     return None
-                found.append((origins[slot.number], function))
-    return found
+                functions.append((origins[slot.number], function))
+    return functions
 
 
-def _has_weightable_sums(segment: TiledLayout, program: Program, walk: Sweep) -> bool:
-    """Whether all running reductions of a program can be given a weight."""
-    scope = segment.scope_of(walk)
+def _has_weightable_sums(segment: TiledLayout, program: Program, sweep: Sweep) -> bool:
+    """True if all running reductions of a program accept a weight."""
+    scope = segment.scope_of(sweep)
     return all(partial_additive(scope, port.name) is not None for port in program.ports if port.role == "partial")
 
 
-def _accumulated_buffers(segment: TiledLayout, bindings: Mapping[Port, Buffer], walk: Sweep) -> list[tuple[Buffer, AdditivePart]]:
-    """What a program adds to that lasts: running reductions, and gradients of whole tensors."""
-    found: list[tuple[Buffer, AdditivePart]] = []
-    for port, handle in bindings.items():
+def _accumulated_buffers(segment: TiledLayout, bindings: Mapping[Port, Buffer], sweep: Sweep) -> list[tuple[Buffer, AdditivePart]]:
+    """Buffers that a program adds to and that outlive the strip: running reductions, and gradients of side tensors."""
+    buffers: list[tuple[Buffer, AdditivePart]] = []
+    for port, buffer in bindings.items():
         if port.role == "grad_side":
-            found.append((handle, AdditivePart()))
+            buffers.append((buffer, AdditivePart()))
         elif port.role == "partial":
-            additive = partial_additive(segment.scope_of(walk), port.name)
+            additive = partial_additive(segment.scope_of(sweep), port.name)
             assert additive is not None
-            found.append((handle, additive))
-    return found
+            buffers.append((buffer, additive))
+    return buffers

@@ -1,13 +1,13 @@
-"""Inputs that are read while a walk runs, and never resident.
+"""Input streaming: inputs that are read from the host while sweeps run, and never resident.
 
-A walk knows beforehand which rows it reads and in which order: strip after strip forwards, and by its checkpoints' actions backwards. Each
-walk opens a reader with that list for every input that it reads, takes strip after strip, and closes it whatever happens. So an
-input is read once for each walk over it: for each chunk of the batch, in each segment that reads it, forwards and again backwards.
-Where restored strips make the backward walk turn round, their rows are read once more. Rows are read in full width: panels take their
-columns of them, and each panel is a walk of its own.
+The rows that a sweep reads, and their order, are known before it runs: strip after strip in a forward sweep, the order of the checkpoint
+actions in a backward sweep. Each sweep opens a loader with that list for every input that it reads, takes strip after strip, and closes the
+loader in any case. An input is thus read once for each sweep over it: for each batch chunk, in each segment that reads it, forward and
+again backward. Rows of restored strips in a backward sweep are read once more. Rows are read in full width; a panel takes its columns of
+them, and each panel is a sweep of its own.
 
-Strips that are left out of a walk (``sft.runtime.skip_constant``) are not read, unless the walk turns round: then neighbours in the list
-could have more rows in common than was planned for, so all strips are read as planned, and dropped.
+Strips that the strip policy leaves out are not read. The exception is a backward sweep with restored strips: without them, neighbours in
+the list could have more rows in common than planned, so all strips are read as planned, and dropped.
 """
 
 from __future__ import annotations
@@ -19,130 +19,129 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.tiling.constant_strips import BoolArray
 from sft.common.interval import Interval
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Port
-from sft.runtime.machine import Buffer, Machine, StripLoader
+from sft.runtime.machine import Buffer, HostOps, StripLoader
+from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 from sft.sources.strip_reader import reader_bytes_at
 
 __all__ = ["SweepDirection", "input_buffer_bytes", "input_strip_bytes", "open_loaders", "reads_skipped_strips", "row_read_order"]
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
-#: What a walk is for: results, states alone, or gradients.
+#: Result of a sweep: outputs, states alone, or gradients.
 SweepDirection = Literal["forward", "restore", "backward"]
 
 
 def reads_skipped_strips(segment: TiledLayout, direction: SweepDirection) -> bool:
-    """Whether strips that are left out of a walk are read all the same."""
+    """True if the loaders of a sweep also read the strips that it leaves out."""
     return direction == "backward" and any(action.kind == "forward" for action in segment.checkpoints.actions(segment.schedule.num_steps))
 
 
 def row_read_order(
-    segment: TiledLayout, direction: SweepDirection, walk: Sweep, skipped: BoolArray | None = None
+    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS
 ) -> dict[str, tuple[Interval, ...]]:
-    """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out.
+    """Rows of each strip that a sweep reads, in order, by input; inputs that it does not read are omitted.
 
     Args:
-        segment: what walks.
-        direction: what for.
-        walk: the walk.
-        skipped: strips that are left out.
+        segment: the segment.
+        direction: result of the sweep.
+        sweep: the sweep.
+        selection: strips that run.
     """
-    found = {}
-    for name, start, stop in _strips_read(segment, direction, walk, skipped):
-        found[name] = tuple(map(Interval, start.tolist(), stop.tolist()))
-    return found
+    strips = _strips_read(segment, direction, sweep, selection)
+    return {name: tuple(map(Interval, start.tolist(), stop.tolist())) for name, start, stop in strips}
 
 
 def _strips_read(
-    segment: TiledLayout, direction: SweepDirection, walk: Sweep, skipped: BoolArray | None = None
+    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS
 ) -> Iterator[tuple[str, Ints, Ints]]:
-    """Of each input that is read where its strips begin and end, in order."""
+    """First and end row of each strip that is read, in order, by input."""
     num_steps = segment.schedule.num_steps
     if direction == "backward":
         actions = segment.checkpoints.actions(num_steps)
         steps = np.array([action.strip for action in actions], dtype=np.int64)
         restores = np.array([action.kind == "forward" for action in actions], dtype=bool)
-        parts: list[tuple[StripKind, BoolArray]] = [("restore", restores), ("joint", ~restores)]
+        strips_by_kind: list[tuple[StripKind, Bools]] = [("restore", restores), ("joint", ~restores)]
     else:
-        steps = np.arange(segment.walked(direction))
-        parts = [(direction, np.ones(len(steps), dtype=bool))]
-    stays = np.ones(len(steps), dtype=bool)
-    if skipped is not None and not reads_skipped_strips(segment, direction):
-        stays = ~skipped[steps]
+        steps = np.arange(segment.num_sweep_strips(direction))
+        strips_by_kind = [(direction, np.ones(len(steps), dtype=bool))]
+    is_loaded = np.ones(len(steps), dtype=bool)
+    if selection.skipped is not None and not reads_skipped_strips(segment, direction):
+        is_loaded = ~selection.skipped[steps]
     kinds = segment.schedule.kinds[1][steps]
     for name in sorted(segment.from_source):
-        start, stop = segment.rows_read(name, walk)
-        reads = _ReadsCache(segment, walk, Port("source", name))
+        start, stop = segment.rows_read(name, sweep)
+        reads = _ReadsCache(segment, sweep, Port("source", name))
         is_read = np.zeros(len(steps), dtype=bool)
-        for kind, among in parts:
-            for of_step in np.unique(kinds[among & stays]).tolist():
-                is_read |= among & (kinds == of_step) & reads[kind, of_step]
-        is_read &= stays
+        for kind, is_kind in strips_by_kind:
+            for signature in np.unique(kinds[is_kind & is_loaded]).tolist():
+                is_read |= is_kind & (kinds == signature) & reads[kind, signature]
+        is_read &= is_loaded
         if is_read.any():
             yield name, start[steps[is_read]], stop[steps[is_read]]
 
 
 class _ReadsCache(dict[tuple[StripKind, int], bool]):
-    """Whether strips of a kind have the port of an input; strips of one signature share their program, so each is asked once."""
+    """Cache, by strip kind and signature: True if the program of such strips reads an input."""
 
-    def __init__(self, segment: TiledLayout, walk: Sweep, port: Port) -> None:
+    def __init__(self, segment: TiledLayout, sweep: Sweep, port: Port) -> None:
         super().__init__()
-        self._segment, self._walk, self._port = segment, walk, port
+        self._segment, self._sweep, self._port = segment, sweep, port
         self._first = segment.schedule.kinds[0].tolist()
 
     def __missing__(self, key: tuple[StripKind, int]) -> bool:
         kind, signature = key
-        self[key] = found = self._port in self._segment.program(kind, self._first[signature], self._walk).ports
-        return found
+        self[key] = reads = self._port in self._segment.program(kind, self._first[signature], self._sweep).ports
+        return reads
 
 
 @contextmanager
 def open_loaders(
-    machine: Machine,
+    machine: HostOps,
     segment: TiledLayout,
-    handles: Mapping[str, Buffer],
+    sources: Mapping[str, Buffer],
     direction: SweepDirection,
-    walk: Sweep,
+    sweep: Sweep,
     *,
-    skipped: BoolArray | None = None,
+    selection: StripSelection = ALL_STRIPS,
 ) -> Iterator[dict[str, StripLoader]]:
-    """Readers of a walk's inputs by name, for the time of the walk."""
-    readers: dict[str, StripLoader] = {}
+    """Context with open strip loaders of a sweep's inputs, by name."""
+    loaders: dict[str, StripLoader] = {}
     with ExitStack() as stack:
-        for name, order in row_read_order(segment, direction, walk, skipped).items():
-            reader = machine.read(handles[name], walk.chunk, order, segment.source_row_bytes(name, walk))
-            readers[name] = stack.enter_context(closing(reader))
-        yield readers
+        for name, order in row_read_order(segment, direction, sweep, selection).items():
+            loader = machine.open_input(sources[name], sweep.chunk, order, segment.source_row_bytes(name, sweep))
+            loaders[name] = stack.enter_context(closing(loader))
+        yield loaders
 
 
-def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, walk: Sweep) -> int:
-    """Bytes of the buffers that reading holds during a walk, where they are in the device's memory."""
+def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> int:
+    """Bytes of the loaders' buffers during a sweep, if the device's memory is the host's."""
     total = 0
-    for name, start, stop in _strips_read(segment, direction, walk):
-        count, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, walk))
-        total += count * buffer_bytes + carry_bytes
+    for name, start, stop in _strips_read(segment, direction, sweep):
+        num_buffers, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
+        total += num_buffers * buffer_bytes + carry_bytes
     return total
 
 
-def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, walk: Sweep) -> Ints:
-    """Bytes of the strips of inputs that are not resident, at each of some steps.
+def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, sweep: Sweep) -> Ints:
+    """Bytes of the strips of inputs that are not resident, for each of some strips.
 
     Args:
-        segment: what walks.
-        kind: which program of the steps.
-        role: of the ports: ``"source"`` for the strips themselves, ``"grad_source"`` for their gradients.
-        steps: indices.
-        walk: the walk.
+        segment: the segment.
+        kind: program of the strips.
+        role: role of the ports: ``"source"`` for the rows themselves, ``"grad_source"`` for their gradients.
+        steps: indices of the strips.
+        sweep: the sweep.
     """
     total = np.zeros(len(steps), dtype=np.int64)
     kinds = segment.schedule.kinds[1][steps].tolist()
     for name in sorted(segment.from_source):
-        start, stop = segment.rows_read(name, walk)
-        reads = _ReadsCache(segment, walk, Port(role, name))
-        is_bound = np.array([reads[kind, of_step] for of_step in kinds], dtype=bool)
-        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk, gradient=role == "grad_source")
+        start, stop = segment.rows_read(name, sweep)
+        reads = _ReadsCache(segment, sweep, Port(role, name))
+        is_bound = np.array([reads[kind, signature] for signature in kinds], dtype=bool)
+        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, sweep, gradient=role == "grad_source")
     return total

@@ -1,17 +1,17 @@
-"""Which states of a walk are kept, and in which order strips run backwards.
+"""Checkpoint policies of a sweep: the states that are kept, and the order in which strips run backward.
 
-A walk over ``n`` strips passes the states ``0..n`` (state ``s`` is what strip ``s`` starts from; state 0 is empty). Two policies say which
-of them are held.
+A sweep over ``n`` strips passes the states ``0..n``; state ``s`` is the carried rows that strip ``s`` starts from, and state 0 is empty.
 
-*Every k-th.* The backward pass takes the groups of ``k`` strips from the last to the first: it restores the states inside a group from the
-group's own, then differentiates the group's strips in reverse. The last group's states are kept by the forward pass, since they are
-needed first. About ``n / k + k`` states at once; strips restored: ``(num_groups - 1) * (k - 1)``, less than one more forward pass.
+*Every k-th state.* The backward sweep takes groups of ``k`` strips from the last to the first: it restores the states inside a group from
+the group's first, then differentiates the group's strips in reverse. The forward sweep keeps the states of the last group, since they are
+needed first. About ``n / k + k`` states are retained at once; ``(num_groups - 1) * (k - 1)`` strips are restored, less than one more
+forward sweep.
 
-*A number of slots.* States are themselves checkpointed: with ``c`` slots and ``r`` repetitions ``binomial(c + r, c)`` strips can be
-reversed, none run more than ``r`` times, and no schedule of ``c`` slots runs fewer strips in all. From a held state the walk runs on to
-the next one, reverses what lies behind that with one slot less, gives the slot back, and reverses what lies before it. So a few states
-serve any number of strips, for one more forward pass each time ``n`` outgrows the binomial. Source: Griewank and Walther, "Algorithm
-799: Revolve", ACM TOMS 26(1), 2000.
+*A number of slots.* With ``c`` slots and ``r`` repetitions, ``binomial(c + r, c)`` strips can be reversed, none runs forward more than
+``r`` times, and no schedule with ``c`` slots runs fewer strips in total. From a retained state the sweep advances to the next one,
+reverses the strips after that with one slot less, frees the slot, and reverses the strips before it. A few states thus serve any number of
+strips, for one more forward sweep each time ``n`` outgrows the binomial. Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS
+26(1), 2000.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["CheckpointAction", "Checkpoints"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointAction:
-    """One event of the backward walk: run strip ``strip`` forward, to get the next state, or backward.
+    """Action of the backward sweep: run a strip forward to compute the next state, or backward.
 
     Attributes:
-        kind: ``"forward"``, or ``"joint"`` (which ends the use of the strip's own state).
-        strip: the strip.
-        drops: whether a forward run ends the use of the strip's own state.
+        kind: ``"forward"``, or ``"joint"`` (forward and backward in one program, which releases the strip's state).
+        strip: index of the strip.
+        drops: True if a forward run releases the strip's state.
     """
 
     kind: Literal["forward", "joint"]
@@ -43,18 +43,18 @@ class CheckpointAction:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A policy.
+    """Checkpoint policy.
 
     Attributes:
-        every: a state is kept every so many strips.
-        slots: if not 0, so many states at most are held instead, and the one that is being restored.
+        every: number of strips from one kept state to the next.
+        slots: if not 0, maximum number of retained states instead, not counting the state that is being restored.
     """
 
     every: int = 1
     slots: int = 0
 
     def kept(self, num_strips: int) -> frozenset[int]:
-        """The states that the forward pass keeps.
+        """Indices of the states that the forward sweep keeps.
 
         >>> sorted(Checkpoints(3).kept(7)), sorted(Checkpoints(3).kept(6)), sorted(Checkpoints(slots=3).kept(10))
         ([0, 3, 6], [0, 3, 4, 5], [0, 4, 7])
@@ -62,14 +62,14 @@ class Checkpoints:
         if not self.slots:
             last = (num_strips - 1) // self.every * self.every
             return frozenset([*range(0, last, self.every), *range(last, num_strips)])
-        found, free = [0], self.slots - 1
-        while free and num_strips - found[-1] > 1:
-            found.append(found[-1] + _advance(num_strips - found[-1], free))
+        states, free = [0], self.slots - 1
+        while free and num_strips - states[-1] > 1:
+            states.append(states[-1] + _advance(num_strips - states[-1], free))
             free -= 1
-        return frozenset(found)
+        return frozenset(states)
 
     def actions(self, num_strips: int) -> tuple[CheckpointAction, ...]:
-        """The backward walk.
+        """Actions of the backward sweep, in order.
 
         >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(3).actions(7)).strip()
         'j6 f3 f4 j5 j4 j3 f0 f1 j2 j1 j0'
@@ -92,10 +92,10 @@ class Checkpoints:
                 yield CheckpointAction("joint", strip)
 
     def _revolve(self, num_strips: int) -> Iterator[CheckpointAction]:
-        # Parts still to be reversed, the next one last: first and last+1 strip, free slots, whether its inner states are held already.
-        parts = [(0, num_strips, self.slots - 1, True)]
-        while parts:
-            start, stop, free, is_placed = parts.pop()
+        # Ranges still to be reversed, the next one last: first and end strip, free slots, True if its inner states are retained already.
+        ranges = [(0, num_strips, self.slots - 1, True)]
+        while ranges:
+            start, stop, free, is_restored = ranges.pop()
             if stop - start == 1:
                 yield CheckpointAction("joint", start)
             elif not free:
@@ -104,12 +104,12 @@ class Checkpoints:
                     yield CheckpointAction("joint", last)
             else:
                 middle = start + _advance(stop - start, free)
-                if not is_placed:
+                if not is_restored:
                     yield from _forward_actions(start, middle)
-                parts += [(start, middle, free, False), (middle, stop, free - 1, is_placed)]
+                ranges += [(start, middle, free, False), (middle, stop, free - 1, is_restored)]
 
     def num_restored(self, num_strips: int) -> int:
-        """Strips that run forward once more just to restore states.
+        """Number of forward runs in the backward sweep that only restore states.
 
         >>> Checkpoints(3).num_restored(7), Checkpoints(1).num_restored(9), Checkpoints(slots=2).num_restored(6)
         (4, 0, 5)
@@ -119,13 +119,13 @@ class Checkpoints:
         return _num_restored(self, num_strips)
 
 
-# Each phase of a network is surveyed for the same policies and numbers of strips.
+# A survey evaluates each phase of a network for the same policies and numbers of strips.
 @lru_cache(maxsize=1024)
 def _num_restored(checkpoints: Checkpoints, num_strips: int) -> int:
-    """Where states are held in slots: the walk there is counted for the states that the forward pass has kept."""
+    """Number of restored strips for a policy with slots; the advance to the states that the forward sweep keeps is not counted."""
     repetitions = _max_repetitions(num_strips, checkpoints.slots)
-    in_all = repetitions * num_strips - comb(checkpoints.slots + repetitions, repetitions - 1) if repetitions else 0
-    return in_all - max(checkpoints.kept(num_strips))
+    num_forwards = repetitions * num_strips - comb(checkpoints.slots + repetitions, repetitions - 1) if repetitions else 0
+    return num_forwards - max(checkpoints.kept(num_strips))
 
 
 # A plan is projected several times, and then run.
@@ -135,21 +135,24 @@ def _actions(checkpoints: Checkpoints, num_strips: int) -> tuple[CheckpointActio
 
 
 def _forward_actions(start: int, stop: int) -> Iterator[CheckpointAction]:
-    """Forward from the held state ``start`` to ``stop``; the states between are not held."""
+    """Forward runs from the retained state ``start`` to ``stop``; the states between are not retained."""
     for strip in range(start, stop):
         yield CheckpointAction("forward", strip, drops=strip > start)
 
 
 def _advance(num_strips: int, free: int) -> int:
-    """How far to run on to the next state to hold, with ``free`` slots to give (Griewank and Walther, section 2)."""
+    """Number of strips to the next state to retain, with ``free`` slots left (Griewank and Walther, section 2)."""
     repetitions = max(1, _max_repetitions(num_strips, free + 1))
-    # What lies before needs one repetition less, what lies behind one slot less.
+    # The strips before that state need one repetition less, the strips after it one slot less.
     return max(1, min(comb(free + repetitions, repetitions - 1), num_strips - comb(free + repetitions - 1, repetitions - 1)))
 
 
 def _max_repetitions(num_strips: int, slots: int) -> int:
-    """How often a strip runs at most: the least number for which the binomial is enough; ``r n - binomial(c + r, r - 1)`` run in all."""
-    enough = 1
-    while comb(slots + enough, enough) < num_strips:
-        enough *= 2
-    return bisect_left(range(enough + 1), num_strips, key=lambda repetitions: comb(slots + repetitions, repetitions))
+    """Maximum number of forward runs of a strip: the least ``r`` with ``binomial(c + r, r) >= n``.
+
+    Altogether ``r n - binomial(c + r, r - 1)`` strips run forward.
+    """
+    bound = 1
+    while comb(slots + bound, bound) < num_strips:
+        bound *= 2
+    return bisect_left(range(bound + 1), num_strips, key=lambda repetitions: comb(slots + repetitions, repetitions))

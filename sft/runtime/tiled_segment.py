@@ -1,41 +1,31 @@
-"""Running one segment, forwards and backwards, strip by strip (``whole`` is the other kind).
+"""Tiled segment: runs its strips forward and backward, so that no inner value is ever complete.
 
-Both kinds offer the same two calls. ``forward`` fills the segment's outputs and returns what the backward pass needs besides the
-sources; ``backward`` takes the outputs' gradients and adds to (or makes) the gradients of sources and side tensors.
+Every segment has two calls (``sft.runtime.whole_segment`` is the other kind). ``forward`` fills the segment's outputs and returns the state
+that the backward pass needs besides the sources. ``backward`` takes the outputs' gradients and adds to, or allocates, the gradients of
+sources and side inputs.
 
-An output may be on the host (``to_host``): one that nobody reads again, or a cut that is read strip by strip, too. A strip of it is then a
-buffer of its own on the device, which leaves when the strip's program has run, and a strip of its gradient is fetched from the host before
-the strip's program runs.
+An output may be on the host (``to_host``): one that no later segment reads, or a cut that is also read strip by strip. Its strip is then a
+buffer of its own on the device, which is copied to the host after the strip's program, and the strip of its gradient is copied from the
+host before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.tiling.constant_strips import BoolArray
 from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
 from sft.lower.program import Port, Program
 from sft.lower.running_reductions import partial_shape, partial_start
 from sft.runtime.carry_cache import CarryCache
-from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
-from sft.runtime.skip_constant import (
-    backward_constant_strips,
-    comparison_bytes,
-    forward_constant_strips,
-    num_repeated_strips,
-    same_geometry_strips,
-    separate_grad_bytes,
-    weighted_accumulation,
-)
+from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
 from sft.runtime.streamed_inputs import open_loaders, reads_skipped_strips
+from sft.runtime.strip_policy import StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
 __all__ = ["TiledSegment"]
@@ -43,298 +33,286 @@ __all__ = ["TiledSegment"]
 
 @dataclass(kw_only=True)
 class TiledSegment(TiledLayout):
-    """A segment that never holds a whole inner value."""
+    """Segment that runs strip by strip."""
 
-    #: gradients are added to buffers that must exist
+    #: its gradients are added to existing buffers
     accumulates: ClassVar[bool] = True
     #: its backward pass needs the states of its forward pass
     saves: ClassVar[bool] = True
+    #: none of its outputs is part of the state that its backward pass needs
+    views: ClassVar[frozenset[str]] = frozenset()
+    #: its states are buffers that only it references
+    keeps_buffers: ClassVar[bool] = True
 
-    def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Buffer]:
-        """Running reductions of nothing yet: those of some batch elements, or (``None``) those that span the whole batch."""
+    def open_reductions(self, machine: BufferOps, chunk: Interval | None) -> dict[str, Buffer]:
+        """Initial running reductions over some batch elements, or (``None``) over the full batch."""
         scope = self.scope if chunk is None else self.scope_of(Sweep(chunk, 0))
         names = [name for name in self.reductions if self.spans_batch(name) == (chunk is None)]
-        found = {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=False) for name in names}
-        for name, handle in found.items():
-            machine.fill(handle, partial_start(scope, name))
-        return found
+        partial = {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=False) for name in names}
+        for name, buffer in partial.items():
+            machine.fill(buffer, partial_start(scope, name))
+        return partial
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
-        """Turn running reductions into global values."""
+        """Turn the running reductions over some batch elements (``None``: the full batch) into global values."""
         for name in self.reductions:
             if self.spans_batch(name) == (chunk is None):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
-                program = self.finish(name, Sweep(self.chunks[0] if chunk is None else chunk, 0))
+                program = self.finish_program(name, Sweep(self.chunks[0] if chunk is None else chunk, 0))
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
 
     def self_allocated(self, keep: bool) -> frozenset[str]:
-        """Outputs that need no buffer beforehand: none, as strips are written into them."""
+        """Outputs that the segment allocates itself: none, since strips are written into existing buffers."""
         return frozenset()
 
-    #: no output is part of what its backward pass needs
-    views: ClassVar[frozenset[str]] = frozenset()
-    #: its states are buffers that nobody else knows
-    keeps_buffers: ClassVar[bool] = True
-
-    def buffers(self, machine: Machine, stores: list[CarryCache | None]) -> list[Buffer]:
-        """The buffers of its states."""
-        return [block.handle for store in stores if store for blocks in store.blocks.values() for block in blocks]
+    def buffers(self, machine: ProgramOps, caches: list[CarryCache | None]) -> list[Buffer]:
+        """Buffers of its states."""
+        return [block.buffer for cache in caches if cache for blocks in cache.blocks.values() for block in blocks]
 
     def backward_reads(self, reads: Sequence[str]) -> Sequence[str]:
-        """Of the values that it reads those that its backward pass needs: all, as it computes everything again."""
+        """Values that its backward pass reads: all, since it recomputes the strips."""
         return reads
 
     def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> list[CarryCache | None]:
-        """Walk all strips; with ``keep`` the states for the backward walks stay in the returned stores (``None``: not kept)."""
-        stores: list[CarryCache | None] = []
+        """Run all sweeps.
+
+        Returns:
+            For each sweep its carry cache, with the states for the backward pass; ``None`` for a sweep that keeps none.
+        """
+        caches: list[CarryCache | None] = []
         shared = self.open_reductions(machine, None)
         for chunk in self.chunks:
             partial = {**shared, **self.open_reductions(machine, chunk)}
-            for walk in (walk for walk in self.walks if walk.chunk == chunk):
-                keeps = keep and self.keeps_states(walk)
-                store = self._walk_forward(machine, values, walk, partial, self.kept if keeps else frozenset())
-                stores.append(store if keeps else None)
+            for sweep in (sweep for sweep in self.sweeps if sweep.chunk == chunk):
+                keeps = keep and self.keeps_states(sweep)
+                cache = self._sweep_forward(machine, values, sweep, partial, self.kept_states if keeps else frozenset())
+                caches.append(cache if keeps else None)
             self.close_reductions(machine, values, partial, chunk)
             del partial
         self.close_reductions(machine, values, shared, None)
-        return stores
+        return caches
 
-    def _walk_forward(
-        self, machine: Machine, values: ValueBindings, walk: Sweep, partial: Mapping[str, Buffer] | None, kept: frozenset[int]
+    def _sweep_forward(
+        self, machine: Machine, values: ValueBindings, sweep: Sweep, partial: Mapping[str, Buffer] | None, kept: frozenset[int]
     ) -> CarryCache:
-        """Walk forward, holding on to some states; without ``partial`` only for the sake of these states."""
+        """Run the strips of a sweep forward and keep some of its states; without ``partial`` compute these states alone."""
         direction: Literal["forward", "restore"] = "restore" if partial is None else "forward"
-        last = self.walked(direction)
-        store = CarryCache(repeats=self._repeats(machine, values, walk))
-        with open_loaders(machine, self, values.by_name, direction, walk, skipped=store.repeats) as readers:
-            reading = ValueBindings(values.by_name, readers)
+        last = self.num_sweep_strips(direction)
+        cache = CarryCache(selection=self.strip_policy.select_forward(machine, self, values, sweep))
+        with open_loaders(machine, self, values.by_name, direction, sweep, selection=cache.selection) as loaders:
+            streaming = ValueBindings(values.by_name, loaders)
             for index in range(last):
-                self._run_forward(machine, reading, store, index, walk, partial)
-                store.hold(self.schedule.carried_rows(index + 1))
+                self._run_forward(machine, streaming, cache, index, sweep, partial)
+                cache.retain(self.schedule.carried_rows(index + 1))
                 if index not in kept:
-                    store.release(self.schedule.carried_rows(index))
+                    cache.release(self.schedule.carried_rows(index))
         if last not in kept:
-            store.release(self.schedule.carried_rows(last))
-        return store
-
-    def _repeats(self, machine: Machine, values: ValueBindings, walk: Sweep) -> BoolArray | None:
-        """The strips that make what the strip before them makes; ``None`` where all are run."""
-        if not self.skips_repeats:
-            return None
-        room = machine.reserve(comparison_bytes(self, walk, backward=False))
-        found = forward_constant_strips(machine, self, values, walk)
-        del room
-        return found if found.any() else None
+            cache.release(self.schedule.carried_rows(last))
+        return cache
 
     def _run_forward(
         self,
         machine: Machine,
         values: ValueBindings,
-        store: CarryCache,
+        cache: CarryCache,
         index: int,
-        walk: Sweep,
+        sweep: Sweep,
         partial: Mapping[str, Buffer] | None,
     ) -> None:
-        step, program = self.step(index), self.program("forward" if partial is not None else "restore", index, walk)
-        if store.repeats is not None and store.repeats[index]:
-            for node, like in zip(step.nodes, self.step(index - 1).nodes, strict=True):
+        """Run one strip forward, or share the rows of the strip before it if the selection leaves it out."""
+        step, program = self.step(index), self.program("forward" if partial is not None else "restore", index, sweep)
+        if not cache.selection.runs(index):
+            for node, source in zip(step.nodes, self.step(index - 1).nodes, strict=True):
                 if Port("append", node.name) in program.results:
-                    store.share(node.name, node.appended, like.appended)
-            self._skip(machine, program, step, walk, values)
+                    cache.append_equal(node.name, node.appended, source.appended)
+            self._skip(machine, program, step, sweep, values)
             return
-        # Of strips that repeat this one the outputs are written, and the sums are made, here; what is carried is theirs to hand on.
-        count = 1 if store.repeats is None or partial is None else num_repeated_strips(store.repeats, index, step=1)
-        bindings = self._bind(machine, program, step, walk, values, store)
-        leaving: dict[str, Buffer] = {}
+        # The outputs and sums of the strips that this one represents are written here; their carried rows are shared when they are skipped.
+        weight = 1 if partial is None else cache.selection.weight(index, step=1)
+        bindings = self._bind(machine, program, step, sweep, values, cache)
+        host_strips: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
             if self.is_exchanged(port):
-                leaving[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
-                bindings[port] = leaving[port.name]
+                host_strips[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
+                bindings[port] = host_strips[port.name]
             elif port.role == "out":
-                bindings[port] = self._own_part(machine, values, port.name, step, walk)
+                bindings[port] = self._output_slice(machine, values, port.name, step, sweep)
             elif port.role == "partial":
                 assert partial is not None
                 bindings[port] = partial[port.name]
-        with weighted_accumulation(machine, self, bindings, walk, count):
+        with self.strip_policy.weighted(machine, self, index, program, bindings, sweep, weight):
             results, _ = machine.run(program, bindings)
-        machine.note_strips(program, num_run=1, num_skipped=0)
         for node in step.nodes:
             block = results.pop(Port("append", node.name), None)
             if block is not None:
-                store.append(node.name, node.appended, block)
-        written = {port.name: bindings[port] for port in bindings if port.role == "out" and port.name not in leaving}
+                cache.append(node.name, node.appended, block)
+        outputs = {port.name: bindings[port] for port in bindings if port.role == "out" and port.name not in host_strips}
         bindings.clear()
-        for repeat in range(1, count):
-            for name, handle in written.items():
-                machine.copy(self._own_part(machine, values, name, self.step(index + repeat), walk), handle)
-        del written
-        for name in list(leaving):
-            part = leaving.pop(name)
-            for repeat in range(count):
-                rows, columns = self.part(name, self.step(index + repeat), walk)
-                machine.put(values.by_name[name], part, walk.chunk, rows, columns, axes=self.scope.axes)
-            del part
+        for offset in range(1, weight):
+            for name, buffer in outputs.items():
+                machine.copy(self._output_slice(machine, values, name, self.step(index + offset), sweep), buffer)
+        del outputs
+        for name in list(host_strips):
+            strip = host_strips.pop(name)
+            for offset in range(weight):
+                rows, columns = self.output_region(name, self.step(index + offset), sweep)
+                machine.write_output(values.by_name[name], strip, sweep.chunk, rows, columns, axes=self.scope.axes)
+            del strip
 
-    def _skip(self, machine: Machine, program: Program, step: StripStep, walk: Sweep, values: ValueBindings) -> None:
-        """Leave a strip out."""
-        machine.note_strips(program, num_run=0, num_skipped=1)
-        if values.reads_skipped:
+    def _skip(self, machine: Machine, program: Program, step: StripStep, sweep: Sweep, values: ValueBindings) -> None:
+        """Leave a strip out; its inputs are read and dropped if the loaders expect that."""
+        self.strip_policy.skip(machine, program)
+        if values.loads_skipped:
             for port in program.ports:
-                if port.role == "source" and port.name in values.readers:
-                    values.readers[port.name].take(self.reads(step, walk)[port.name])
+                if port.role == "source" and port.name in values.loaders:
+                    values.loaders[port.name].take(self.reads(step, sweep)[port.name])
 
     def _bind(
-        self, machine: Machine, program: Program, step: StripStep, walk: Sweep, values: ValueBindings, store: CarryCache
+        self, machine: Machine, program: Program, step: StripStep, sweep: Sweep, values: ValueBindings, cache: CarryCache
     ) -> dict[Port, Buffer]:
-        """The ports that forward and backward have in common."""
+        """Bindings of the ports that forward and backward programs have in common."""
         bindings: dict[Port, Buffer] = {}
         for port in program.ports:
             if port.role == "source":
-                bindings[port] = self._rows_read(machine, values, port.name, step, walk)
+                bindings[port] = self._source_slice(machine, values, port.name, step, sweep)
             elif port.role == "side":
-                bindings[port] = self._side(machine, values, port.name, walk.chunk)
+                bindings[port] = self._side(machine, values, port.name, sweep.chunk)
             elif port.role == "carry":
-                bindings[port] = store.pieces(port.name, step[port.name].carried)
+                bindings[port] = cache.slices(port.name, step[port.name].carried)
             elif port.role == "origin":
-                bindings[port] = self.origin(port.name, step, walk)
+                bindings[port] = self.origin(port.name, step, sweep)
         return bindings
 
-    def _rows_read(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        """What a strip reads of a source, or of its gradient."""
-        rows, columns = self.reads(step, walk)[name], self.columns_of(name, walk).new
-        reader = tensors.readers.get(name) if isinstance(tensors, ValueBindings) else None
-        if reader is not None:
-            return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
-        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+    def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+        """View of the rows that a strip reads of a source, or of the source's gradient."""
+        rows, columns = self.reads(step, sweep)[name], self.columns_of(name, sweep).new
+        loader = tensors.loaders.get(name) if isinstance(tensors, ValueBindings) else None
+        if loader is not None:
+            return machine.view(loader.take(rows), None, None, columns, axes=self.scope.axes)
+        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _zero_rows(self, machine: Machine, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
-        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, walk)[name]))
-        return machine.allocate((len(walk.chunk), *shape[1:]), self.source_grad_dtype(name), zero=True)
+    def _zero_rows(self, machine: BufferOps, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+        """Zeros for a strip's gradient of an input that is not resident: full-width rows, as a sink takes them."""
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, sweep)[name]))
+        return machine.allocate((len(sweep.chunk), *shape[1:]), self.source_grad_dtype(name), zero=True)
 
-    def _own_part(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
-        """The part of a streamed output, or of its gradient, that a strip is for."""
-        rows, columns = self.part(name, step, walk)
-        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+    def _output_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, sweep: Sweep) -> Buffer:
+        """View of the region that a strip writes of a streamed output, or that it reads of the output's gradient."""
+        rows, columns = self.output_region(name, step, sweep)
+        return machine.view(tensors.by_name[name], sweep.chunk, rows, columns, axes=self.scope.axes)
 
-    def _side(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, chunk: Interval) -> Buffer:
-        handle = tensors.by_name[name]
-        return machine.view(handle, chunk, None) if name in self.scope.per_sample else handle
+    def _side(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, chunk: Interval) -> Buffer:
+        """A side input, or its gradient: of some batch elements where it has them."""
+        buffer = tensors.by_name[name]
+        return machine.view(buffer, chunk, None) if name in self.scope.per_sample else buffer
 
     def backward(
-        self, machine: Machine, values: ValueBindings, stores: list[CarryCache | None], grads: Gradients, *, consume: bool = True
+        self, machine: Machine, values: ValueBindings, caches: list[CarryCache | None], grads: Gradients, *, consume: bool = True
     ) -> None:
-        """Walk the strips in reverse.
+        """Run the sweeps in reverse.
 
         Args:
-            machine: what runs the programs.
-            values: sources and side tensors.
-            stores: what ``forward`` returned.
-            grads: holds the outputs' gradients (on the host, those of ``to_host``), zeros to add to for sources and side tensors that
-                need a gradient, and sinks.
-            consume: whether the stores are no longer needed afterwards.
+            machine: runs the programs.
+            values: sources and side inputs.
+            caches: result of ``forward``.
+            grads: gradients of the outputs (on the host for ``to_host``), zeros to add to for sources and side inputs that need a gradient,
+                and sinks.
+            consume: True if the caches are not needed afterwards.
         """
         if not consume:
-            stores = [store and store.fork() for store in stores]
-        walks = list(self.walks)
-        while walks:
-            self._walk_backward(machine, values, stores.pop(), grads, walks.pop())
+            caches = [cache and cache.fork() for cache in caches]
+        sweeps = list(self.sweeps)
+        while sweeps:
+            self._sweep_backward(machine, values, caches.pop(), grads, sweeps.pop())
 
-    def _walk_backward(self, machine: Machine, values: ValueBindings, store: CarryCache | None, grads: Gradients, walk: Sweep) -> None:
-        if store is None:
-            store = self._walk_forward(machine, values, walk, None, self.kept)
-        repeats = self._backward_repeats(machine, grads, walk, store)
-        with open_loaders(machine, self, values.by_name, "backward", walk, skipped=repeats) as readers:
-            reading = ValueBindings(values.by_name, readers, reads_skipped_strips(self, "backward"))
-            self._walk_joint(machine, reading, store, grads, walk, repeats)
+    def _sweep_backward(self, machine: Machine, values: ValueBindings, cache: CarryCache | None, grads: Gradients, sweep: Sweep) -> None:
+        """Differentiate the strips of a sweep, last to first; a sweep without a cache runs forward again before."""
+        if cache is None:
+            cache = self._sweep_forward(machine, values, sweep, None, self.kept_states)
+        selection = self.strip_policy.select_backward(machine, self, grads, sweep, cache.selection)
+        with open_loaders(machine, self, values.by_name, "backward", sweep, selection=selection) as loaders:
+            streaming = ValueBindings(values.by_name, loaders, reads_skipped_strips(self, "backward"))
+            self._sweep_reverse(machine, streaming, cache, grads, sweep, selection)
 
-    def _backward_repeats(self, machine: Machine, grads: Gradients, walk: Sweep, store: CarryCache) -> BoolArray | None:
-        """The strips whose gradients are those of the strip behind them; ``None`` where all are run."""
-        if not self.skips_repeats:
-            return None
-        room = machine.reserve(comparison_bytes(self, walk, backward=True))
-        found = None if store.repeats is None else backward_constant_strips(machine, self, grads, walk, store.repeats)
-        del room
-        return found if found is not None and found.any() else None
-
-    def _walk_joint(
-        self, machine: Machine, values: ValueBindings, store: CarryCache, grads: Gradients, walk: Sweep, repeats: BoolArray | None
+    def _sweep_reverse(
+        self, machine: Machine, values: ValueBindings, cache: CarryCache, grads: Gradients, sweep: Sweep, selection: StripSelection
     ) -> None:
+        """Run the checkpoint actions of a sweep: strips forward to restore states, and backward."""
         schedule = self.schedule
         carried: dict[str, Buffer] = {}
         for action in self.checkpoints.actions(schedule.num_steps):
             if action.kind == "forward":
-                self._run_forward(machine, values, store, action.strip, walk, None)
-                store.hold(schedule.carried_rows(action.strip + 1))
+                self._run_forward(machine, values, cache, action.strip, sweep, None)
+                cache.retain(schedule.carried_rows(action.strip + 1))
                 if action.drops:
-                    store.release(schedule.carried_rows(action.strip))
+                    cache.release(schedule.carried_rows(action.strip))
                 continue
-            if repeats is not None and repeats[action.strip]:  # what it hands on is what was handed to it
-                self._skip(machine, self.program("joint", action.strip, walk), self.step(action.strip), walk, values)
-            else:
-                count = 1 if repeats is None else num_repeated_strips(repeats, action.strip, step=-1)
-                carried = self._run_joint(machine, values, store, grads, action.strip, walk, carried, count)
-            store.release(schedule.carried_rows(action.strip))
+            if selection.runs(action.strip):
+                weight = selection.weight(action.strip, step=-1)
+                carried = self._run_joint(machine, values, cache, grads, action.strip, sweep, carried, weight)
+            else:  # the gradients of the rows carried in equal those of the rows carried out
+                self._skip(machine, self.program("joint", action.strip, sweep), self.step(action.strip), sweep, values)
+            cache.release(schedule.carried_rows(action.strip))
 
     def _run_joint(
         self,
         machine: Machine,
         values: ValueBindings,
-        store: CarryCache,
+        cache: CarryCache,
         grads: Gradients,
         index: int,
-        walk: Sweep,
+        sweep: Sweep,
         carried: dict[str, Buffer],
-        count: int,
+        weight: int,
     ) -> dict[str, Buffer]:
-        """Differentiate a strip, for ``count`` of them upwards; takes the gradients of the rows that it hands on and returns those of the
-        rows handed to it."""
-        step, program = self.step(index), self.program("joint", index, walk)
-        bindings = self._bind(machine, program, step, walk, values, store)
-        parts: dict[str, Buffer] = {}
-        apart: dict[str, Buffer] = {}
+        """Differentiate a strip and the ``weight - 1`` strips before it that it represents.
+
+        Args:
+            machine: runs the program.
+            values: sources and side inputs.
+            cache: carried rows.
+            grads: gradients, read and added to.
+            index: the strip.
+            sweep: its sweep.
+            carried: gradients of the rows that the strip carries out, emptied.
+            weight: number of strips that it represents.
+
+        Returns:
+            Gradients of the rows carried into the strip.
+        """
+        step, program = self.step(index), self.program("joint", index, sweep)
+        bindings = self._bind(machine, program, step, sweep, values, cache)
+        sink_grads: dict[str, Buffer] = {}
+        separate_grads: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
             if self.is_exchanged(port):
                 bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
-                rows, columns = self.part(port.name, step, walk)
-                machine.fetch(grads.by_name[port.name], bindings[port], walk.chunk, rows, columns, axes=self.scope.axes)
+                rows, columns = self.output_region(port.name, step, sweep)
+                machine.read_output_grad(grads.by_name[port.name], bindings[port], sweep.chunk, rows, columns, axes=self.scope.axes)
             elif port.role == "grad_out":
                 if port.name in self.scope.streamed:
-                    bindings[port] = self._own_part(machine, grads, port.name, step, walk)
+                    bindings[port] = self._output_slice(machine, grads, port.name, step, sweep)
                 else:
-                    bindings[port] = self._side(machine, grads, port.name, walk.chunk)
+                    bindings[port] = self._side(machine, grads, port.name, sweep.chunk)
             elif port.role == "grad_carry":
                 bindings[port] = carried.pop(port.name)
             elif port.role == "grad_source" and port.name in grads.sinks:
-                parts[port.name] = self._zero_rows(machine, port.name, step, walk)
-                columns = self.columns_of(port.name, walk).new
-                bindings[port] = machine.view(parts[port.name], None, None, columns, axes=self.scope.axes)
-            elif port.role == "grad_source" and count > 1:
-                bindings[port] = apart[port.name] = machine.allocate(slot.shape, slot.dtype, zero=True)
+                sink_grads[port.name] = self._zero_rows(machine, port.name, step, sweep)
+                columns = self.columns_of(port.name, sweep).new
+                bindings[port] = machine.view(sink_grads[port.name], None, None, columns, axes=self.scope.axes)
+            elif port.role == "grad_source" and weight > 1:
+                bindings[port] = separate_grads[port.name] = machine.allocate(slot.shape, slot.dtype, zero=True)
             elif port.role == "grad_source":
-                bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
+                bindings[port] = self._source_slice(machine, grads, port.name, step, sweep)
             elif port.role == "grad_side":
-                bindings[port] = self._side(machine, grads, port.name, walk.chunk)
-        room = (
-            machine.reserve(separate_grad_bytes(self, program))
-            if self.skips_repeats and count == 1 and self._same_geometry[index]
-            else None
-        )
-        with weighted_accumulation(machine, self, bindings, walk, count):
+                bindings[port] = self._side(machine, grads, port.name, sweep.chunk)
+        with self.strip_policy.weighted(machine, self, index, program, bindings, sweep, weight):
             results, _ = machine.run(program, bindings)
-        machine.note_strips(program, num_run=1, num_skipped=0)
-        del room
         bindings.clear()
-        for repeat in range(count):
-            above = self.step(index - repeat)
-            for name, part in parts.items():
-                machine.give(grads.sinks[name], walk.chunk, self.reads(above, walk)[name], part)
-            for name, part in apart.items():
-                machine.add(self._rows_read(machine, grads, name, above, walk), part)
-        return {port.name: handle for port, handle in results.items()}
-
-    @cached_property
-    def _same_geometry(self) -> BoolArray:
-        """Strips of a geometry that stands twice in a row somewhere, so that one might repeat the other."""
-        found = same_geometry_strips(self)
-        return np.isin(self.schedule.kinds[1], self.schedule.kinds[1][found])
+        for offset in range(weight):
+            target = self.step(index - offset)
+            for name, gradient in sink_grads.items():
+                machine.add_to_sink(grads.sinks[name], sweep.chunk, self.reads(target, sweep)[name], gradient)
+            for name, gradient in separate_grads.items():
+                machine.add(self._source_slice(machine, grads, name, target, sweep), gradient)
+        return {port.name: buffer for port, buffer in results.items()}

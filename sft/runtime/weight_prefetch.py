@@ -1,38 +1,63 @@
 """Streamed weights on any machine: on the device while a segment reads them, and not otherwise.
 
-A pass is a list of moves, so it is known which weights each of them reads. What a move reads is there before its segment runs; where the
-pass reads *ahead*, what the next one reads is on its way meanwhile. Behind a move everything goes that the next one does not read. So a
-pass holds the weights of one move, or of two, and this is not in the order: like the frees of values it follows from it.
+A pass is a list of ops, so the weights that each op reads are known. They are loaded before its segment runs; with prefetching, the
+weights of the next op are copied while it runs. After an op, every weight that the next op does not read is freed. A pass thus keeps the
+weights of one op, or of two. Like the frees of values, loads and frees follow from the schedule and are not part of it.
 
-What a segment kept for its backward pass may hold views of a weight. A weight's buffer is therefore emptied under all handles on it, and
-filled again, as that of a value that leaves for the host (``sft.runtime.offload``).
+The residuals of a segment may contain views of a weight. A weight's bytes are therefore freed under all references to its buffer and filled
+again, as those of an offloaded value (``sft.runtime.offload``).
 
-The gradient of a weight is whole when the first segment that adds to it has run back: segments run back in reverse, each once. It then goes
-to whoever takes it (``take_gradient``), who may update the weight in its place: nobody reads this copy again.
+The gradient of a weight is complete after the backward of the first segment that reads the weight: segments run backward in reverse, each
+once. It is then sent to its receiver (``send_weight_grad``), which may update the weight in place, since no op reads this copy again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sft.runtime.moves import ScheduleOp
 
 if TYPE_CHECKING:
-    from sft.runtime.machine import Buffer, Machine
+    from sft.runtime.machine import Buffer
 
-__all__ = ["GradientTransfer", "StreamedWeights", "WeightPrefetcher", "weights_completed_per_segment", "weights_read_per_op"]
+__all__ = ["GradientTransfer", "StreamedWeights", "WeightOps", "WeightPrefetcher", "weights_completed_per_segment", "weights_read_per_op"]
+
+
+class WeightOps(Protocol):
+    """Transfers of streamed weights to the device, and of their gradients from it."""
+
+    def load_weight(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, buffer: Buffer | None, *, ahead: bool) -> Buffer:
+        """Begin to copy a weight to the device.
+
+        Args:
+            name: the weight.
+            num_bytes: bytes that it uses on the device.
+            shape: its shape.
+            dtype: its element type.
+            buffer: its buffer without memory, from an earlier load; ``None`` allocates one.
+            ahead: True if another op runs before the weight is read.
+        """
+
+    def wait_weights(self, names: Sequence[str]) -> None:
+        """Make the next program wait for those of these weights that are being copied."""
+
+    def free_weight(self, name: str, buffer: Buffer) -> None:
+        """Free the device's bytes of a weight; its buffer remains, without memory."""
+
+    def send_weight_grad(self, name: str, gradient: Buffer, weight: Buffer, transfer: GradientTransfer) -> None:
+        """Send the complete gradient of a weight to its receiver; both buffers may be changed in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientTransfer:
-    """What it takes to take the gradient of a weight: all of it is over before the next gradient is taken.
+    """Cost of sending the gradient of a weight; the transfer is complete before the next gradient is sent.
 
     Attributes:
-        scratch_bytes: on the device, beside the gradient and the weight.
-        up_bytes: to the device.
-        down_bytes: to the host.
+        scratch_bytes: bytes on the device in addition to the gradient and the weight.
+        up_bytes: bytes copied to the device.
+        down_bytes: bytes copied to the host.
     """
 
     scratch_bytes: int = 0
@@ -42,12 +67,12 @@ class GradientTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWeights:
-    """The weights of a model that are streamed.
+    """The streamed weights of a model.
 
     Attributes:
-        num_bytes: by name, what each takes on the device while it is there.
-        grad_transfers: by name, what its gradient takes; weights without a gradient are not among them.
-        reads_ahead: whether the weights of the next move are on their way while one runs.
+        num_bytes: bytes of each weight on the device, by name.
+        grad_transfers: cost of sending its gradient, by name; weights without a gradient are absent.
+        reads_ahead: True if the weights of the next op are copied while an op runs.
     """
 
     num_bytes: Mapping[str, int]
@@ -56,103 +81,103 @@ class StreamedWeights:
 
 
 def weights_read_per_op(
-    moves: Sequence[ScheduleOp], reads: Sequence[Collection[str]], backward_reads: Sequence[Collection[str]], weights: Collection[str]
+    ops: Sequence[ScheduleOp], reads: Sequence[Collection[str]], backward_reads: Sequence[Collection[str]], weights: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """For each move the weights that its segment reads; none where something is copied, or the caller has its turn.
+    """For each op the weights that its segment reads; empty for copies and the loss.
 
     Args:
-        moves: of one pass.
+        ops: ops of one pass.
         reads: for each segment the values that it takes from outside.
-        backward_reads: for each segment the values that its backward pass needs.
-        weights: the streamed ones.
+        backward_reads: for each segment the values that its backward reads.
+        weights: the streamed weights.
     """
-    of_kind: dict[str, Sequence[Collection[str]]] = {"forward": reads, "backward": backward_reads}
+    reads_by_kind: dict[str, Sequence[Collection[str]]] = {"forward": reads, "backward": backward_reads}
     return tuple(
-        tuple(dict.fromkeys(name for name in of_kind[move.kind][move.segment] if name in weights)) if move.kind in of_kind else ()
-        for move in moves
+        tuple(dict.fromkeys(name for name in reads_by_kind[op.kind][op.segment] if name in weights)) if op.kind in reads_by_kind else ()
+        for op in ops
     )
 
 
 def weights_completed_per_segment(
     reads: Sequence[Collection[str]], differentiated: Sequence[bool], weights: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """For each segment the weights whose gradients are whole when it has run back: it is the first that reads them.
+    """For each segment the weights whose gradients are complete after its backward: those that no earlier segment reads.
 
     Args:
         reads: for each segment the values that it takes from outside.
-        differentiated: whether each runs back.
-        weights: the streamed ones that have a gradient.
+        differentiated: for each segment, True if it has a backward.
+        weights: the streamed weights that have a gradient.
     """
     seen: set[str] = set()
-    found = []
-    for names, runs_back in zip(reads, differentiated, strict=True):
-        own = tuple(dict.fromkeys(name for name in names if runs_back and name in weights and name not in seen))
-        seen.update(own)
-        found.append(own)
-    return tuple(found)
+    completed = []
+    for names, has_backward in zip(reads, differentiated, strict=True):
+        first_read = tuple(dict.fromkeys(name for name in names if has_backward and name in weights and name not in seen))
+        seen.update(first_read)
+        completed.append(first_read)
+    return tuple(completed)
 
 
 @dataclass(slots=True, kw_only=True)
 class WeightPrefetcher:
-    """The weights of one pass.
+    """Loads and frees the weights of one pass.
 
     Attributes:
-        machine: brings them.
-        weights: which there are.
-        shapes: of all values.
-        dtypes: of all values.
-        handles: those made so far, of no bytes while their weights are away; they outlive the pass where something was kept.
-        reads: for each move of the pass the weights that it reads.
+        machine: copies them.
+        weights: the streamed weights.
+        shapes: shapes of all values.
+        dtypes: element types of all values.
+        buffers: buffers of the weights loaded so far, without memory while they are away; residuals may keep them after the pass.
+        reads: for each op of the pass the weights that it reads.
     """
 
-    machine: Machine
+    machine: WeightOps
     weights: StreamedWeights
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, object]
-    handles: dict[str, Buffer]
+    buffers: dict[str, Buffer]
     reads: Sequence[tuple[str, ...]]
-    _there: dict[str, None] = field(default_factory=dict)
-    _taken: set[str] = field(default_factory=set)
+    _loaded: dict[str, None] = field(default_factory=dict)
+    _sent: set[str] = field(default_factory=set)
 
-    def enter(self, place: int, values: dict[str, Buffer]) -> None:
-        """Have the weights of a move there, by name in ``values``, and begin to read those of the next one."""
-        own = self.reads[place]
-        if not own:
+    def before_op(self, position: int, values: dict[str, Buffer]) -> None:
+        """Load the weights of an op into ``values``, and begin to load those of the next one."""
+        names = self.reads[position]
+        if not names:
             return
-        self._load(own, ahead=False)
-        self.machine.settle_weights(own)
+        self._load(names, ahead=False)
+        self.machine.wait_weights(names)
         if self.weights.reads_ahead:
-            self._load(self._next(place), ahead=True)
-        values.update((name, self.handles[name]) for name in own)
+            self._load(self._next(position), ahead=True)
+        values.update((name, self.buffers[name]) for name in names)
 
-    def leave(self, place: int) -> None:
-        """Let go of what the next move does not read, and of what may have been updated: who reads that again wants it as it was."""
-        if self.reads[place]:
-            stay = set(self._next(place)) - self._taken
-            self._release([name for name in self._there if name not in stay])
-            self._taken.clear()
+    def after_op(self, position: int) -> None:
+        """Free the weights that the next op does not read, and those that may have been updated: a later reader needs the old values."""
+        if self.reads[position]:
+            needed = set(self._next(position)) - self._sent
+            self._free([name for name in self._loaded if name not in needed])
+            self._sent.clear()
 
-    def end(self) -> None:
-        """Let go of everything, be it after a failure."""
-        self._release(list(self._there))
+    def free_all(self) -> None:
+        """Free every weight, also after a failure."""
+        self._free(list(self._loaded))
 
-    def take(self, name: str, gradient: Buffer) -> None:
-        """Have a gradient taken that is whole; the weight is there."""
-        self._taken.add(name)
-        self.machine.take_gradient(name, gradient, self.handles[name], self.weights.grad_transfers[name])
+    def send_gradient(self, name: str, gradient: Buffer) -> None:
+        """Send a complete gradient; its weight is on the device."""
+        self._sent.add(name)
+        self.machine.send_weight_grad(name, gradient, self.buffers[name], self.weights.grad_transfers[name])
 
-    def _next(self, place: int) -> tuple[str, ...]:
-        """The weights of the next move that reads any."""
-        return next((names for names in self.reads[place + 1 :] if names), ())
+    def _next(self, position: int) -> tuple[str, ...]:
+        """Weights of the next op that reads any."""
+        return next((names for names in self.reads[position + 1 :] if names), ())
 
     def _load(self, names: Sequence[str], *, ahead: bool) -> None:
         for name in names:
-            if name not in self._there:
+            if name not in self._loaded:
                 size, shape, dtype = self.weights.num_bytes[name], self.shapes[name], self.dtypes[name]
-                self.handles[name] = self.machine.load_weight(name, size, shape, dtype, self.handles.get(name), ahead=ahead)
-                self._there[name] = None
+                self.buffers[name] = self.machine.load_weight(name, size, shape, dtype, self.buffers.get(name), ahead=ahead)
+                self._loaded[name] = None
 
-    def _release(self, names: Sequence[str]) -> None:
+    def _free(self, names: Sequence[str]) -> None:
         for name in names:
-            self.machine.release_weight(name, self.handles[name])
-            del self._there[name]
+            self.machine.free_weight(name, self.buffers[name])
+            del self._loaded[name]

@@ -133,7 +133,14 @@ class RegionInputs:
         """What runs a pass."""
         self.turn.take(self.graphs)
         account, skipping = (self.reading.backward, self.skipping.backward) if backward else (self.reading.forward, self.skipping.forward)
-        parts = {"account": account, "skipping": skipping, "copies": copies, "room": self.room, "graphs": self.graphs, "weights": weights}
+        parts = {
+            "reading": account,
+            "skipping": skipping,
+            "offloader": copies,
+            "host_allocator": self.room,
+            "graphs": self.graphs,
+            "weights": weights,
+        }
         return self.make_machine(self.device, **parts)
 
 
@@ -176,7 +183,7 @@ class _RegionFunction(torch.autograd.Function):
             machine = leaves.machine(backward=False, copies=copies, weights=weights)
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
-            tape.copies.settle(machine, tuple(tape.copies.by_target))
+            tape.copies.wait(machine, tuple(tape.copies.by_target))
         made = [name for name in region.outputs if name not in given]
         # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
         # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
@@ -257,7 +264,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if consume:
         ctx.tape = ctx.copies = None
     else:
-        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept), tape.copies, tape.weights)
+        tape = tape.fork()
     given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
     tape.values.by_name.update(given)
     tape.values.by_name.update(leaves.sources)

@@ -97,11 +97,11 @@ def recordable_programs(region: Region, *, training: bool) -> list[Program]:
             continue
         first, kinds = segment.schedule.kinds
         differentiate = training and not segment.scope.requires_grad.isdisjoint(segment.scope.names)
-        for walk in segment.walks:
+        for sweep in segment.sweeps:
             for number, index in enumerate(first):
                 count = int((kinds == number).sum())
                 for kind in ("forward", "joint") if differentiate else ("forward",):
-                    program = segment.program(kind, int(index), walk)
+                    program = segment.program(kind, int(index), sweep)
                     programs[id(program)] = program
                     runs[id(program)] = runs.get(id(program), 0) + count
     often = sorted((key for key, count in runs.items() if count >= _MIN_RUNS), key=lambda key: -runs[key])

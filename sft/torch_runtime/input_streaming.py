@@ -1,4 +1,4 @@
-"""Reading inputs while walks run: from a `sft.sources.Source` to strips on the device, and an account of it."""
+"""Reading inputs while sweeps run: from a `sft.sources.Source` to strips on the device, and an account of it."""
 
 from __future__ import annotations
 

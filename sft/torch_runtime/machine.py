@@ -1,17 +1,15 @@
-"""The machine of real tensors: buffers from torch's allocator, programs executed instruction by instruction.
+"""Machine on real tensors: allocates buffers with torch's allocator and executes programs instruction by instruction.
 
-Giving freed memory back to the system while a walk runs on the CPU.
-
-The C library serves buffers of up to 32 MiB from one heap. A walk makes and frees such buffers strip after strip, and between them the
-small blocks of carried rows that stay. Each block lands in the hole of a freed buffer, which then is too small for the next strip's,
-so the heap grows by some strips' worth with every strip, although hardly any of it is in use: measured 5.9 GiB of process memory for
-0.9 GiB of live tensors. Trimming hands the pages of the holes back. It is a no-op where the C library has no such call.
+On the CPU it also trims the heap while a sweep runs. The C library serves buffers of up to 32 MiB from one heap. A sweep allocates and
+frees such buffers strip after strip, and between them the small blocks of carried rows, which stay. Each block is placed in the hole of a
+freed buffer, which is then too small for the next strip, so the heap grows by a few strips with every strip although hardly any of it is
+in use: measured 5.9 GiB of process memory for 0.9 GiB of live tensors. Trimming returns the pages of the holes to the system. It has no
+effect if the C library has no ``malloc_trim``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,11 +19,9 @@ import torch
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
-from sft.analysis.tiling.constant_strips import BoolArray
 from sft.common.interval import Interval
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
-from sft.lower.rules.base import AdditivePart
-from sft.runtime.machine import Buffer, OpaqueTensors, Residuals
+from sft.runtime.machine import DEFAULT_AXES, Buffer, OpaqueTensors, Residuals
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.weight_prefetch import GradientTransfer
@@ -35,19 +31,19 @@ from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
 from sft.torch_runtime.input_streaming import PassReading, SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
-from sft.torch_runtime.skip_constant import PassSkipping, equal_rows_on_device, source_equal_rows
+from sft.torch_runtime.skip_constant import PassSkipping, TorchStripOps
 from sft.torch_runtime.streamed_cuts import CutStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
 
 __all__ = ["TRIM_AFTER_BYTES", "HeapTrimmer", "TorchMachine"]
 
-#: Bytes of freed buffers that may pile up before the heap is trimmed; making them takes far longer than the trim.
+#: Bytes of freed buffers after which the heap is trimmed; computing their content takes far longer than the trim.
 TRIM_AFTER_BYTES = 256 * 2**20
 
 
 @cache
 def _find_malloc_trim() -> Callable[[], None] | None:
-    """The C library's call, `None` where it has none."""
+    """``malloc_trim`` of the C library, ``None`` if it has none."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):
@@ -58,12 +54,16 @@ def _find_malloc_trim() -> Callable[[], None] | None:
 
 @dataclass(slots=True)
 class HeapTrimmer:
-    """Trims the heap each time that programs have made and freed enough."""
+    """Trims the heap after every ``TRIM_AFTER_BYTES`` of freed buffers.
+
+    Attributes:
+        freed_bytes: bytes freed since the last trim.
+    """
 
     freed_bytes: int = 0
 
     def note(self, num_bytes: int) -> None:
-        """A program has run whose buffers took so many bytes at its peak."""
+        """Count the peak bytes of a program that has run."""
         self.freed_bytes += num_bytes
         if self.freed_bytes >= TRIM_AFTER_BYTES:
             self.freed_bytes = 0
@@ -72,60 +72,59 @@ class HeapTrimmer:
                 trim()
 
 
-_AXES = Axes()
-
-
 @dataclass(slots=True)
 class TorchMachine:
-    """Runs programs on a torch device (``meta`` makes it a dry run).
+    """Machine on a torch device (``meta``: a dry run).
 
     Attributes:
-        device: where buffers are made.
+        device: device of the buffers.
         trace: called with each executed instruction, for tests.
-        account: gains what is read of inputs that are not resident.
-        heap: is trimmed now and then, on the CPU.
-        copies: where what leaves for the host goes, in orders that have such moves.
-        room: where cuts are that are never whole on the device.
-        graphs: recordings of programs that are replayed instead of run.
-        skipping: gains what strips ran, and which were left out.
-        weights: brings streamed weights, and takes their gradients, in regions that have any.
+        reading: statistics of the inputs that are read while the pass runs.
+        heap: trims the heap, on the CPU.
+        offloader: copies of offloaded values, for schedules that have any.
+        host_allocator: allocates cuts on the host.
+        graphs: recorded programs, which are replayed instead of executed.
+        skipping: statistics of the strips left out.
+        weights: transfers of streamed weights, for regions that have any.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
-    account: PassReading = field(default_factory=PassReading)
+    reading: PassReading = field(default_factory=PassReading)
     heap: HeapTrimmer = field(default_factory=HeapTrimmer)
-    copies: HostOffloader | None = None
-    room: HostAllocator = field(default_factory=HostAllocator)
+    offloader: HostOffloader | None = None
+    host_allocator: HostAllocator = field(default_factory=HostAllocator)
     graphs: GraphCache | None = None
     skipping: PassSkipping = field(default_factory=PassSkipping)
     weights: WeightPass | None = None
 
-    def begin(self, move: ScheduleOp) -> None:
-        pass
+    def start_op(self, op: ScheduleOp) -> None:
+        """Mark the begin of a schedule op; tests watch it."""
+
+    # Buffers.
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
         layout = torch.contiguous_format if contiguous else CHANNELS_LAST.get(len(shape), torch.contiguous_format)
         out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
         return out.zero_() if zero else out
 
-    def fill(self, handle: Buffer, value: float) -> None:
-        handle.fill_(value)
-
-    def zeros_like(self, handle: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if handle is None:
+    def zeros_like(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if buffer is None:
             return self.allocate(shape, dtype, zero=True)
-        return torch.zeros_like(handle, dtype=dtype)
+        return torch.zeros_like(buffer, dtype=dtype)
 
     def view(
-        self, handle: Buffer, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
+        self, buffer: Buffer, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = DEFAULT_AXES
     ) -> torch.Tensor:
-        view: torch.Tensor = handle
+        view: torch.Tensor = buffer
         rank = view.dim()
-        for dim, part in ((0, batch), (axes.dim(rank, ROWS), rows), (axes.dim(rank, COLUMNS), columns)):
-            if dim is not None and part is not None and len(part) != view.shape[dim]:
-                view = view.narrow(dim, part.start, len(part))
+        for dim, interval in ((0, batch), (axes.dim(rank, ROWS), rows), (axes.dim(rank, COLUMNS), columns)):
+            if dim is not None and interval is not None and len(interval) != view.shape[dim]:
+                view = view.narrow(dim, interval.start, len(interval))
         return view
+
+    def fill(self, buffer: Buffer, value: float) -> None:
+        buffer.fill_(value)
 
     def add(self, target: Buffer, source: Buffer) -> None:
         target.add_(source)
@@ -133,96 +132,23 @@ class TorchMachine:
     def copy(self, target: Buffer, source: Buffer) -> None:
         target.copy_(source)
 
-    def weigh(self, handle: Buffer, additive: AdditivePart, count: int, *, down: bool) -> None:
-        parts = [handle] if additive.columns is None else [handle.select(-1, column) for column in additive.columns]
-        for part in parts:
-            if additive.is_logarithm:
-                part.sub_(math.log(count)) if down else part.add_(math.log(count))
-            else:
-                part.div_(count) if down else part.mul_(count)
-
-    def repeated_rows(self, handle: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
-        if self.device.type == "meta":
-            return None
-        if isinstance(handle, HostGradient):
-            handle = handle.tensor
-        if isinstance(handle, torch.Tensor):
-            return equal_rows_on_device(self.view(handle, batch, None, columns, axes=axes), axes)
-        return source_equal_rows(handle, batch, columns)
-
-    def reserve(self, num_bytes: int) -> None:
-        return None
-
-    def note_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
-        self.skipping.note(num_run=num_run, num_skipped=num_skipped, flops=program.flops)
-
-    def read(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
-        if isinstance(source, HostCut):
-            return CutStripLoader(source, batch, order, self.device)
-        return SourceStripLoader(source, batch, order, self.device, self.account)
-
-    def load(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        out = self.allocate(shape, dtype, zero=False)
-        if isinstance(source, HostCut):
-            source.load(out)
-        else:
-            load_source(source, out, self.account)
+    def cast(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        out: torch.Tensor = buffer.to(dtype)
         return out
 
-    def give(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
-        select_samples(sink, batch).add(rows, gradient)
-
-    def put(
-        self,
-        host: Buffer,
-        part: Buffer,
-        batch: Interval | None = None,
-        rows: Interval | None = None,
-        columns: Interval | None = None,
-        *,
-        axes: Axes = _AXES,
-    ) -> None:
-        host.write(self.view(host.tensor, batch, rows, columns, axes=axes), part, axes, batch, rows)
-
-    def fetch(
-        self,
-        host: Buffer,
-        part: Buffer,
-        batch: Interval | None = None,
-        rows: Interval | None = None,
-        columns: Interval | None = None,
-        *,
-        axes: Axes = _AXES,
-    ) -> None:
-        if self.device.type != "meta":
-            whole = host.tensor if isinstance(host, HostGradient) else host
-            copy_in_order(part, self.view(whole, batch, rows, columns, axes=axes), part)
-
-    def host_cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostCut:
-        return HostCut(shape, dtype, self._room_for_cuts, "a cut on the host")
-
-    def host_gradient(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostGradient:
-        return HostGradient(shape, dtype, self._room_for_cuts, "the gradient of a cut on the host")
-
-    @property
-    def _room_for_cuts(self) -> HostAllocator | None:
-        return None if self.device.type == "meta" else self.room
-
-    def cast(self, handle: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        out: torch.Tensor = handle.to(dtype)
+    def to_channels_first(self, buffer: Buffer) -> torch.Tensor:
+        out: torch.Tensor = buffer.contiguous()
         return out
 
-    def channels_first(self, handle: Buffer) -> torch.Tensor:
-        out: torch.Tensor = handle.contiguous()
-        return out
+    # Programs.
 
     def run(
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
     ) -> tuple[dict[Port, Buffer], Residuals]:
         if self.graphs is not None and saved is None:
-            found = self.graphs.run(program, bindings, lambda one, given: self._run(one, given, None)[0])
-            if found is not None:
-                return found, Residuals({})
+            results = self.graphs.run(program, bindings, lambda recorded, buffers: self._run(recorded, buffers, None)[0])
+            if results is not None:
+                return results, Residuals({})
         return self._run(program, bindings, saved)
 
     def _run(self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None) -> tuple[dict[Port, Buffer], Residuals]:
@@ -233,54 +159,11 @@ class TorchMachine:
         for instruction in program.instructions:
             self._execute(instruction, tensors)
         results = {port: tensors[slot.number] for port, slot in program.results.items()}
-        left = {number: tensors[number] for number in program.saved}
+        residuals = {number: tensors[number] for number in program.saved}
         tensors.clear()
         if self.device.type == "cpu":
             self.heap.note(program.peak_bytes)
-        return results, Residuals(left)
-
-    def buffers_of(self, saved: Residuals, slots: Sequence[int]) -> list[torch.Tensor]:
-        values = (saved.values[slot] for slot in slots)
-        return [tensor for value in values for tensor in (value.buffers if isinstance(value, OpaqueTensors) else (value,))]
-
-    @property
-    def _host(self) -> HostOffloader:
-        assert self.copies is not None, "the order copies to the host, and the machine has no room there"
-        return self.copies
-
-    def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
-        return self._host.offload(target, handles)
-
-    def release(self, copy: OffloadedValue) -> None:
-        self._host.release(copy)
-
-    def prefetch(self, copy: OffloadedValue) -> None:
-        self._host.prefetch(copy)
-
-    def settle(self, copy: OffloadedValue) -> None:
-        self._host.settle(copy)
-
-    def forget(self, copy: OffloadedValue) -> None:
-        self._host.forget(copy)
-
-    @property
-    def _weights(self) -> WeightPass:
-        assert self.weights is not None, "the region streams weights, and the machine has no store"
-        return self.weights
-
-    def load_weight(
-        self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, handle: torch.Tensor | None, *, ahead: bool
-    ) -> torch.Tensor:
-        return self._weights.load(name, num_bytes, shape, dtype, handle, ahead=ahead)
-
-    def settle_weights(self, names: Sequence[str]) -> None:
-        self._weights.settle(names)
-
-    def release_weight(self, name: str, handle: torch.Tensor) -> None:
-        self._weights.release(name, handle)
-
-    def take_gradient(self, name: str, gradient: torch.Tensor, weight: torch.Tensor, taking: GradientTransfer) -> None:
-        self._weights.take(name, gradient, weight)
+        return results, Residuals(residuals)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
         arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]
@@ -309,3 +192,110 @@ class TorchMachine:
         if type(value) is tuple:
             return [self._resolve(item, tensors) for item in value]
         return self.device if value is DEVICE else value
+
+    def residual_buffers(self, saved: Residuals, slots: Sequence[int]) -> list[torch.Tensor]:
+        values = (saved.values[slot] for slot in slots)
+        return [tensor for value in values for tensor in (value.buffers if isinstance(value, OpaqueTensors) else (value,))]
+
+    # Inputs, outputs and cuts on the host.
+
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
+        if isinstance(source, HostCut):
+            return CutStripLoader(source, batch, order, self.device)
+        return SourceStripLoader(source, batch, order, self.device, self.reading)
+
+    def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        out = self.allocate(shape, dtype, zero=False)
+        if isinstance(source, HostCut):
+            source.load(out)
+        else:
+            load_source(source, out, self.reading)
+        return out
+
+    def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
+        select_samples(sink, batch).add(rows, gradient)
+
+    def write_output(
+        self,
+        host: Buffer,
+        source: Buffer,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = DEFAULT_AXES,
+    ) -> None:
+        host.write(self.view(host.tensor, batch, rows, columns, axes=axes), source, axes, batch, rows)
+
+    def read_output_grad(
+        self,
+        host: Buffer,
+        target: Buffer,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = DEFAULT_AXES,
+    ) -> None:
+        if self.device.type != "meta":
+            gradient = host.tensor if isinstance(host, HostGradient) else host
+            copy_in_order(target, self.view(gradient, batch, rows, columns, axes=axes), target)
+
+    def allocate_host_cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostCut:
+        return HostCut(shape, dtype, self._cut_allocator, "a cut on the host")
+
+    def allocate_host_grad(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostGradient:
+        return HostGradient(shape, dtype, self._cut_allocator, "the gradient of a cut on the host")
+
+    @property
+    def _cut_allocator(self) -> HostAllocator | None:
+        return None if self.device.type == "meta" else self.host_allocator
+
+    # Offloaded values.
+
+    @property
+    def _offloader(self) -> HostOffloader:
+        assert self.offloader is not None, "the schedule offloads values, and the machine has no slab for them"
+        return self.offloader
+
+    def offload(self, target: str, buffers: Sequence[Buffer]) -> OffloadedValue:
+        return self._offloader.offload(target, buffers)
+
+    def release(self, copy: OffloadedValue) -> None:
+        self._offloader.release(copy)
+
+    def prefetch(self, copy: OffloadedValue) -> None:
+        self._offloader.prefetch(copy)
+
+    def wait_prefetch(self, copy: OffloadedValue) -> None:
+        self._offloader.wait_prefetch(copy)
+
+    def free_offload(self, copy: OffloadedValue) -> None:
+        self._offloader.free_offload(copy)
+
+    # Streamed weights.
+
+    @property
+    def _weights(self) -> WeightPass:
+        assert self.weights is not None, "the region streams weights, and the machine has no store"
+        return self.weights
+
+    def load_weight(
+        self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor | None, *, ahead: bool
+    ) -> torch.Tensor:
+        return self._weights.load(name, num_bytes, shape, dtype, buffer, ahead=ahead)
+
+    def wait_weights(self, names: Sequence[str]) -> None:
+        self._weights.wait(names)
+
+    def free_weight(self, name: str, buffer: torch.Tensor) -> None:
+        self._weights.free(name, buffer)
+
+    def send_weight_grad(self, name: str, gradient: torch.Tensor, weight: torch.Tensor, transfer: GradientTransfer) -> None:
+        self._weights.send_gradient(name, gradient, weight)
+
+    # Strips that a sweep leaves out.
+
+    @property
+    def strip_ops(self) -> TorchStripOps:
+        return TorchStripOps(self.device, self.view, self.skipping)

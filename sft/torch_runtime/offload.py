@@ -74,26 +74,26 @@ class HostOffloader:
     device: torch.device
     lease: SlabLease
     exceeds: bool = False
-    _space: HostArena = field(default_factory=HostArena)
-    _own: dict[int, Tensor] = field(default_factory=dict)
+    _arena: HostArena = field(default_factory=HostArena)
+    _overflow: dict[int, Tensor] = field(default_factory=dict)
 
     def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
         """Begin to copy the storages of these tensors, each once."""
         # Torch keeps one Python object for each storage, for as long as that lives.
         buffers = [storage_as_bytes(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
-        copy = OffloadedValue(target, buffers, sizes, self._space.take(sum(sizes)))
+        copy = OffloadedValue(target, buffers, sizes, self._arena.allocate(sum(sizes)))
         if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
-            self._own[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
-        with self._beside("down") as stream:
-            for buffer, part in self._pairs(copy):
+            self._overflow[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        with self._on_copy_stream("down") as stream:
+            for buffer, part in self._buffers_with_slab(copy):
                 part.copy_(buffer, non_blocking=True)
-            copy.down = _record_event(stream)
+            copy.offload_done = _record_event(stream)
         return copy
 
     def release(self, copy: OffloadedValue) -> None:
         """Wait for the copy to the host (and for one from it, if that is going on), and empty the storages."""
-        self._await(copy)
+        self._wait_copies(copy)
         for buffer in copy.buffers:
             torch.ops.sft.resize_storage_(buffer, 0)
         copy.is_away = True
@@ -102,22 +102,22 @@ class HostOffloader:
         """Fill the storages again, and begin to copy back."""
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             torch.ops.sft.resize_storage_(buffer, size)
-        with self._beside("up") as stream:
-            for buffer, part in self._pairs(copy):
+        with self._on_copy_stream("up") as stream:
+            for buffer, part in self._buffers_with_slab(copy):
                 buffer.copy_(part, non_blocking=True)
-            copy.up = _record_event(stream)
+            copy.prefetch_done = _record_event(stream)
         copy.is_away, copy.is_arriving = False, True
 
-    def settle(self, copy: OffloadedValue) -> None:
+    def wait_prefetch(self, copy: OffloadedValue) -> None:
         """Let the computation wait for the copy back."""
-        self._await(copy)
+        self._wait_copies(copy)
 
-    def forget(self, copy: OffloadedValue) -> None:
+    def free_offload(self, copy: OffloadedValue) -> None:
         """End the use of a copy: what it touches may go."""
-        self._await(copy)
+        self._wait_copies(copy)
         copy.buffers.clear()
-        self._own.pop(copy.start, None)
-        self._space.give_back(copy.start)
+        self._overflow.pop(copy.start, None)
+        self._arena.free(copy.start)
 
     def quiesce(self) -> None:
         """Let the computation wait for everything, when a step has failed and buffers go that copies may still touch."""
@@ -126,23 +126,23 @@ class HostOffloader:
             compute.wait_stream(streams.down)
             compute.wait_stream(streams.up)
 
-    def _pairs(self, copy: OffloadedValue) -> Iterator[tuple[Tensor, Tensor]]:
+    def _buffers_with_slab(self, copy: OffloadedValue) -> Iterator[tuple[Tensor, Tensor]]:
         """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
-        own, offset = self._own.get(copy.start), 0
+        own, offset = self._overflow.get(copy.start), 0
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             if self.device.type != "meta":
                 yield buffer, self.lease.part(copy.start + offset, size) if own is None else own[offset : offset + size]
             offset += size
 
-    def _await(self, copy: OffloadedValue) -> None:
-        for event in (copy.down, copy.up):
+    def _wait_copies(self, copy: OffloadedValue) -> None:
+        for event in (copy.offload_done, copy.prefetch_done):
             if event is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
-        copy.down = copy.up = None
+        copy.offload_done = copy.prefetch_done = None
         copy.is_arriving = False
 
     @contextmanager
-    def _beside(self, direction: str) -> Iterator[Any]:
+    def _on_copy_stream(self, direction: str) -> Iterator[Any]:
         """On the stream of a direction, behind what the computation was asked so far; on a device without streams just here."""
         if self.device.type != "cuda":
             yield None

@@ -1,14 +1,16 @@
-"""Which rows of an image equal the row above them, bit for bit: of tensors by looking, of sources by asking.
+"""Constant strips on real tensors: comparison of rows, weights of sums, and statistics of the strips left out.
 
-Bits are compared, not numbers: a program makes the same of the same bits, while it may tell 0 from -0, and a NaN is no number that equals
-itself. Rows are compared in pieces, so that what that takes besides is known beforehand (``sft.runtime.skip_constant.comparison_bytes``).
-
-An account of strips that were left out since they would have made what a neighbour made (``Options(skip_repeats=True)``).
+Rows are compared bit by bit. A program computes the same from the same bits, while it may distinguish 0 from -0, and a NaN does not equal
+itself. Tensors are compared chunk by chunk, so that the memory is known in advance (``sft.runtime.skip_constant``); sources report
+themselves which rows are equal (`RepeatingSource`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,64 +20,26 @@ from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.tiling.constant_strips import BoolArray
 from sft.common.errors import SftError, SourceError
 from sft.common.interval import Interval
+from sft.lower.program import Program
+from sft.lower.rules.base import AdditivePart
 from sft.runtime.skip_constant import comparison_chunk_rows
 from sft.sources.source import RepeatingSource, Source, select_samples
+from sft.torch_runtime.streamed_cuts import HostGradient
 
-__all__ = ["PassSkipping", "Skipping", "equal_rows_on_device", "source_equal_rows"]
+__all__ = ["PassSkipping", "Skipping", "TorchStripOps", "equal_rows_on_device", "source_equal_rows"]
 
-#: Types of as many bytes whose equality is that of bits.
+#: Integer types by size in bytes; equal integers are equal bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def equal_rows_on_device(image: Tensor, axes: Axes) -> BoolArray | None:
-    """For each row of an image on any device whether it equals the row above it; ``None`` for a type whose bits cannot be compared."""
-    dim = axes.dim(image.dim(), ROWS)
-    bits = _BITS.get(image.element_size())
-    if dim is None or bits is None or image.is_complex():
-        return None
-    extent = image.shape[dim]
-    numbers = image.detach().view(bits)
-    others = [axis for axis in range(image.dim()) if axis != dim]
-    differs = torch.ones(extent, dtype=torch.bool, device=image.device)
-    step = comparison_chunk_rows(image.numel() // max(1, extent))
-    for top in range(1, extent, step):
-        count = min(step, extent - top)
-        piece = torch.ne(numbers.narrow(dim, top, count), numbers.narrow(dim, top - 1, count))
-        differs[top : top + count] = piece.any(others)
-        del piece
-    same: BoolArray = np.logical_not(differs.cpu().numpy())
-    return same
-
-
-def source_equal_rows(source: Source, batch: Interval, columns: Interval) -> BoolArray | None:
-    """What a source says of the same; ``None`` for one that says nothing.
-
-    Raises:
-        SourceError: it cannot be asked.
-    """
-    part = select_samples(source, batch)
-    if not isinstance(part, RepeatingSource):
-        return None
-    _, _, height_px, _ = part.shape
-    try:
-        same = np.asarray(part.repeated_rows(columns), dtype=bool)
-    except SftError:
-        raise
-    except Exception as error:
-        raise SourceError(f"cannot tell which rows of {source} are repeated: {type(error).__name__}: {error}. Mend the source.") from error
-    if same.shape != (height_px,):
-        raise SourceError(f"{source} says of {same.shape} rows whether they are repeated: it has {height_px}. Mend repeated_rows.")
-    return same
 
 
 @dataclass(slots=True, kw_only=True)
 class PassSkipping:
-    """What one pass, forward or backward, left out.
+    """Statistics of the strips that one pass, forward or backward, left out.
 
     Attributes:
-        num_strips: strips of all walks, those that run forward once more to restore states included.
-        num_skipped: of these, strips that were not run.
-        skipped_flops: what these would have computed; the pass ran so much less than was planned.
+        num_strips: number of strips of all sweeps, including those that run forward again to restore states.
+        num_skipped: number of strips that did not run.
+        skipped_flops: FLOPs of these strips, which the pass saved.
     """
 
     num_strips: int = 0
@@ -83,7 +47,7 @@ class PassSkipping:
     skipped_flops: int = 0
 
     def note(self, *, num_run: int, num_skipped: int, flops: int) -> None:
-        """Count strips of a program of so many FLOPs."""
+        """Count strips of a program with that many FLOPs."""
         self.num_strips += num_run + num_skipped
         self.num_skipped += num_skipped
         self.skipped_flops += num_skipped * flops
@@ -94,15 +58,15 @@ class PassSkipping:
 
 @dataclass(frozen=True, slots=True)
 class Skipping:
-    """What a call left out; the backward pass adds its part when it runs.
+    """Statistics of the strips that a call left out; the backward pass adds its share when it runs.
 
     >>> print(Skipping())
     forward: 0 of 0 strips left out (0 FLOPs)
     backward: 0 of 0 strips left out (0 FLOPs)
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward passes so far.
+        forward: statistics of the forward pass.
+        backward: statistics of the backward passes so far.
     """
 
     forward: PassSkipping = field(default_factory=PassSkipping)
@@ -110,8 +74,87 @@ class Skipping:
 
     @property
     def skipped_flops(self) -> int:
-        """Of both passes: so much less than ``plan.flops`` was computed."""
+        """FLOPs saved in both passes, compared with ``plan.flops``."""
         return self.forward.skipped_flops + self.backward.skipped_flops
 
     def __str__(self) -> str:
         return f"forward: {self.forward}\nbackward: {self.backward}"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStripOps:
+    """Operations on tensors that stand in for strips left out; see `sft.runtime.skip_constant.ConstantStripOps`.
+
+    Attributes:
+        device: device of the buffers; on ``meta`` no row is known to repeat.
+        view: takes a view of an image, as `sft.runtime.machine.BufferOps.view`.
+        skipping: statistics of the pass.
+    """
+
+    device: torch.device
+    view: Callable[..., Tensor]
+    skipping: PassSkipping
+
+    def equal_rows(self, image: Any, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
+        if self.device.type == "meta":
+            return None
+        if isinstance(image, HostGradient):
+            image = image.tensor
+        if isinstance(image, Tensor):
+            return equal_rows_on_device(self.view(image, batch, None, columns, axes=axes), axes)
+        return source_equal_rows(image, batch, columns)
+
+    def reserve(self, num_bytes: int) -> None:
+        return None
+
+    def scale_sums(self, buffer: Tensor, additive: AdditivePart, factor: int, *, divide: bool) -> None:
+        sums = [buffer] if additive.columns is None else [buffer.select(-1, column) for column in additive.columns]
+        for value in sums:
+            if additive.is_logarithm:
+                value.sub_(math.log(factor)) if divide else value.add_(math.log(factor))
+            else:
+                value.div_(factor) if divide else value.mul_(factor)
+
+    def count_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
+        self.skipping.note(num_run=num_run, num_skipped=num_skipped, flops=program.flops)
+
+
+def equal_rows_on_device(image: Tensor, axes: Axes) -> BoolArray | None:
+    """For each row of an image on any device, True if it equals the row above it; ``None`` for a type whose bits cannot be compared."""
+    dim = axes.dim(image.dim(), ROWS)
+    bits = _BITS.get(image.element_size())
+    if dim is None or bits is None or image.is_complex():
+        return None
+    extent = image.shape[dim]
+    numbers = image.detach().view(bits)
+    other_dims = [axis for axis in range(image.dim()) if axis != dim]
+    differs = torch.ones(extent, dtype=torch.bool, device=image.device)
+    step = comparison_chunk_rows(image.numel() // max(1, extent))
+    for top in range(1, extent, step):
+        count = min(step, extent - top)
+        unequal = torch.ne(numbers.narrow(dim, top, count), numbers.narrow(dim, top - 1, count))
+        differs[top : top + count] = unequal.any(other_dims)
+        del unequal
+    equal: BoolArray = np.logical_not(differs.cpu().numpy())
+    return equal
+
+
+def source_equal_rows(source: Source, batch: Interval, columns: Interval) -> BoolArray | None:
+    """For each row of a source, True if it equals the row above it; ``None`` for a source without that method.
+
+    Raises:
+        SourceError: the method fails or returns another number of rows.
+    """
+    samples = select_samples(source, batch)
+    if not isinstance(samples, RepeatingSource):
+        return None
+    _, _, height_px, _ = samples.shape
+    try:
+        equal = np.asarray(samples.repeated_rows(columns), dtype=bool)
+    except SftError:
+        raise
+    except Exception as error:
+        raise SourceError(f"cannot tell which rows of {source} are repeated: {type(error).__name__}: {error}. Mend the source.") from error
+    if equal.shape != (height_px,):
+        raise SourceError(f"{source} says of {equal.shape} rows whether they are repeated: it has {height_px}. Mend repeated_rows.")
+    return equal

@@ -171,7 +171,7 @@ class WeightPass:
                 self._missing.add(name)
         return handle
 
-    def settle(self, names: Sequence[str]) -> None:
+    def wait(self, names: Sequence[str]) -> None:
         """Let the computation wait for those that are on their way.
 
         Raises:
@@ -185,11 +185,11 @@ class WeightPass:
             self.counters.misses += is_missing
             self.counters.hits += is_there and not is_missing
             self.counters.waits += not is_there and not is_missing
-            self._await(name)
+            self._wait_copy(name)
         self._missing.clear()
         self.counters.wait_seconds += time.perf_counter() - started
 
-    def _await(self, name: str) -> None:
+    def _wait_copy(self, name: str) -> None:
         """Wait for a copy. It is under way until then: Ctrl-C may end the wait, and whoever gives the bytes back waits again."""
         found = self._arriving.get(name)
         if found is None:
@@ -203,13 +203,13 @@ class WeightPass:
             torch.cuda.current_stream(self.device).wait_event(event)
         del self._arriving[name]
 
-    def release(self, name: str, handle: Tensor) -> None:
+    def free(self, name: str, handle: Tensor) -> None:
         """Give a weight's bytes back; of one that is on its way when it is through, whatever came of it."""
         with contextlib.suppress(SourceError):
-            self._await(name)
+            self._wait_copy(name)
         torch.ops.sft.resize_storage_(handle, 0)
 
-    def take(self, name: str, gradient: Tensor, weight: Tensor) -> None:
+    def send_gradient(self, name: str, gradient: Tensor, weight: Tensor) -> None:
         """Give a gradient to the sink, and write the weight if it was updated."""
         if name in self.reached:
             assert self.sink is not None, "a backward pass that reaches weights has a sink"

@@ -66,7 +66,7 @@ def _programs(segment: Any) -> list[Program]:
     if isinstance(segment, WholeSegment):
         return [program for program in segment.programs(True) if program is not None]
     assert isinstance(segment, TiledSegment)
-    return [segment.program(kind, 1, segment.walks[0]) for kind in ("forward", "restore", "joint")]
+    return [segment.program(kind, 1, segment.sweeps[0]) for kind in ("forward", "restore", "joint")]
 
 
 def _calls(program: Program) -> list[str]:

@@ -185,10 +185,10 @@ def test_timetables_are_those_of_the_strips(name: str) -> None:
     bands, shape = _MESHES[name]()
     num_asked = 0
     for band in range(shape.num_bands):
-        for segment, makes in zip(bands.region(band).segments, bands.region(band).makes, strict=True):
+        for segment, makes in zip(bands.region(band).segments, bands.region(band).writes, strict=True):
             if not isinstance(segment, BandSegment) or not segment.schedule.num_steps:
                 continue
-            table, count, walks = segment.timetable, segment.schedule.num_steps, len(segment.walks)
+            table, count, walks = segment.timetable, segment.schedule.num_steps, len(segment.sweeps)
             assert table.num_strips == count * walks
             steps = [segment.step(index) for index in range(count)]
             for value in makes:

@@ -39,7 +39,9 @@ def deterministic() -> Iterator[None]:
 
 def _functions(net: object) -> set[str]:
     ready = next(iter(net._sft_engine.preparation.ready.values()))  # type: ignore[attr-defined]
-    return {str(each.function) for segment in ready.region.segments for program in segment.lowered for each in program.instructions}
+    return {
+        str(each.function) for segment in ready.region.segments for program in segment.lowered_programs for each in program.instructions
+    }
 
 
 @pytest.mark.parametrize(("make", "shape"), [(_flat, (1, 3, 1024, 256)), (_deep, (1, 1, 128, 32, 32))])

@@ -33,11 +33,11 @@ class _LateCopies(HostOffloader):
     def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
         copy = super().offload(target, tensors)  # which has filled the slab already: nothing of that may be read
         self._poison_slab(copy)
-        copy.down = partial(self._move, copy, down=True)
+        copy.offload_done = partial(self._move, copy, down=True)
         return copy
 
     def release(self, copy: OffloadedValue) -> None:
-        self._await(copy)
+        self._wait_copies(copy)
         for buffer in copy.buffers:
             buffer.fill_(_POISON)
         super().release(copy)
@@ -46,24 +46,24 @@ class _LateCopies(HostOffloader):
         super().prefetch(copy)
         for buffer in copy.buffers:
             buffer.fill_(_POISON)
-        copy.up = partial(self._move, copy, down=False)
+        copy.prefetch_done = partial(self._move, copy, down=False)
 
-    def forget(self, copy: OffloadedValue) -> None:
-        self._await(copy)
+    def free_offload(self, copy: OffloadedValue) -> None:
+        self._wait_copies(copy)
         self._poison_slab(copy)
-        super().forget(copy)
+        super().free_offload(copy)
 
     def _poison_slab(self, copy: OffloadedValue) -> None:
-        for _, part in self._pairs(copy):
+        for _, part in self._buffers_with_slab(copy):
             part.fill_(_POISON)
 
     def _move(self, copy: OffloadedValue, *, down: bool) -> None:
-        for buffer, part in self._pairs(copy):
+        for buffer, part in self._buffers_with_slab(copy):
             (part if down else buffer).copy_(buffer if down else part)
 
-    def _await(self, copy: OffloadedValue) -> None:
-        waiting: list[Any] = [copy.down, copy.up]
-        copy.down = copy.up = None
+    def _wait_copies(self, copy: OffloadedValue) -> None:
+        waiting: list[Any] = [copy.offload_done, copy.prefetch_done]
+        copy.offload_done = copy.prefetch_done = None
         copy.is_arriving = False
         for move in waiting:
             if move is not None:

@@ -184,11 +184,11 @@ class _Reading:
     def on(self) -> Iterator[None]:
         """Read what happens inside; a step may be read in parts."""
 
-        def begin(machine: TorchMachine, move: ScheduleOp) -> None:
+        def record_op(machine: TorchMachine, move: ScheduleOp) -> None:
             self.begun.append((str(move), self.counter.peak.current_bytes))
 
         with pytest.MonkeyPatch.context() as patches, self.counter:
-            patches.setattr(TorchMachine, "begin", begin)
+            patches.setattr(TorchMachine, "start_op", record_op)
             yield
 
     def check(self, plan: sft.Plan, budget: int | str, *, to_the_byte: bool) -> tuple[int, int, sft.Plan]:

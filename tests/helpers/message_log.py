@@ -72,9 +72,9 @@ class LoggedMachine(BandTracingMachine):
 
     move: str = ""
 
-    def begin(self, move: ScheduleOp) -> None:
+    def start_op(self, move: ScheduleOp) -> None:
         self.move = str(move)
-        BandTracingMachine.begin(self, move)
+        BandTracingMachine.start_op(self, move)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def test_instructions_grow_with_the_depth_not_its_square(kind: str) -> None:
         choice = SegmentChoice(nodes=names, mode="tiled", strip_rows=8, batch_tile=1)
         (segment,) = build_region(problem, (choice,)).segments
         assert isinstance(segment, TiledSegment)
-        emitter = emit_strip(segment.scope_of(segment.walks[0]), segment.step(4), kind)  # type: ignore[arg-type]
+        emitter = emit_strip(segment.scope_of(segment.sweeps[0]), segment.step(4), kind)  # type: ignore[arg-type]
         emitter.prune()
         counts.append(len(emitter.instructions))
     assert counts[2] - counts[1] == counts[1] - counts[0]

@@ -53,7 +53,7 @@ def _segment(model: nn.Module, shape: tuple[int, int, int, int], rows: int, cols
 def _pairs(segment: TiledSegment, *, training: bool) -> list[tuple[Program, Program]]:
     """Each strip's programs, and the same lowered alone."""
     found = []
-    for walk in segment.walks:
+    for walk in segment.sweeps:
         for index in map(int, segment.schedule.kinds[0]):
             for kind in _KINDS if training else _KINDS[:1]:
                 alone = lower_strip(segment.scope_of(walk), segment.step(index), kind)
@@ -85,7 +85,7 @@ def test_a_strip_of_parts_is_the_strip_lowered_alone(name: str, rows: int, cols:
 def test_the_order_in_which_strips_are_lowered_changes_nothing() -> None:
     first, second = (_segment(_Joined(), (1, 3, 48, 16), 8, None, "carry", training=True) for _ in range(2))
     asked = [(kind, int(index)) for index in first.schedule.kinds[0] for kind in _KINDS]
-    walk = first.walks[0]
+    walk = first.sweeps[0]
     forwards = [described(first.program(kind, index, walk)) for kind, index in asked]
     backwards = [described(second.program(kind, index, walk)) for kind, index in reversed(asked)]
     assert forwards == backwards[::-1]
@@ -95,7 +95,7 @@ def test_rules_are_asked_once_for_what_strips_have_in_common() -> None:
     layers = [layer for _ in range(12) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     model = chain(nn.Conv2d(3, 4, 1), *layers)
     segment = _segment(model, (1, 3, 64, 16), 2, None, "carry", training=True)
-    walk, first = segment.walks[0], segment.schedule.kinds[0]
+    walk, first = segment.sweeps[0], segment.schedule.kinds[0]
     programs = [segment.program(kind, int(index), walk) for kind in _KINDS for index in first]
     num_passes = [2 * len(first) if kind == "joint" else len(first) for kind in _KINDS]
     lowered_alone = sum(num_passes) * len(segment.scope.names)

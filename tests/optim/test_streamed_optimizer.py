@@ -178,7 +178,7 @@ def test_a_failing_pass_changes_nothing(where: str, tmp_path: Path, monkeypatch:
         if out is not None:
             weights = copy.deepcopy(net.state_dict())  # running statistics are those of the forward pass
         with monkeypatch.context() as patched:
-            patched.setattr(TorchMachine, "begin", _stopping_at(place))
+            patched.setattr(TorchMachine, "start_op", _stopping_at(place))
             with pytest.raises(_Stop):
                 net(x_of("norms")) if out is None else out.backward()
         assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
@@ -365,8 +365,8 @@ def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> Non
     handle = weights.load("w", 64, (16,), torch.float32, None, ahead=True)
     weights._arriving["w"] = Copy()  # type: ignore[assignment]  # all that is asked of a future
     with pytest.raises(KeyboardInterrupt):
-        weights.settle(["w"])
-    weights.release("w", handle)
+        weights.wait(["w"])
+    weights.free("w", handle)
     assert asked == [64, 64] and handle.untyped_storage().nbytes() == 0
     weights.close()
 

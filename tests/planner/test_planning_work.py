@@ -311,7 +311,7 @@ def test_a_problem_that_differs_derives_its_own_programs() -> None:
         choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
-        return segment.program(kind, 1, segment.walks[0])
+        return segment.program(kind, 1, segment.sweeps[0])
 
     training = problem_of(chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)), _SHAPE, training=True)
     inference = replace(training, requires_grad=frozenset())

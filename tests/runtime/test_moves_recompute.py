@@ -18,8 +18,8 @@ import sft
 from sft.planner.projection import run_step
 from sft.planner.search.published import RECOMPUTE_STRATEGIES
 from sft.planner.stages import StagedModel
-from sft.runtime.machine import SimulatedMachine
 from sft.runtime.moves import default_schedule, parse_schedule
+from sft.runtime.simulated_machine import SimulatedMachine
 from sft.solvers.reversal import reversal
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget
@@ -145,19 +145,19 @@ def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str,
         def forward(self, machine: Any, values: Any, *, keep: bool) -> Any:
             log.append(f"F{self.index}{'+' if keep else ''}")
             alive = set(values.by_name)
-            assert alive.issuperset(name for name in region.reads[self.index] if name not in region.makes[self.index])
+            assert alive.issuperset(name for name in region.reads[self.index] if name not in region.writes[self.index])
             return self.segment.forward(machine, values, keep=keep)
 
         def backward(self, machine: Any, values: Any, saved: Any, grads: Any, *, consume: bool = True) -> None:
             log.append(f"B{self.index}")
-            later = {int(entry.strip("FB+")) for entry in map(str, region.moves[len(log) :]) if entry != "L"}
+            later = {int(entry.strip("FB+")) for entry in map(str, region.schedule[len(log) :]) if entry != "L"}
             for cut in set(values.by_name) - set(region.reads[self.index]):
                 assert any(cut in region.reads[i] for i in later), f"{cut} outlives its readers"
             self.segment.backward(machine, values, saved, grads, consume=consume)
 
     noting = [Noting(i, segment) for i, segment in enumerate(region.segments)]
     run_step(found.problem, replace(region, segments=noting), SimulatedMachine())
-    run = [str(move) for move in region.moves if move.kind != "loss"]
+    run = [str(move) for move in region.schedule if move.kind != "loss"]
     idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
     assert [entry.rstrip("+") for entry in log] == [move.rstrip("+") for move in run if move not in idle]
 

@@ -22,9 +22,9 @@ from sft.planner.options import OFFLOAD_STRATEGIES
 from sft.planner.projection import run_step
 from sft.planner.search.published import smallest_schedule
 from sft.planner.stages import StagedModel
-from sft.runtime.machine import SimulatedMachine
 from sft.runtime.moves import COPY_SIGNS, ScheduleOp, SegmentSchedule, parse_schedule
 from sft.runtime.offload import OffloadedValue
+from sft.runtime.simulated_machine import SimulatedMachine
 from sft.solvers.reversal import keep_all, reversal
 from sft.solvers.simulate import simulate
 from sft.torch_runtime.host_memory import HostSlabPool
@@ -86,7 +86,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
 
     moves = staged.order(reversal(staged.chain, decide if recomputes else keep_all))
     region = staged.region
-    lives = [(target, life) for target, found in region.lifetimes.lives(moves).items() for life in found if life[0] < life[1]]
+    lives = [(target, life) for target, found in region.liveness.value_lifetimes(moves).items() for life in found if life[0] < life[1]]
     rng.shuffle(lives)
     found: list[list[ScheduleOp]] = [[] for _ in range(len(moves) + 1)]
 
@@ -99,7 +99,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
         for place, kind in zip(places, COPY_SIGNS.values(), strict=True):
             is_value = not target.endswith("+")
             found[place].append(ScheduleOp(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
-        if replace(region, order=flat()).lifetimes.misplaced() is not None:  # read in between
+        if replace(region, custom_schedule=flat()).liveness.copy_error() is not None:  # read in between
             found[:] = before
     return flat()
 
@@ -147,15 +147,15 @@ def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: py
         step(net, x, 0)
         assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
         if forgotten == "the copy back":
-            monkeypatch.setattr("sft.runtime.offload.OffloadState.settle", lambda copies, machine, targets: None)
+            monkeypatch.setattr("sft.runtime.offload.OffloadState.wait", lambda copies, machine, targets: None)
         else:  # its bytes are given back before they are on the host
             release = HostOffloader.release
 
             def hasty(copies: HostOffloader, copy: OffloadedValue) -> None:
-                copy.down = None
+                copy.offload_done = None
                 release(copies, copy)
 
-            monkeypatch.setattr(TorchMachine, "release", lambda machine, copy: hasty(machine.copies, copy))
+            monkeypatch.setattr(TorchMachine, "release", lambda machine, copy: hasty(machine.offloader, copy))
         step(net, x, 0)
         assert not all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
@@ -180,16 +180,16 @@ class _Noting(SimulatedMachine):
         return super().offload(target, handles)
 
     def release(self, copy: OffloadedValue) -> None:
-        before = self.meter.now_bytes
+        before = self.memory.live_bytes
         super().release(copy)
-        assert before - self.meter.now_bytes == copy.num_bytes > 0
+        assert before - self.memory.live_bytes == copy.num_bytes > 0
         self.log.append(f"~{copy.target}")
         self.away[copy.target] = copy.num_bytes
 
     def prefetch(self, copy: OffloadedValue) -> None:
-        before = self.meter.now_bytes
+        before = self.memory.live_bytes
         super().prefetch(copy)
-        assert self.meter.now_bytes - before == copy.num_bytes == self.away.pop(copy.target)
+        assert self.memory.live_bytes - before == copy.num_bytes == self.away.pop(copy.target)
         self.log.append(f"<{copy.target}")
 
 
@@ -197,7 +197,7 @@ class _Noting(SimulatedMachine):
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20))
 def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     found = staged[name]
-    region = replace(found.region, order=_random_order(found, seed, recomputes=True))
+    region = replace(found.region, custom_schedule=_random_order(found, seed, recomputes=True))
     machine = _Noting()
 
     class Watching:
@@ -209,7 +209,7 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
 
         def forward(self, machine: Any, values: Any, *, keep: bool) -> Any:
             machine.log.append(f"F{self.index}")
-            assert machine.away.keys().isdisjoint(set(region.reads[self.index]) - set(region.makes[self.index]))
+            assert machine.away.keys().isdisjoint(set(region.reads[self.index]) - set(region.writes[self.index]))
             return self.segment.forward(machine, values, keep=keep)
 
         def backward(self, machine: Any, values: Any, saved: Any, grads: Any, *, consume: bool = True) -> None:
@@ -220,10 +220,10 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
     watching = [Watching(i, segment) for i, segment in enumerate(region.segments)]
     run_step(found.problem, replace(region, segments=watching), machine)
     idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
-    expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.moves if move.kind != "loss"]
+    expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.schedule if move.kind != "loss"]
     assert machine.log == [entry for entry in expected if entry not in idle]
     assert not machine.away
-    assert machine.space.take(1) == 0  # all of the slab was given back
+    assert machine.host_arena.allocate(1) == 0  # all of the slab was given back
 
 
 def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn.Module]:
@@ -402,7 +402,9 @@ def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]]
 def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) -> None:
     found = staged["unet"]
     plain = found.order(reversal(found.chain, keep_all))
-    target, ((made, last),) = next((t, lives) for t, lives in found.region.lifetimes.lives(plain).items() if lives[0][1] < len(plain) - 2)
+    target, ((made, last),) = next(
+        (t, lives) for t, lives in found.region.liveness.value_lifetimes(plain).items() if lives[0][1] < len(plain) - 2
+    )
     move = ScheduleOp("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
     late = (*plain[: last + 1], move, replace(move, kind="release"), *plain[last + 1 :])
     never = (*plain[: made + 1], move, *plain[made + 1 :])

@@ -42,7 +42,7 @@ def _calls(model: nn.Module, name: str, **options: Any) -> list[tuple[Any, ...]]
     net(torch.randn(_SHAPE, dtype=torch.float64)).sum().backward()
     found = []
     for segment in next(iter(net._sft_engine.preparation.ready.values())).region.segments:
-        for program in segment.lowered:
+        for program in segment.lowered_programs:
             found += [each.arguments for each in program.instructions if name in str(each.function)]
     return found
 
@@ -107,7 +107,7 @@ def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPa
     finally:
         traces.trace_whole.cache_clear()
     (ready,) = net._sft_engine.preparation.ready.values()
-    programs = [program for segment in ready.region.segments for program in segment.lowered]
+    programs = [program for segment in ready.region.segments for program in segment.lowered_programs]
     names = {str(each.function) for program in programs for each in program.instructions}
     assert any("sigmoid" in name for name in names)
     assert not any("mkldnn" in name or "lstm" in name for name in names)
@@ -140,7 +140,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
     net = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
     net.plan_for(torch.empty(1, 3, 32, 32, device="meta", requires_grad=True))
     for ready in net._sft_engine.preparation.ready.values():
-        programs = [program for segment in ready.region.segments for program in segment.lowered]
+        programs = [program for segment in ready.region.segments for program in segment.lowered_programs]
         names = [str(each.function) for program in programs for each in program.instructions]
         assert any("Resize" in name for name in names) and not any("upsample" in name for name in names)
 

@@ -128,7 +128,7 @@ def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
     net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
     (ready,) = net._sft_engine.preparation.ready.values()
-    lowered = [program for segment in ready.region.segments for program in segment.lowered]
+    lowered = [program for segment in ready.region.segments for program in segment.lowered_programs]
     uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
     recorded = recordable_programs(ready.region, training=ready.plan.training)
     assert bool(uploading) == (backend == "triton") and bool(recorded) == (backend == "aten")

@@ -456,4 +456,4 @@ def test_streamed_cuts_are_no_copies_of_an_order(problems: list[PlanningProblem]
     choices = _choices(sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None))))
     name = streamable_values(problem, choices)[0]
     planned = materialize(problem, with_streamed(choices, (name,)))
-    assert name in planned.region.streamed and name not in planned.region.lifetimes.lives(planned.region.moves)
+    assert name in planned.region.streamed and name not in planned.region.liveness.value_lifetimes(planned.region.schedule)

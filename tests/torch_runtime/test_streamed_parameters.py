@@ -243,13 +243,13 @@ class _Noting:
         self.said.append(f"{'<' if handle is None else '«'}{name}{'...' if ahead else ''}")
         return name
 
-    def settle_weights(self, names: Sequence[str]) -> None:
+    def wait_weights(self, names: Sequence[str]) -> None:
         self.said.append("=" + "".join(names))
 
-    def release_weight(self, name: str, handle: object) -> None:
+    def free_weight(self, name: str, handle: object) -> None:
         self.said.append("~" + name)
 
-    def take_gradient(self, name: str, gradient: object, weight: object, taking: GradientTransfer) -> None:
+    def send_weight_grad(self, name: str, gradient: object, weight: object, taking: GradientTransfer) -> None:
         self.said.append("!" + name)
 
 
@@ -264,17 +264,17 @@ def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
     assert reads == (("b", "c"), ("a", "c"), ("a",))
     assert weights_completed_per_segment([("a", "c"), ("b", "c")], [True, True], ("a", "b")) == (("a",), ("b",))
     handles: dict[str, Any] = {}
-    passage = WeightPrefetcher(
-        machine=machine, weights=weights, shapes=dict.fromkeys(names, (1,)), dtypes=dict.fromkeys(names), handles=handles, reads=reads
+    prefetcher = WeightPrefetcher(
+        machine=machine, weights=weights, shapes=dict.fromkeys(names, (1,)), dtypes=dict.fromkeys(names), buffers=handles, reads=reads
     )
     values: dict[str, Any] = {}
     for place, taken in enumerate(("bc", "", "a")):
-        passage.enter(place, values)
+        prefetcher.before_op(place, values)
         for name in taken:
-            passage.take(name, None)
+            prefetcher.send_gradient(name, None)
         machine.said.append("|")
-        passage.leave(place)
-    passage.end()
+        prefetcher.after_op(place)
+    prefetcher.free_all()
     assert set(values) == set(names)
     # `c` was updated, perhaps, so it is read anew although the next move wants it; `a` stays for the last one.
     expected = "<b <c =bc <a... !b !c | ~b ~c «c =ac | ~c =a !a | ~a" if ahead else "<b <c =bc !b !c | ~b ~c <a «c =ac | ~c =a !a | ~a"

@@ -30,8 +30,9 @@ from sft.common.memory import measure_peak
 from sft.lower.program import Port, Program
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
-from sft.runtime.machine import Buffer, MemoryCounter, Residuals, SimulatedMachine
+from sft.runtime.machine import Buffer, Residuals
 from sft.runtime.region import Region
+from sft.runtime.simulated_machine import MemoryCounter, SimulatedMachine
 from sft.torch_runtime.profiling import (
     ProgramBenchmark,
     SimulatedResiduals,
@@ -119,16 +120,16 @@ class AllocatorMachine(SimulatedMachine):
     _known: dict[int, tuple[Program, _AllocatorMemory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meter = MemoryCounter(self.blocks.size)
+        self.memory = MemoryCounter(self.blocks.size)
 
     def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         found = self._in_blocks(program)
         workspace_bytes = self.workspace(program, producer_program(saved))
-        self.meter.spike(found.peak_bytes + self.blocks.size(workspace_bytes))
+        self.memory.record_peak(found.peak_bytes + self.blocks.size(workspace_bytes))
         results, left = SimulatedMachine.run(self, program, bindings, saved)
         if program.saved:
             left.values.resize(left.values.num_bytes + found.end_rounding_bytes)
-        return results, SimulatedResiduals(left.values, left.loaded, first=program if program.saved else None)
+        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.saved else None)
 
     def _in_blocks(self, program: Program) -> _AllocatorMemory:
         if id(program) not in self._known:
@@ -186,7 +187,7 @@ class OverheadEstimator:
         self._multiplies = False
         machine = AllocatorMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
         run_step(problem, region, machine)
-        peak_bytes = machine.meter.peak_bytes
+        peak_bytes = machine.memory.peak_bytes
         if self._multiplies:
             num_threads = 2 if self.is_training else 1
             peak_bytes += num_threads * self.num_streams * self.blocks.size(blas_workspace_bytes(self.device))

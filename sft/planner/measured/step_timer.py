@@ -32,10 +32,11 @@ from sft.lower.program import Port, Program
 from sft.planner.cost.roofline import LARGE_BUFFER_BYTES
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
-from sft.runtime.machine import Buffer, Residuals, SimulatedBuffer, SimulatedMachine
+from sft.runtime.machine import Buffer, Residuals
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.region import Region
+from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.profiling import (
     ProgramBenchmark,
@@ -85,7 +86,7 @@ class TimingMachine(SimulatedMachine):
     _fresh_byte_seconds: float | None = None
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
 
-    def begin(self, move: ScheduleOp) -> None:
+    def start_op(self, move: ScheduleOp) -> None:
         self.laps.append(self.seconds)
 
     def end(self) -> None:
@@ -108,7 +109,7 @@ class TimingMachine(SimulatedMachine):
             sizes: of the buffers, in bytes.
             recycled_only: whether large ones are paid for already.
         """
-        grown = max(0, self.meter.now_bytes - self._touched_bytes)
+        grown = max(0, self.memory.live_bytes - self._touched_bytes)
         self._touched_bytes += grown
         sizes = list(sizes)
         fresh = min(grown, sum(size for size in sizes if size < LARGE_BUFFER_BYTES))
@@ -168,7 +169,7 @@ class TimingMachine(SimulatedMachine):
         self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, SimulatedBuffer)), recycled_only=True)
         if self.seconds >= self.max_seconds:
             raise _TimeLimitError
-        return results, SimulatedResiduals(left.values, left.loaded, first=program if program.saved else None)
+        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.saved else None)
 
     def _seconds(self, program: Program, first: Program | None) -> float:
         """Seconds of a program; a second half is timed on what its first half leaves."""
@@ -247,7 +248,7 @@ class _TimestampMachine(SimulatedMachine):
     moments: list[float] = field(default_factory=list)
     programs: dict[int, Program] = field(default_factory=dict)
 
-    def begin(self, move: ScheduleOp) -> None:
+    def start_op(self, move: ScheduleOp) -> None:
         self.moments.append(time.perf_counter())
 
     def end(self) -> None:

@@ -210,7 +210,7 @@ def _is_too_coarse(problem: PlanningProblem, choices: Sequence[SegmentChoice], s
 def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:
     """Whether a tile does that is lowered before all others: at a side of the image, where it is padded, half way down."""
     region = build_region(problem, choices)
-    for segment, makes in zip(region.segments, region.makes, strict=True):
+    for segment, makes in zip(region.segments, region.writes, strict=True):
         if isinstance(segment, TiledSegment):
             is_differentiated = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
             walk = Sweep(segment.chunks[0], 0)

@@ -158,7 +158,7 @@ def _tail_proposal(tail: TiledHeadOffload, schedule: Schedule) -> TiledHeadOfflo
     """A schedule of a tail as moves; ``None`` if the region cannot run it."""
     region = build_region(tail.staged.problem, tail.choices)
     proposal = tail.plan(schedule, region)
-    return None if proposal is None or replace(region, order=proposal.order).lifetimes.misplaced() is not None else proposal
+    return None if proposal is None or replace(region, custom_schedule=proposal.order).liveness.copy_error() is not None else proposal
 
 
 def _fits(problem: PlanningProblem, planned: ProjectedPlan, room_bytes: int) -> bool:

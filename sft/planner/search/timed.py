@@ -58,7 +58,7 @@ def timing_candidates(
 
 def _plan_key(planned: ProjectedPlan) -> object:
     """What makes two plans the same."""
-    return planned.choices, planned.region.moves
+    return planned.choices, planned.region.schedule
 
 
 def _candidate_plans(

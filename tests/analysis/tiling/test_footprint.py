@@ -68,7 +68,7 @@ def test_carried_rows_and_state_are_those_of_the_schedule(name: str, training: b
         for index in steady:
             carried = segment.schedule.carried_rows(index)
             assert {value: len(rows) for value, rows in carried.items()} == expected
-            assert sum(segment.row_bytes(value, segment.walks[0]) * len(rows) for value, rows in carried.items()) == footprint.state_bytes
+            assert sum(segment.row_bytes(value, segment.sweeps[0]) * len(rows) for value, rows in carried.items()) == footprint.state_bytes
 
 
 @pytest.mark.parametrize("rows", [32, 96, 256])
@@ -82,7 +82,7 @@ def test_working_bytes_are_near_the_programs_peak(name: str, training: bool, row
     problem = _problem(name, training)
     segment = _segment(problem, rows)
     index = segment.schedule.num_steps // 2
-    peak = segment.program("joint" if training else "forward", index, segment.walks[0]).peak_bytes
+    peak = segment.program("joint" if training else "forward", index, segment.sweeps[0]).peak_bytes
     largest = max(problem.value_bytes(node.name) for node in problem.graph.nodes if node.kind == "parameter")
     working = _footprint(problem).working_bytes(rows)
     assert working <= 1.5 * peak

@@ -14,8 +14,8 @@ from sft.planner.cost.roofline import LARGE_BUFFER_BYTES
 from sft.planner.measured.step_timer import TimingMachine, time_step
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
-from sft.runtime.machine import SimulatedBuffer, SimulatedMachine
 from sft.runtime.region import Region
+from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
 from sft.torch_runtime.profiling import ProgramBenchmark, program_hash
 
 _SHAPE = (2, 3, 40, 24)
@@ -34,11 +34,11 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanningP
     def note(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool) -> tuple[float, ...]:
         assert not progress
         seen.append((problem, region))
-        return (1.0,) * len(region.moves)
+        return (1.0,) * len(region.schedule)
 
     monkeypatch.setattr("sft.api.plan_search.time_step", note)
     plan = sft.plan(_model(), _SHAPE, budget="64MiB", options=sft.Options(profile="measure", **options))
-    assert plan.projected_seconds == len(seen[-1][1].moves) == len(plan.timeline.entries)
+    assert plan.projected_seconds == len(seen[-1][1].schedule) == len(plan.timeline.entries)
     assert plan.timeline.is_measured and all(entry.measured_seconds == 1 for entry in plan.timeline.entries)
     return seen[-1]
 
@@ -66,8 +66,8 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
     run_step(problem, region, stopwatch)
     assert stopwatch.seconds == len(counting.programs)
     assert stopwatch.num_timed == len({program_hash(program) for program in counting.programs})
-    assert len(stopwatch.laps) == len(region.moves) + 1 and stopwatch.laps[-1] == stopwatch.seconds
-    assert stopwatch.meter.peak_bytes == counting.meter.peak_bytes
+    assert len(stopwatch.laps) == len(region.schedule) + 1 and stopwatch.laps[-1] == stopwatch.seconds
+    assert stopwatch.memory.peak_bytes == counting.memory.peak_bytes
 
 
 def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     counting.programs = []
     run_step(problem, region, counting)
     # Each run of a program takes one tick of this clock, and so do the walk of each move and zeros; new pages take no longer than old ones.
-    num_zeros = found - len(counting.programs) - len(region.moves)
+    num_zeros = found - len(counting.programs) - len(region.schedule)
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
 
 

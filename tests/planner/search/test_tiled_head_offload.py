@@ -69,13 +69,13 @@ def test_strips_in_front_and_stages_behind_that_wait_on_the_host(monkeypatch: py
     assert report.plan.host_bytes <= 2**30
     # What is executed is what is planned.
     executed: list[str] = []
-    begin = TorchMachine.begin
+    begin = TorchMachine.start_op
 
     def noting(machine: Any, move: ScheduleOp) -> None:
         executed.append(str(move))
         begin(machine, move)
 
-    monkeypatch.setattr(TorchMachine, "begin", noting)
+    monkeypatch.setattr(TorchMachine, "start_op", noting)
     net = sft.compile(seeded(_MODELS["plain"]), _SHAPE, budget=plan.budget_bytes, plan=plan, options=_HOST)
     net(image(*_SHAPE).to(next(net.parameters()).dtype)).sum().backward()
     assert tuple(executed) == plan.order

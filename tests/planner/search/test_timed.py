@@ -46,7 +46,7 @@ class _Judge:
         number = len(self.regions) - 1
         if number and number != self.best:
             return None
-        return ((0.5 if number else 1.0) / len(region.moves),) * len(region.moves)
+        return ((0.5 if number else 1.0) / len(region.schedule),) * len(region.schedule)
 
 
 def test_the_fastest_of_the_plans_that_fit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,203 @@
+"""Machine of byte counts: projects the peak memory and the FLOPs of a step without allocating a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.analysis.ir.axes import Axes
+from sft.common.interval import Interval
+from sft.lower.program import Port, Program, Slot
+from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
+from sft.runtime.offload import HostArena, OffloadedValue
+from sft.runtime.skip_constant import SimulatedStripOps
+from sft.runtime.weight_prefetch import GradientTransfer
+from sft.sources.strip_reader import reader_bytes
+
+__all__ = ["MemoryCounter", "SimulatedBuffer", "SimulatedMachine"]
+
+
+class MemoryCounter:
+    """Counter of live bytes, of their peak, and of FLOPs.
+
+    Args:
+        block: bytes that the allocator uses for a buffer of a given size. Default: `None` (the size itself)
+    """
+
+    def __init__(self, block: Callable[[int], int] | None = None) -> None:
+        self.block = block
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.flops = 0
+
+    def record_peak(self, num_bytes: int) -> None:
+        """Raise the peak to ``num_bytes`` above the live bytes, for memory that is allocated and freed within one operation."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
+
+
+class SimulatedBuffer:
+    """Buffer that has a size and no data; its bytes are live until its last reference is dropped."""
+
+    __slots__ = ("_base", "_memory", "num_bytes")
+
+    def __init__(self, memory: MemoryCounter, num_bytes: int, base: SimulatedBuffer | None = None) -> None:
+        self._memory, self.num_bytes, self._base = memory, num_bytes, base
+        memory.live_bytes += num_bytes if memory.block is None else memory.block(num_bytes)
+        memory.record_peak(0)
+
+    def view(self) -> SimulatedBuffer:
+        """View without bytes of its own that keeps this buffer alive."""
+        return SimulatedBuffer(self._memory, 0, self)
+
+    @property
+    def root(self) -> SimulatedBuffer:
+        """Owner of the memory: this buffer, or the one that it is a view of."""
+        return self if self._base is None else self._base.root
+
+    def resize(self, num_bytes: int) -> None:
+        """Free the bytes (0), or allocate them again."""
+        memory = self._memory
+        before, after = (self.num_bytes, num_bytes) if memory.block is None else (memory.block(self.num_bytes), memory.block(num_bytes))
+        memory.live_bytes += after - before
+        self.num_bytes = num_bytes
+        memory.record_peak(0)
+
+    def __del__(self) -> None:
+        memory = self._memory
+        memory.live_bytes -= self.num_bytes if memory.block is None else memory.block(self.num_bytes)
+
+
+@dataclass(slots=True)
+class _SimulatedStripLoader:
+    """Loader of simulated strips: on the CPU its read buffers are live, on another device a copy of the current strip."""
+
+    memory: MemoryCounter
+    row_bytes: int
+    buffers: SimulatedBuffer | None
+
+    def take(self, rows: Interval) -> SimulatedBuffer:
+        return SimulatedBuffer(self.memory, len(rows) * self.row_bytes if self.buffers is None else 0)
+
+    def close(self) -> None:
+        self.buffers = None
+
+
+@dataclass(slots=True)
+class SimulatedMachine:
+    """Machine of byte counts.
+
+    Attributes:
+        memory: counter of the device's bytes.
+        on_host: True if the device's memory is the host's, so that buffers for reading inputs count, too.
+        host_arena: arena on the host for offloaded values.
+        host_memory: counter of the other bytes on the host (streamed cuts).
+    """
+
+    memory: MemoryCounter = field(default_factory=MemoryCounter)
+    on_host: bool = True
+    host_arena: HostArena = field(default_factory=HostArena)
+    host_memory: MemoryCounter = field(default_factory=MemoryCounter)
+
+    def _no_effect(self, *arguments: Any, **keywords: Any) -> None:
+        """Operations that write data, and neither allocate nor free memory."""
+
+    end = start_op = fill = add = copy = add_to_sink = write_output = read_output_grad = wait_weights = _no_effect
+
+    # Buffers.
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> SimulatedBuffer:
+        return SimulatedBuffer(self.memory, Slot(0, shape, dtype, 0).num_bytes)
+
+    def zeros_like(self, buffer: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        return self.allocate(shape, dtype, zero=True)
+
+    def view(
+        self, buffer: Buffer, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = DEFAULT_AXES
+    ) -> SimulatedBuffer:
+        assert isinstance(buffer, SimulatedBuffer)
+        return buffer.view()
+
+    def cast(self, buffer: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        return self.allocate(shape, dtype, zero=False)
+
+    def to_channels_first(self, buffer: Buffer) -> SimulatedBuffer:
+        return SimulatedBuffer(self.memory, buffer.num_bytes)
+
+    # Programs.
+
+    def run(
+        self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
+    ) -> tuple[dict[Port, Buffer], Residuals]:
+        memory = self.memory
+        memory.record_peak(program.lasting_peak_bytes() if saved is not None and saved.is_retained else program.peak_bytes)
+        memory.flops += program.flops
+        residual_bytes = program.end_bytes - sum(program.result_bytes.values())
+        if saved is not None:  # the backward program frees what the forward program saved
+            residual_bytes += saved.values.num_bytes
+            saved.values = None
+        results = {port: SimulatedBuffer(memory, program.result_bytes[port]) for port in program.results}
+        return results, Residuals(SimulatedBuffer(memory, residual_bytes))
+
+    def residual_buffers(self, saved: Residuals, slots: Sequence[int]) -> list[Buffer]:
+        return [saved.values]
+
+    # Host.
+
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> _SimulatedStripLoader:
+        num_buffers, strip_bytes, carry_bytes = reader_bytes(order, row_bytes)
+        buffers = SimulatedBuffer(self.memory, num_buffers * strip_bytes + carry_bytes) if self.on_host else None
+        return _SimulatedStripLoader(self.memory, row_bytes, buffers)
+
+    def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        return self.allocate(shape, dtype, zero=False)
+
+    def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        return SimulatedBuffer(self.host_memory, Slot(0, shape, dtype, 0).num_bytes)
+
+    def allocate_host_grad(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        return self.allocate_host_cut(shape, dtype)
+
+    def offload(self, target: str, buffers: Sequence[Buffer]) -> OffloadedValue:
+        roots = list({id(buffer.root): buffer.root for buffer in buffers}.values())
+        sizes = tuple(root.num_bytes for root in roots)
+        return OffloadedValue(target, roots, sizes, self.host_arena.allocate(sum(sizes)))
+
+    def release(self, copy: OffloadedValue) -> None:
+        for buffer in copy.buffers:
+            buffer.resize(0)
+        copy.is_away, copy.is_arriving = True, False
+
+    def prefetch(self, copy: OffloadedValue) -> None:
+        for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
+            buffer.resize(size)
+        copy.is_away, copy.is_arriving = False, True
+
+    def wait_prefetch(self, copy: OffloadedValue) -> None:
+        copy.is_arriving = False
+
+    def free_offload(self, copy: OffloadedValue) -> None:
+        copy.buffers.clear()
+        self.host_arena.free(copy.start)
+
+    # Weights.
+
+    def load_weight(
+        self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, buffer: SimulatedBuffer | None, *, ahead: bool
+    ) -> SimulatedBuffer:
+        if buffer is None:
+            return SimulatedBuffer(self.memory, num_bytes)
+        buffer.resize(num_bytes)
+        return buffer
+
+    def free_weight(self, name: str, buffer: SimulatedBuffer) -> None:
+        buffer.resize(0)
+
+    def send_weight_grad(self, name: str, gradient: Buffer, weight: Buffer, transfer: GradientTransfer) -> None:
+        self.memory.record_peak(transfer.scratch_bytes)
+
+    # Strips that a sweep leaves out.
+
+    @property
+    def strip_ops(self) -> SimulatedStripOps:
+        return SimulatedStripOps(lambda num_bytes: SimulatedBuffer(self.memory, num_bytes))

@@ -1,0 +1,105 @@
+"""Strips that a sweep runs: by default all of them.
+
+A segment has a *strip policy*. Before each sweep it selects the strips that run. A strip that runs may represent neighbours that are left
+out; it then counts several times, as its *weight* says. ``sft.runtime.skip_constant`` has the only other policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.lower.program import Port, Program
+
+if TYPE_CHECKING:
+    from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
+    from sft.runtime.tiled_layout import Sweep, TiledLayout
+
+__all__ = ["ALL_STRIPS", "RUN_ALL_STRIPS", "StripPolicy", "StripSelection"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StripSelection:
+    """Strips of one sweep that run.
+
+    Attributes:
+        skipped: for each strip, True if it is left out; ``None`` if all strips run.
+    """
+
+    skipped: npt.NDArray[np.bool_] | None = None
+
+    def runs(self, index: int) -> bool:
+        """True if a strip runs."""
+        return self.skipped is None or not self.skipped[index]
+
+    def weight(self, index: int, *, step: int) -> int:
+        """Number of strips that a strip represents: itself, and those left out directly after it (``step`` 1) or before it (-1)."""
+        if self.skipped is None:
+            return 1
+        neighbours = self.skipped[index + 1 :] if step > 0 else self.skipped[:index][::-1]
+        return 1 + (len(neighbours) if neighbours.all() else int(neighbours.argmin()))
+
+
+#: Every strip runs.
+ALL_STRIPS = StripSelection()
+
+
+@dataclass(frozen=True, slots=True)
+class StripPolicy:
+    """Policy under which every strip runs."""
+
+    #: True if the policy may leave strips out
+    skips: ClassVar[bool] = False
+
+    def select_forward(self, machine: Machine, segment: TiledLayout, values: ValueBindings, sweep: Sweep) -> StripSelection:
+        """Strips that a forward sweep runs; each one left out equals the strip before it."""
+        return ALL_STRIPS
+
+    def select_backward(
+        self, machine: Machine, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: StripSelection
+    ) -> StripSelection:
+        """Strips that a backward sweep runs; each one left out equals the strip after it.
+
+        Args:
+            machine: runs the sweep.
+            segment: the segment.
+            grads: gradients of the segment's outputs.
+            sweep: the sweep.
+            forward: selection of the forward sweep.
+        """
+        return ALL_STRIPS
+
+    def weighted(
+        self,
+        machine: Machine,
+        segment: TiledLayout,
+        index: int,
+        program: Program,
+        bindings: Mapping[Port, Buffer],
+        sweep: Sweep,
+        weight: int,
+    ) -> AbstractContextManager[None]:
+        """Context in which the program of strip ``index`` runs, so that it counts ``weight`` times."""
+        return nullcontext()
+
+    def skip(self, machine: Machine, program: Program) -> None:
+        """Record that a strip with this program was left out."""
+
+    def selection_bytes(self, segment: TiledLayout, sweep: Sweep, *, backward: bool) -> int:
+        """Peak of the device's bytes while the strips of a sweep are selected."""
+        return 0
+
+    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> Ints:
+        """Bytes that each of these backward programs, one for each strip signature, may need for gradients of its own."""
+        return np.zeros(len(programs), dtype=np.int64)
+
+
+#: The default policy.
+RUN_ALL_STRIPS = StripPolicy()

@@ -23,11 +23,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from sft.common.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode, disable_current_modes, has_autocast_kernel, pytree
 
 __all__ = ["AutocastPolicy", "OperandCast", "autocast_composites", "contracted_letters", "replace_tensor_operands", "tensor_operands"]
 
@@ -48,7 +46,7 @@ class AutocastPolicy:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._key = f"Autocast{device_type.upper()}"
+        self._device_type = device_type
         self._known: dict[tuple[Any, ...], tuple[OperandCast, ...] | None] = {}
 
     def of(self, node: fx.Node, *, looks_inside: bool = False) -> tuple[OperandCast, ...] | None:
@@ -61,7 +59,7 @@ class AutocastPolicy:
         target = node.target
         if not isinstance(target, OpOverload):
             return ()
-        if not looks_inside and not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), self._key):
+        if not looks_inside and not has_autocast_kernel(target, self._device_type):
             return ()
         operands = [operand.meta["val"] for operand in tensor_operands(node)]
         told = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
@@ -154,7 +152,7 @@ class _CastRecorder(TorchDispatchMode):
                 self._place[id(found)] = self._place[id(args[0])]
                 self._views.append(found)
             return found
-        if func is not torch.ops.aten._to_copy.default:
+        if func is not aten._to_copy.default:
             self._has_begun |= func.namespace == "aten"  # fake tensors are asked for their device, too
         elif not self._has_begun:
             place = self._place.get(id(args[0]))
@@ -222,7 +220,7 @@ def _runs_in_float32(name: str, dtype: torch.dtype, device: torch.device) -> boo
     """Whether autocast runs a function in single precision although its input is of a half type."""
     sizes = re.findall(r"(\d)d", name)
     num_axes = int(sizes[0]) if sizes else 2
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+    with disable_current_modes(), FakeTensorMode(), torch.no_grad():
         value = torch.empty([4] * (2 + num_axes), dtype=dtype, device=device)
         if name == "cross_entropy_loss":
             arguments: tuple[Any, ...] = (torch.empty([4] * (1 + num_axes), dtype=torch.int64, device=device),)

@@ -17,9 +17,7 @@ from typing import Any
 import sympy as sp
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from sft.analysis.frontend.autocast import contracted_letters
 from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, GuardValues
@@ -37,6 +35,7 @@ from sft.analysis.frontend.trace_context import (
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.repeat_op import capture_repeats
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree
 
 __all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "is_in_program_layout", "outputs_channels_last", "tensor_attribute"]
 

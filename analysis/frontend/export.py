@@ -16,7 +16,6 @@ from typing import Any
 import sympy as sp
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 
 from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
@@ -38,8 +37,11 @@ from sft.analysis.frontend.torch_patches import (
 from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors, use_unsharded_parameters
 from sft.analysis.ir.axes import Axes
 from sft.common.errors import InputError, UnsupportedError
+from sft.common.torch_internals import REGISTER_PYTREE_NODE, FakeTensorMode
 
 __all__ = ["CHANNELS_LAST", "MIXED_DTYPES", "export_model", "memory_formats_of"]
+
+aten = torch.ops.aten
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -116,7 +118,7 @@ def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
         return UnsupportedError(
             [
                 f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class with "
-                "torch.export.register_dataclass or torch.utils._pytree.register_pytree_node, or return a tuple or a dict"
+                f"torch.export.register_dataclass or {REGISTER_PYTREE_NODE}, or return a tuple or a dict"
             ]
         )
     said = f"{type(error).__name__}: {first_line}"
@@ -209,7 +211,7 @@ def _refuse_grad_mode_hooks(model: nn.Module, exported: ExportedProgram) -> None
 
 
 #: Operators that turn a tensor into a Python number.
-_TO_NUMBER_OPS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_TO_NUMBER_OPS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> None:

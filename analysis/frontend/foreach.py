@@ -1,6 +1,6 @@
 """Operators that write lists of tensors, as the same operators on one tensor after the other.
 
-``torch._foreach_mul_([a, b], 3.0)`` is ``a.mul_(3.0)`` and ``b.mul_(3.0)``, in numbers and in gradients. It returns no new name of what it
+``_foreach_mul_([a, b], 3.0)`` is ``a.mul_(3.0)`` and ``b.mul_(3.0)``, in numbers and in gradients. It returns no new name of what it
 wrote, by which everything else here follows a write.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from sft.common.torch_internals import storage_id
 
 __all__ = ["decompose_foreach", "is_in_place_foreach"]
 
@@ -57,17 +59,13 @@ def _alias_each_other(calls: Sequence[TensorMethodCall]) -> bool:
     """Whether a call writes what another one reads or writes: the gradient of the list is then not that of one after the other."""
     writer: dict[int, int] = {}
     for place, (_, args, _) in enumerate(calls):
-        if writer.setdefault(_storage_id(args[0]), place) != place:
+        if writer.setdefault(storage_id(args[0]), place) != place:
             return True
     return any(
-        isinstance(value, Tensor) and writer.get(_storage_id(value), place) != place
+        isinstance(value, Tensor) and writer.get(storage_id(value), place) != place
         for place, (_, args, _) in enumerate(calls)
         for value in args
     )
-
-
-def _storage_id(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _is_list(value: Any) -> bool:

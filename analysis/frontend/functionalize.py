@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
@@ -27,6 +26,7 @@ from torch.fx.node import map_arg
 from sft.analysis.frontend.autocast import AutocastPolicy, OperandCast, replace_tensor_operands, tensor_operands
 from sft.analysis.frontend.module_guards import UnregisteredTensor
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import OpOverload, is_composite_op, op_schema
 
 __all__ = ["FunctionalProgram", "functionalize", "functionalize_by_rewriting"]
 
@@ -200,7 +200,7 @@ class _InPlaceRewriter:
         if not isinstance(node.target, OpOverload):
             self._keep(node)
             return
-        name, schema = str(node.target), node.target._schema
+        name, schema = str(node.target), op_schema(node.target)
         if value is None and not node.users and not schema.is_mutable:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
         casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING_COMPOSITE_OPS)
@@ -235,7 +235,9 @@ class _InPlaceRewriter:
             self._make(node, aten.permute.default, (node.args[0], _moved_order(value.dim(), source, destination)), shares=True)
         elif schema.is_mutable:
             self._write_simply(node)
-        elif not isinstance(value, (torch.SymInt, int)) and _is_composite(node.target) and name not in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS:
+        elif (
+            not isinstance(value, (torch.SymInt, int)) and is_composite_op(node.target) and name not in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS
+        ):
             raise _NeedsDecompositionError
         else:
             self._keep(node)
@@ -245,13 +247,15 @@ class _InPlaceRewriter:
     def _keep(self, node: fx.Node) -> None:
         shares = True
         if isinstance(node.target, OpOverload):
-            shares = str(node.target) in _COMPOSITE_VIEW_OPS or any(result.alias_info is not None for result in node.target._schema.returns)
+            shares = str(node.target) in _COMPOSITE_VIEW_OPS or any(
+                result.alias_info is not None for result in op_schema(node.target).returns
+            )
         self._make(node, node.target, node.args, node.kwargs, shares=shares)
 
     def _cast_operands(self, node: fx.Node, casts: Sequence[OperandCast]) -> None:
         """An operator that stays as it is, behind the casts of what it reads."""
         overload: Any = node.target
-        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPUTING_COMPOSITE_OPS):
+        if op_schema(overload).is_mutable or (is_composite_op(overload) and str(overload) not in _COMPUTING_COMPOSITE_OPS):
             raise _NeedsDecompositionError
         operands, cast = tensor_operands(node), {}
         for place, dtype in casts:
@@ -343,7 +347,7 @@ class _InPlaceRewriter:
 
     def _write_simply(self, node: fx.Node) -> None:
         overload: Any = node.target
-        packet = overload._schema.name.removeprefix("aten::")
+        packet = op_schema(overload).name.removeprefix("aten::")
         if packet not in _IN_PLACE_OPS or not _keeps_dtype(node):
             raise _NeedsDecompositionError
         self._write(node, getattr(getattr(aten, packet.removesuffix("_")), overload._overloadname), node.args, node.kwargs)
@@ -360,7 +364,7 @@ class _InPlaceRewriter:
 
     def _create(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         # Named after the operator, as the exporter does.
-        name = target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else None
+        name = op_schema(target).name.removeprefix("aten::") if isinstance(target, OpOverload) else None
         return self._graph.create_node("call_function", target, args, kwargs, name=name)
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -390,10 +394,6 @@ class _InPlaceRewriter:
             self._updates[self._buffers[root.name]] = new
 
 
-def _is_composite(overload: OpOverload) -> bool:
-    return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
 def _keeps_dtype(node: fx.Node) -> bool:
     """Whether writing in place and making a new value give the same type."""
     dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
@@ -409,6 +409,6 @@ def _moved_order(rank: int, source: int, destination: int) -> list[int]:
 
 def _all_arguments(node: fx.Node) -> tuple[Any, ...]:
     assert isinstance(node.target, OpOverload)
-    if len(node.args) != len(node.target._schema.arguments):
+    if len(node.args) != len(op_schema(node.target).arguments):
         raise _NeedsDecompositionError
     return node.args

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -32,6 +31,7 @@ from sft.analysis.frontend.module_guards import UnregisteredTensor, check_regist
 from sft.analysis.frontend.source_location import current_location
 from sft.analysis.frontend.torch_patches import specialize_size_minmax
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import SET_GRAD_ENABLED, disable_torch_function, pytree, set_grad_enabled_silently, storage_id
 
 __all__ = ["track_grad_modes"]
 
@@ -81,8 +81,7 @@ def _restore_grad_mode() -> Iterator[None]:
         yield
     finally:
         if torch.is_grad_enabled() != before:
-            with torch._C.DisableTorchFunction():
-                torch._C._set_grad_enabled(before)
+            set_grad_enabled_silently(before)
 
 
 @contextlib.contextmanager
@@ -123,14 +122,14 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         super().__init__()
         self._foreign = foreign
         self._model_name = type(model).__name__
-        self._buffers = {_storage_id(buffer) for buffer in model.buffers()}
+        self._buffers = {storage_id(buffer) for buffer in model.buffers()}
         self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
         self._aliases: set[int] = set()  # identities of detached tensors whose memory autograd knows of
         self._kept: list[Tensor] = []  # so that neither their memory nor their identity gets a second owner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:
-            with torch._C.DisableTorchFunction():
+        if func is SET_GRAD_ENABLED:
+            with disable_torch_function():
                 return func(*args)
         kwargs = kwargs or {}
         if is_in_place_foreach(_function_name(func)):
@@ -151,7 +150,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         if torch.is_grad_enabled():
             self._note(func, made, given)
             return made
-        memories = {_storage_id(value) for value in given}
+        memories = {storage_id(value) for value in given}
         return pytree.tree_map(lambda value: value if _contains_tensor(value, given) else self._result(value, memories), made)
 
     def _note_foreign(self, given: list[Tensor]) -> None:
@@ -183,7 +182,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
 
     def _check_written(self, written: list[Tensor], func: Any) -> None:
         for value in written:
-            memory, shape = _storage_id(value), tuple(value.shape)
+            memory, shape = storage_id(value), tuple(value.shape)
             if id(value) in self._aliases:
                 self._refuse(
                     f"writes in place ({_function_name(func)}) through x.detach() or x.data, which autograd does not notice; "
@@ -198,12 +197,12 @@ class _DetachUnderNoGrad(TorchFunctionMode):
                 )
 
     def _result(self, value: Any, memories: set[int]) -> Any:
-        if isinstance(value, Tensor) and _storage_id(value) not in memories:
+        if isinstance(value, Tensor) and storage_id(value) not in memories:
             self._own(value)
         return _detach_results(value)
 
     def _own(self, value: Tensor) -> None:
-        self._unwatched.add(_storage_id(value))
+        self._unwatched.add(storage_id(value))
         self._kept.append(value)
 
     def _note(self, func: Any, made: Any, given: list[Tensor]) -> None:
@@ -215,8 +214,8 @@ class _DetachUnderNoGrad(TorchFunctionMode):
                 continue
             if is_fresh:
                 self._own(value)
-            elif _storage_id(value) not in self._unwatched | self._buffers and any(
-                _storage_id(value) == _storage_id(operand) for operand in given
+            elif storage_id(value) not in self._unwatched | self._buffers and any(
+                storage_id(value) == storage_id(operand) for operand in given
             ):
                 self._aliases.add(id(value))
                 self._kept.append(value)
@@ -255,7 +254,3 @@ def _contains_tensor(value: Any, tensors: list[Tensor]) -> bool:
 def _version_counter(value: Tensor) -> int:
     """How often a tensor was written to; nobody counts for inference tensors, which have no gradient either."""
     return 0 if value.is_inference() else value._version
-
-
-def _storage_id(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)

@@ -23,6 +23,7 @@ from sft.analysis.ir.graph import Graph, Node, NodeKind, Ref, SideEffect, Symbol
 from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT, RepeatHandle
 from sft.analysis.ir.symbolic import expr_from_torch, extent_from_torch
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import OpOverload, op_schema
 
 __all__ = ["build_graph", "module_path_of", "substitute_sizes", "symbol_bounds", "symbol_guards", "tied_sizes"]
 
@@ -355,11 +356,11 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
     """Positional and keyword arguments by schema name, defaults filled in."""
     named = []
     overload = fx_node.target
-    if not isinstance(overload, torch._ops.OpOverload):
-        wrapped = next((argument for argument in fx_node.args if isinstance(argument, torch._ops.OpOverload)), overload)
+    if not isinstance(overload, OpOverload):
+        wrapped = next((argument for argument in fx_node.args if isinstance(argument, OpOverload)), overload)
         path = module_path_of(fx_node) or "(the model itself)"
         raise UnsupportedError([f"{path}: {wrapped} is not an ATen operator; write the model with plain operators"])
-    for position, argument in enumerate(overload._schema.arguments):
+    for position, argument in enumerate(op_schema(overload).arguments):
         if position < len(fx_node.args):
             named.append((argument.name, fx_node.args[position]))
         elif argument.name in fx_node.kwargs:
@@ -370,9 +371,9 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
 
 
 def _side_effect(overload: Any) -> SideEffect:
-    if not isinstance(overload, torch._ops.OpOverload):
+    if not isinstance(overload, OpOverload):
         return ""
-    if overload._schema.is_mutable:
+    if op_schema(overload).is_mutable:
         return "writes"
     return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
 

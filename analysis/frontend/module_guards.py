@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sft.analysis.frontend.module_state import REGISTRIES, reachable_objects, user_attributes
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import FakeTensor
 
 __all__ = ["UnregisteredTensor", "check_registrations", "forbid_external_rng", "storage_key", "unregistered_tensors"]
 

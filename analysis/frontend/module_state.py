@@ -33,10 +33,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import FakeTensor, FunctionalTensor
 
 __all__ = [
     "PLAIN_TYPES",

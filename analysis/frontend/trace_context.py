@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -30,6 +29,7 @@ from sft.analysis.frontend.module_state import (
     preserve_objects,
 )
 from sft.analysis.ir.targets import CUMULATIVE_MOMENTUM
+from sft.common.torch_internals import FSDP_HOOK_MODULE, FakeTensorMode, without_saved_tensor_hooks
 
 __all__ = [
     "COMPUTE_DEVICES",
@@ -126,7 +126,7 @@ def is_sharded(value: torch.Tensor) -> bool:
 
 def is_fsdp_hook(hook: Any) -> bool:
     """Whether a hook is one by which ``fully_shard`` gathers and frees weights."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+    return str(getattr(hook, "__module__", "")).startswith(FSDP_HOOK_MODULE)
 
 
 @contextlib.contextmanager
@@ -231,16 +231,5 @@ class _NullStream:
 @contextlib.contextmanager
 def without_autograd_debugging() -> Iterator[None]:
     """Trace without the caller's anomaly detection, which looks at numbers that a trace has not, and hooks on what autograd saves."""
-    hooks: list[Any] = []
-    while True:
-        found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if found is None:
-            break
-        hooks.append(found)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        with torch.autograd.set_detect_anomaly(False):
-            yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    with without_saved_tensor_hooks(), torch.autograd.set_detect_anomaly(False):
+        yield

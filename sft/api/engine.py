@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from sft.analysis.frontend.call_mode_guards import CallModes
 from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
@@ -27,6 +26,7 @@ from sft.api.weight_placement import check_can_stream
 from sft.common.errors import InputError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
+from sft.common.torch_internals import pytree
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
 from sft.distributed.rank_context import RankContext

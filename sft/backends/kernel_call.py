@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.common.errors import InternalError
+from sft.common.torch_internals import has_dispatch_mode
 from sft.kernels.geometry import is_channels_last
 from sft.lower.program import DEVICE, Instruction, Program, Slot
 
@@ -47,7 +48,7 @@ def _kernel_flops(like: Any, flops: int, *arguments: Any, **keywords: Any) -> in
 
 def count_flops(like: Tensor, flops: int) -> None:
     """Tell whoever counts that a kernel on the device of ``like`` does so many operations."""
-    if flops and torch._C._len_torch_dispatch_stack():
+    if flops and has_dispatch_mode():
         torch.ops.sft.kernel_flops.default(like, flops)
 
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.process_lock import is_locked_by_other_thread
+from sft.common.torch_internals import (
+    current_dispatch_modes,
+    disable_current_modes,
+    is_batched_tensor,
+    is_dynamo_loaded,
+    is_jit_tracing,
+    is_under_functorch_transform,
+)
 
 __all__ = [
     "dynamo_disabled",
@@ -43,13 +49,13 @@ def refuse_tracing(inputs: Sequence[Any]) -> None:
         UnsupportedError: names the tracer or transform and the alternative.
     """
     tracer = None
-    if torch._C._is_tracing():
+    if is_jit_tracing():
         tracer = f"torch.jit.trace, {_TRACING_MESSAGE}; trace the original model"
     elif any(isinstance(value, torch.fx.Proxy) for value in inputs):
         tracer = f"torch.fx, {_TRACING_MESSAGE}; trace the original model"
     elif torch.compiler.is_exporting() and not is_locked_by_other_thread():  # torch says so in all threads
         tracer = f"torch.export or another sft.compile, {_TRACING_MESSAGE}; export or compile the original model, as a whole"
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
+    elif is_under_functorch_transform():
         tracer = (
             "a transform of torch.func (grad, vmap, jvp, ...), which differentiates or batches operators one by one. Use "
             "torch.autograd.grad on net(x) or on torch.func.functional_call(net, parameters, (x,)), and a batch instead of vmap"
@@ -64,8 +70,7 @@ def refuse_batched_grads(tensors: Sequence[torch.Tensor | None]) -> None:
     Raises:
         UnsupportedError: a tensor is batched.
     """
-    functorch = torch._C._functorch
-    if any(t is not None and (functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)) for t in tensors):
+    if any(t is not None and is_batched_tensor(t) for t in tensors):
         raise UnsupportedError(
             ["(the compiled model): batched gradients (is_grads_batched, vectorize) have no strips; call backward once for each of them"]
         )
@@ -92,10 +97,10 @@ def without_dispatch_modes() -> Iterator[None]:
 
     Infrastructure modes of torch, such as an enclosing fake-tensor mode, stay active.
     """
-    if any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
+    if any(mode.is_infra_mode() for mode in current_dispatch_modes()):
         yield
     else:
-        with _disable_current_modes():
+        with disable_current_modes():
             yield
 
 
@@ -107,7 +112,7 @@ def dynamo_disabled(method: CallableT) -> CallableT:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # torch.compiler.disable imports the compiler, which takes a second: wait until another import has loaded it.
-        if "torch._dynamo" not in sys.modules:
+        if not is_dynamo_loaded():
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(method))

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from sft.common.errors import InputError
+from sft.common.torch_internals import TorchDispatchMode, is_composite_op, is_traceable_wrapper_subclass_type, op_schema
 
 __all__ = ["Peak", "measure_peak"]
 
@@ -210,7 +210,7 @@ _Effect = Literal["aliases", "resizes", "makes"]
 
 def _effect_of(func: Any) -> _Effect:
     """Effect of an operator, derived from its schema. Most of a model's operators are views and in-place writes, which make no storage."""
-    schema = getattr(func, "_schema", None)
+    schema = op_schema(func)
     if schema is None:  # a higher-order operator
         return "makes"
     written = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
@@ -220,7 +220,7 @@ def _effect_of(func: Any) -> _Effect:
     if not schema.returns or not all(returned.alias_info for returned in schema.returns) or schema.name == "aten::set_":
         return "makes"
     # The result of a composite like ``contiguous`` may also be a copy.
-    return "makes" if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else "aliases"
+    return "makes" if is_composite_op(func) else "aliases"
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:

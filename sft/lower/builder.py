@@ -8,17 +8,19 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from sft.analysis.frontend.capture import CHANNELS_LAST, is_in_program_layout
 from sft.analysis.ir.axes import Axes
 from sft.common.errors import InternalError
+from sft.common.torch_internals import OpOverload
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot, live_instructions, slots_of
 
 __all__ = ["ProgramBuilder", "copy_with_strides", "restride_as"]
 
-_SLICE = torch.ops.aten.slice.Tensor
+aten = torch.ops.aten
+
+_SLICE = aten.slice.Tensor
 
 
 @dataclass
@@ -177,7 +179,7 @@ class ProgramBuilder:
         """The tensor in another element type; the slot itself when that is its own."""
         if slot.dtype == dtype:
             return slot
-        return self.call(torch.ops.aten._to_copy.default, slot, shape=slot.shape, dtype=dtype, keywords={"dtype": dtype})
+        return self.call(aten._to_copy.default, slot, shape=slot.shape, dtype=dtype, keywords={"dtype": dtype})
 
     def add_into(self, destination: Slot, source: Slot) -> Slot:
         """Add ``source`` to ``destination`` in place."""

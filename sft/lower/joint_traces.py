@@ -23,6 +23,7 @@ from sft.analysis.frontend.module_state import exact_key
 from sft.analysis.frontend.trace_context import without_autograd_debugging
 from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
+from sft.common.torch_internals import OpOverload, op_schema, storage_id, without_onednn
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS
 from sft.lower.op_recorder import OpRecording, RecordedOp, record_ops
 from sft.lower.program import DEVICE
@@ -129,13 +130,8 @@ def _math_kernels_for_gpu() -> Iterator[None]:
     if not _has_gpu():
         yield
         return
-    is_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags also sets what other devices than the CPU warn of
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch._C._set_mkldnn_enabled(is_enabled)
+    with without_onednn(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _has_gpu() -> bool:
@@ -198,7 +194,7 @@ class _TraceBuilder:
                 continue
             if (target, position) in _PADDED_RESULTS:
                 shape = (shape[0] + 1,)
-            shared = storages.get(tensor.untyped_storage()._cdata)
+            shared = storages.get(storage_id(tensor))
             results.append(TracedResult(self._new(tensor, shared), shape, tensor.dtype, shared))
         if target is aten.t.default and results[0] is not None:
             self._transposed[results[0].index] = arguments[0].index
@@ -211,7 +207,7 @@ class _TraceBuilder:
         """The values that own the storages of a call's operands, by storage."""
         found: dict[int, int] = {}
         for tensor in _tensors((*recorded.arguments, *recorded.keywords.values())):
-            found.setdefault(tensor.untyped_storage()._cdata, self._roots[self._index[id(tensor)]])
+            found.setdefault(storage_id(tensor), self._roots[self._index[id(tensor)]])
         return found
 
     def _converted(self, value: Any) -> Any:
@@ -241,7 +237,7 @@ def _live_calls(calls: Sequence[TracedCall], wanted: set[int]) -> list[TracedCal
     kept = []
     for call in reversed(calls):
         made = [result is not None and result.index in wanted for result in call.results]
-        if any(made) or not made or (isinstance(call.function, torch._ops.OpOverload) and call.function._schema.is_mutable):
+        if any(made) or not made or (isinstance(call.function, OpOverload) and op_schema(call.function).is_mutable):
             results = tuple(r if is_wanted else None for r, is_wanted in zip(call.results, made, strict=True))
             kept.append(replace(call, results=results) if call.has_many else call)
             wanted.update(_operand_indices(call))
@@ -331,7 +327,7 @@ def trace_whole(
     if target in FUNCTIONS:
         positional, keyword = [], list(given)
     else:
-        schema = resolve_target(target)._schema.arguments
+        schema = op_schema(resolve_target(target)).arguments
         positional = [a.name for a in schema if not a.kwarg_only and a.name in given]
         keyword = [a.name for a in schema if a.kwarg_only and a.name in given]
     callee = FUNCTIONS[target] if target in FUNCTIONS else resolve_target(target)

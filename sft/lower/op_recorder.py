@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 
 __all__ = ["OpRecording", "RecordedOp", "record_ops"]
 

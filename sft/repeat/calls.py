@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sft.common.torch_internals import storage_id
 from sft.kernels.rng.philox import key_of, philox4x32
 from sft.repeat.costs import PassKind, RepeatSite
 from sft.repeat.executor import Environment, Executor, StackedWeightAccess
@@ -41,7 +42,7 @@ class RepeatResiduals:
         """One tensor for each storage."""
         values = [*self.table.values.values(), *(value for kept in self.table.saved.values() for value in kept.values.values())]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        found = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        found = {storage_id(tensor): tensor for tensor in tensors}
         return [tensor for storage, tensor in found.items() if storage not in self.outside]
 
 
@@ -91,7 +92,7 @@ class ForwardPass(_PassFunction):
         self._executor(access, seed).run(plan.operations[: plan.turn], table, is_first=True)
         out = table.values.pop(activation_name(plan.num_blocks))
         table.values.pop(activation_name(0), None)
-        state = RepeatResiduals(table, (x.untyped_storage()._cdata, out.untyped_storage()._cdata))
+        state = RepeatResiduals(table, (storage_id(x), storage_id(out)))
         return (out, state, *(access.next_values[name] for name in self.call.repeated.updated))
 
 

@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from sft.common.errors import InternalError, UnsupportedError
 from sft.common.memory import measure_peak
+from sft.common.torch_internals import op_schema, storage_id
 from sft.kernels.rng.dropout import write_mask
 from sft.kernels.rng.mask_tile import MaskTile
 from sft.lower.builder import ProgramBuilder
@@ -292,11 +293,11 @@ class _BlockLowering:
 
     def _shared(self, node: Node, tensor: Tensor, is_backward: bool) -> Slot | None:
         """The argument whose storage a result shares."""
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_id(tensor)
         for argument in node.all_input_nodes:
             value = argument.meta["val"]
             for place, item in enumerate(value if isinstance(value, (tuple, list)) else (value,)):
-                if isinstance(item, Tensor) and item.untyped_storage()._cdata == storage:
+                if isinstance(item, Tensor) and storage_id(item) == storage:
                     if isinstance(value, (tuple, list)):
                         raise InternalError(f"{node}: a view of result {place} of a call with several results")
                     return self._slot(argument, is_backward)
@@ -352,7 +353,7 @@ def _mask_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _has_zero_dropout(node: Node) -> bool:
     """Whether it is an operator with dropout inside (attention) that is told to drop nothing."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]  # an overload
+    names = [argument.name for argument in op_schema(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sft.analysis.frontend.module_state import AttributeChanges, override_attributes, preserve_attributes
 from sft.analysis.frontend.trace_context import suppress_output
 from sft.common.errors import InputError, UnsupportedError
+from sft.common.torch_internals import FakeTensorMode
 
 __all__ = ["BlockTrace", "TensorMeta", "trace_block"]
 

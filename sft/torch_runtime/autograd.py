@@ -25,6 +25,7 @@ import torch
 
 from sft.common.call_guards import refuse_after_failure, refuse_batched_grads
 from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import task_retains_graph, will_engine_execute
 from sft.runtime.region import Region
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
@@ -42,8 +43,7 @@ __all__ = ["RegionInputs", "autocast_disabled", "engine_will_execute", "retains_
 
 def retains_graph() -> bool:
     """Whether it was asked to retain the graph."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(query()) if query is not None else True
+    return task_retains_graph()
 
 
 def engine_will_execute(node: Any) -> bool:
@@ -55,7 +55,7 @@ def engine_will_execute(node: Any) -> bool:
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_engine_execute(node)
     except RuntimeError:  # a leaf of torch.autograd.grad: there is no answer for those that are asked for
         return True
 

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from sft.common.interval import Interval
+from sft.common.torch_internals import OpOverload
 from sft.lower.program import DEVICE, Port, Program, Slot, carried_dim
 from sft.runtime.machine import Residuals
 from sft.torch_runtime.machine import TorchMachine
@@ -206,7 +207,7 @@ def program_hash(program: Program) -> str | None:
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return str(function)
     owner = getattr(function, "__self__", None)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)

@@ -11,6 +11,7 @@ import torch
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.graph import Ref, map_refs, refs_in
 from sft.common.errors import InternalError, UnsupportedError
+from sft.common.torch_internals import op_schema
 from sft.lower.context import NodeContext
 from sft.lower.joint_traces import TINY_SHAPE, BitwiseKey, JointTrace, SlotArg, TracedCall, resolve_target, trace_pointwise, trace_whole
 from sft.lower.program import Slot
@@ -82,10 +83,10 @@ class TracedPointwiseRule(_TracedRule):
         if name[0] != "self" or any(True for _, value in rest for _ in refs_in(value)):
             raise InternalError(f"{ctx.node.label}: not a function of one element")
         overload = resolve_target(ctx.node.target)
-        positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
+        positional = [a.name for a in op_schema(overload).arguments if not a.kwarg_only]
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
-        keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
+        keywords = tuple((a.name, values[a.name]) for a in op_schema(overload).arguments if a.kwarg_only and a.name in values)
         dtype = ctx.scope.dtype_of(next(refs_in(name[1])))
         return trace_pointwise(ctx.node.target, BitwiseKey(arguments), BitwiseKey(keywords), dtype, torch.get_default_dtype())
 

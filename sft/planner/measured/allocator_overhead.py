@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
+from sft.common.torch_internals import TorchDispatchMode
 from sft.lower.program import Port, Program
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step

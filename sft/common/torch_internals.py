@@ -1,0 +1,182 @@
+"""Private parts of torch, under names of this project.
+
+All other modules import them from here, so that a change of torch shows in one place. Replacements of torch's own functions are rows of
+:mod:`sft.analysis.frontend.torch_patches`. Ruff (TID251) refuses private modules of torch in any other file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
+
+__all__ = [
+    "FSDP_HOOK_MODULE",
+    "REGISTER_PYTREE_NODE",
+    "SET_GRAD_ENABLED",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "current_dispatch_modes",
+    "disable_current_modes",
+    "disable_torch_function",
+    "has_autocast_kernel",
+    "has_dispatch_mode",
+    "is_batched_tensor",
+    "is_composite_op",
+    "is_dynamo_loaded",
+    "is_jit_tracing",
+    "is_traceable_wrapper_subclass_type",
+    "is_under_functorch_transform",
+    "op_schema",
+    "pytree",
+    "set_grad_enabled_silently",
+    "storage_id",
+    "task_retains_graph",
+    "will_engine_execute",
+    "without_onednn",
+    "without_saved_tensor_hooks",
+]
+
+#: Module of the hooks by which ``fully_shard`` gathers and frees weights.
+FSDP_HOOK_MODULE = "torch.distributed.fsdp._fully_shard"
+
+#: Name of the function that registers a container of outputs, for messages: torch has no public one.
+REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
+
+#: The function that all switches of the grad mode call; function modes see it.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
+def op_schema(op: Any) -> Any:
+    """The schema of an ATen operator: its arguments, results and aliases; ``None`` for a higher-order operator."""
+    return getattr(op, "_schema", None)
+
+
+def is_composite_op(op: OpOverload) -> bool:
+    """Return true for an operator that consists of other operators, and whose gradient is that of these."""
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
+    """Return true where autocast has a kernel of its own for an operator on a kind of device (``"cpu"``, ``"cuda"``)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autocast{device_type.upper()}"))
+
+
+def storage_id(value: torch.Tensor) -> int:
+    """An identity of a tensor's memory, which fake tensors have as well."""
+    return int(value.untyped_storage()._cdata)
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+def disable_current_modes() -> AbstractContextManager[Any]:
+    """Return a context without the dispatch modes of this thread."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def current_dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes of this thread, outermost first."""
+    return _get_current_dispatch_mode_stack()
+
+
+def has_dispatch_mode() -> bool:
+    """Return true where a dispatch mode of this thread is on (for each launch of a kernel, so it must be quick)."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def disable_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which function modes and ``__torch_function__`` see no calls."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def set_grad_enabled_silently(is_enabled: bool) -> None:
+    """Set the grad mode without a call that function modes see."""
+    with disable_torch_function():
+        SET_GRAD_ENABLED(is_enabled)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """A context without the default hooks on tensors that autograd saves."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """A context without oneDNN. ``torch.backends.mkldnn.flags`` also sets options that warn on other devices than the CPU."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+
+
+# -- transforms and compilers -----------------------------------------------------------------------------------------
+
+
+def is_jit_tracing() -> bool:
+    """Return true inside ``torch.jit.trace``."""
+    return bool(torch._C._is_tracing())
+
+
+def is_under_functorch_transform() -> bool:
+    """Return true inside a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched_tensor(value: torch.Tensor) -> bool:
+    """Return true for a tensor that stands for a batch inside ``vmap``, or for gradients with ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value))
+
+
+def is_dynamo_loaded() -> bool:
+    """Return true where ``torch.compile`` has been imported."""
+    return "torch._dynamo" in sys.modules
+
+
+# -- the autograd engine ----------------------------------------------------------------------------------------------
+
+
+def task_retains_graph() -> bool:
+    """Return true where the current backward pass retains its graph, and where this torch does not tell."""
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return bool(query()) if query is not None else True
+
+
+def will_engine_execute(node: Any) -> bool:
+    """Return true where the current backward pass computes the input of a node of the autograd graph.
+
+    Raises:
+        RuntimeError: the node is a leaf of ``torch.autograd.grad``.
+    """
+    return bool(torch._C._will_engine_execute_node(node))

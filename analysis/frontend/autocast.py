@@ -19,12 +19,12 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, apply_patches
 from sft.common.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode, disable_current_modes, has_autocast_kernel, pytree
 
 __all__ = ["AutocastPolicy", "OperandCast", "autocast_composites", "contracted_letters", "replace_tensor_operands", "tensor_operands"]
@@ -164,10 +164,6 @@ class _CastRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_COMPOSITE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    name: getattr(torch._C._nn, name) for name in dir(torch._C._nn) if "upsample" in name or name == "cross_entropy_loss"
-}
-_EINSUM: Callable[..., Tensor] = torch._VF.einsum  # type: ignore[attr-defined]  # it makes itself an object
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -178,12 +174,14 @@ def autocast_composites(device: torch.device) -> Iterator[None]:
         yield
         return
     dtype = torch.get_autocast_dtype(device.type)
-    with contextlib.ExitStack() as stack:
-        for name, function in _COMPOSITE_FUNCTIONS.items():
-            if _runs_in_float32(name, dtype, device):  # asked here: while the exporter runs it keeps these functions whole for us, too
-                stack.enter_context(mock.patch.object(torch._C._nn, name, functools.partial(_call_in_float32, function)))
-        einsum = functools.partial(_einsum_in_one_dtype, _EINSUM, dtype)
-        stack.enter_context(mock.patch.object(torch._VF, "einsum", einsum))
+    # Probed before the export: during it these functions are kept whole for probes, too.
+    replacements: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+        name: lambda function: functools.partial(_call_in_float32, function)
+        for name in COMPOSITE_FUNCTIONS
+        if _runs_in_float32(name, dtype, device)
+    }
+    replacements["einsum"] = lambda function: functools.partial(_einsum_in_one_dtype, function, dtype)
+    with apply_patches(replacements=replacements):
         yield
 
 
@@ -227,4 +225,4 @@ def _runs_in_float32(name: str, dtype: torch.dtype, device: torch.device) -> boo
         else:
             arguments = ([5] * num_axes, None) if "nearest" in name else ([5] * num_axes, False, None)
         with torch.autocast(device.type, dtype):
-            return _COMPOSITE_FUNCTIONS[name](value, *arguments).dtype == torch.float32
+            return bool(COMPOSITE_FUNCTIONS[name](value, *arguments).dtype == torch.float32)

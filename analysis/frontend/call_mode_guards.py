@@ -11,8 +11,8 @@ torch's own modules ask as well, for something faster that computes the same. Th
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -21,6 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from sft.analysis.frontend.torch_patches import MODE_SWITCHES, apply_patches, calling_frame
+from sft.common.torch_internals import MODE_DECORATOR_MODULE
 
 __all__ = ["CallModeGuards", "CallModes", "GuardKind", "GuardValues"]
 
@@ -88,8 +91,6 @@ _MODE_QUERIES: Mapping[str, GuardKind] = {
     "are_deterministic_algorithms_enabled": "deterministic",
 }
 
-_MODE_SWITCHES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
-
 
 class CallModeGuards:
     """The questions of one trace.
@@ -120,53 +121,48 @@ class CallModeGuards:
     def answered(self, model: nn.Module) -> Iterator[None]:
         """While this is on, this thread's questions are answered."""
         self._own, self._outside = frozenset(), {}
-        with contextlib.ExitStack() as stack:
-            for name, question in _MODE_QUERIES.items():
-                self._answer(stack, model, getattr(torch, name), question)
-            for switch in _MODE_SWITCHES:
-                self._follow(stack, switch)
-            yield stack.enter_context(_TensorQueryRecorder(self))
+        switch_methods = {"__init__": self._on_init, "__enter__": self._on_enter, "__exit__": self._on_exit}
+        replacements: dict[str, Callable[[Any], Any]] = {
+            name: functools.partial(self._query, guard) for name, guard in _MODE_QUERIES.items()
+        }
+        replacements |= {name: switch_methods[name.rpartition(".")[2]] for name in MODE_SWITCHES}
+        with apply_patches(replacements=replacements, namespaces=_model_namespaces(model)), _TensorQueryRecorder(self):
+            yield
 
-    def _answer(self, stack: contextlib.ExitStack, model: nn.Module, original: Callable[[], bool], question: GuardKind) -> None:
-        thread = threading.get_ident()
+    def _query(self, guard: GuardKind, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of a function that returns a mode."""
 
-        def answer() -> bool:
-            if threading.get_ident() != thread or _is_library_frame(sys._getframe(1)):
-                return original()
-            self.asked.add(question)
-            return original() if question in self._own else bool(self.modes.answer(question))
+        def query() -> bool:
+            if _is_library_frame(calling_frame()):
+                return bool(original())
+            self.asked.add(guard)
+            return bool(original() if guard in self._own else self.modes.answer(guard))
 
-        for namespace in (torch, *_model_namespaces(model)):
-            for name in [name for name, value in vars(namespace).items() if value is original]:
-                _patch_attribute(stack, namespace, name, answer)
+        return query
 
-    def _follow(self, stack: contextlib.ExitStack, switch: Any) -> None:
-        """Notice what a switch of modes switches, and that it does no longer."""
-        thread, enter, leave, init = threading.get_ident(), switch.__enter__, switch.__exit__, switch.__init__
+    def _on_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def construct(context: Any, mode: bool) -> None:
+            init(context, mode)
+            self._switched(context, calling_frame())
 
-        def entered(context: Any) -> Any:
-            if threading.get_ident() == thread:
-                self._switched(context, sys._getframe(1))
+        return construct
+
+    def _on_enter(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+        def enter_context(context: Any) -> Any:
+            self._switched(context, calling_frame())
             return enter(context)
 
-        def left(context: Any, *error: Any) -> Any:
-            if threading.get_ident() != thread:
-                return leave(context, *error)
+        return enter_context
+
+    def _on_exit(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        def exit_context(context: Any, *error: Any) -> Any:
             enables = self.enables_grad
             try:
-                return leave(context, *error)  # which torch does by another switch
+                return leave(context, *error)  # torch leaves one mode by entering another
             finally:
                 self._own, self.enables_grad = self._outside.pop(context, self._own), enables
 
-        def made(context: Any, mode: bool) -> None:
-            init(context, mode)
-            if threading.get_ident() == thread:
-                self._switched(context, sys._getframe(1))
-
-        _patch_attribute(stack, switch, "__enter__", entered)
-        _patch_attribute(stack, switch, "__exit__", left)
-        if switch is torch.set_grad_enabled:  # at once, and not when it is entered
-            _patch_attribute(stack, switch, "__init__", made)
+        return exit_context
 
     def _switched(self, context: Any, frame: FrameType) -> None:
         self._outside.setdefault(context, self._own)
@@ -196,15 +192,10 @@ class _TensorQueryRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _patch_attribute(stack: contextlib.ExitStack, where: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, where, name, vars(where)[name])
-    setattr(where, name, value)
-
-
 def _is_library_frame(frame: FrameType) -> bool:
     """Whether torch's own code runs there, or ours; where torch enters a context for a function that is decorated, whose that is."""
     name = str(frame.f_globals.get("__name__"))
-    if name == "torch.utils._contextlib":
+    if name == MODE_DECORATOR_MODULE:
         name = str(getattr(frame.f_locals.get("func"), "__module__", name))
     return name.partition(".")[0] in ("torch", "sft")
 

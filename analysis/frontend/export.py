@@ -25,15 +25,7 @@ from sft.analysis.frontend.grad_mode import track_grad_modes
 from sft.analysis.frontend.graph_builder import module_path_of, symbol_guards
 from sft.analysis.frontend.module_state import preserve_model_state
 from sft.analysis.frontend.source_location import error_location, is_distributions_error
-from sft.analysis.frontend.torch_patches import (
-    allow_nondeterministic,
-    limit_symbolic_complexity,
-    skip_variance_checks,
-    slim_node_metadata,
-    use_batch_norm_meta,
-    use_grid_sample_meta,
-    use_rnn_state_shapes,
-)
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors, use_unsharded_parameters
 from sft.analysis.ir.axes import Axes
 from sft.common.errors import InputError, UnsupportedError
@@ -56,6 +48,14 @@ _REMEDIES = {
 }
 _DISTRIBUTIONS_REMEDY = "distributions look at their values to check them; make them with validate_args=False"
 _CONTROL_FLOW_REMEDY = "control flow that depends on tensor values must move out of `forward`"
+
+
+#: Rows of the patch table that hold while the exporter decomposes a program, and while it traces one.
+_DECOMPOSITION_PATCHES = ("stack_traces", "node_metadata", "rnn_state_shapes")
+_EXPORT_PATCHES = (
+    *_DECOMPOSITION_PATCHES,
+    *("batch_norm_shapes", "grid_sample_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache"),
+)
 
 
 def export_model(
@@ -152,21 +152,18 @@ def _export_once(
     mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
     with mode:
         inputs = _fake_inputs(shapes, dtypes, device, questions)
-    # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
-    quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    limited = contextlib.nullcontext() if dynamic is None else limit_symbolic_complexity()
-    around = (autocast_composites(device), use_batch_norm_meta(), use_grid_sample_meta(), allow_nondeterministic())
+    patches = _EXPORT_PATCHES if dynamic is None else (*_EXPORT_PATCHES, "size_complexity_limit")
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_model_state(model))  # an attempt must not find what one before it has left
         stack.enter_context(use_unsharded_parameters(model, mode))
         foreign = stack.enter_context(track_grad_modes(model, questions))
-        for context in (*around, slim_node_metadata(), use_rnn_state_shapes(), skip_variance_checks(), quick, limited):
-            stack.enter_context(context)
+        stack.enter_context(autocast_composites(device))
+        stack.enter_context(apply_patches(*patches))
         exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
     _refuse_grad_mode_hooks(model, exported)
     _refuse_tensor_to_number(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    with slim_node_metadata(), use_rnn_state_shapes():
+    with apply_patches(*_DECOMPOSITION_PATCHES):
         return replace(functionalize(exported, AutocastPolicy(device.type) if is_cast else None), foreign=tuple(foreign))
 
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,8 +26,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
 from sft.analysis.frontend.module_guards import UnregisteredTensor, check_registrations, forbid_external_rng
+from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
 from sft.analysis.frontend.source_location import current_location
-from sft.analysis.frontend.torch_patches import specialize_size_minmax
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import SET_GRAD_ENABLED, disable_torch_function, pytree, set_grad_enabled_silently, storage_id
 
@@ -53,7 +52,6 @@ def track_grad_modes(model: nn.Module, questions: CallModeGuards) -> Iterator[li
     def forward(*args: Any, **kwargs: Any) -> Any:
         around = (
             _restore_grad_mode(),
-            specialize_size_minmax(),
             forbid_external_rng(model),
             _forbid_autograd_functions(),
             _DetachUnderNoGrad(model, foreign),
@@ -86,16 +84,9 @@ def _restore_grad_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forbid_autograd_functions() -> Iterator[None]:
-    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into.
-
-    Models may have bound ``Function.apply`` long before; what it calls of its base class is looked up at each call.
-    """
-    base: Any = _SingleLevelFunction
-    thread = threading.get_ident()
+    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return super(base, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
             run, _, *operands = args
             return run(*operands)
@@ -108,11 +99,8 @@ def _forbid_autograd_functions() -> Iterator[None]:
             ]
         )
 
-    base.apply = classmethod(apply)  # in front of that of its own base, until it is removed
-    try:
+    with apply_patches(replacements={"autograd_function_apply": lambda original: apply}):
         yield
-    finally:
-        del base.apply
 
 
 class _DetachUnderNoGrad(TorchFunctionMode):
@@ -135,6 +123,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         if is_in_place_foreach(_function_name(func)):
             return self._write_lists(func, types, args, kwargs)
         self._refuse_calls(func, args)
+        func = VALUE_FREE_FUNCTIONS.get(func, func)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

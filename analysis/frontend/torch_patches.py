@@ -1,223 +1,110 @@
-"""Batch norms on fake tensors, of which only the shapes are asked.
+"""Table of all that a capture replaces or switches in torch and Python, and the context manager that does it.
 
-The exporter keeps a batch norm whole, but finds the shape of its result by running the formula behind it: a dozen operations on fake
-tensors with symbolic sizes, which is a third of what capturing a ResNet takes. The result is shaped, typed and laid out like the input.
+A row is a :class:`Patch`. *Function rows* replace a function; other threads keep the original, since the replacement looks at the thread
+that calls it. *Switch rows* enter a context: a setting of the whole process, or of the thread, that torch itself restores.
 
-``max`` and ``min`` of sizes while a model is captured: decided by comparing, as Python does.
+A row is skipped where this torch is older than ``since``, is as new as ``until``, has no such function, or has one of other parameters.
+Captures then are as the row's ``without`` says. ``tests/analysis/frontend/test_torch_patches.py`` checks each row against this torch.
 
-The exporter keeps them as functions of the image's size. A network that pads as TensorFlow does, by what the size leaves over, then has
-sizes that hold those of the layer before several times over; after five strides they fill pages, and proving anything about them takes
-minutes. Compared instead, one of the two numbers is taken, sizes stay as short as they are for any other network, and the comparison is
-one more condition under which the capture holds.
-
-``gaussian_nll_loss``, which looks at its variances before it computes: the exporter cannot follow that.
-
-In its place is the same loss without a look: where a variance is negative, and PyTorch would raise, it is NaN. PyTorch writes the smallest
-variance, ``eps``, into the variances under ``torch.no_grad``; so a gradient passes to those that were smaller as to all others.
-
-Sizes that are too intricate to be followed as symbols.
-
-Networks that cut images into windows reshape by rounded quotients of sizes, once more in every block, and `torch.export` asks SymPy about
-each: 1 s for timm's mobilevitv2_050 at one size, two minutes for it at any (benchmarks/results, `capture-windows`). So it is captured again
-for each size. What decides is the length of the expressions, not a clock: reshapes that still stream, as pixels to channels by hand, ask
-about some 70 operations.
-
-Traces whose nodes carry what is asked of them, and no more.
-
-With every node the exporter writes down the Python stack that made it, and in which memory formats its value is contiguous, which takes
-proofs about symbolic strides. Both are for people and for compilers behind it, and take long in a deep network.
-
-The states that an LSTM leaves, as large as they are.
-
-The exporter keeps an LSTM whole, and finds the shapes of its results by running the formula behind it. Up to torch 2.12 that leaves the
-states of each layer with a dimension in front that is one, which eager PyTorch's have not; what follows would be captured so.
-
-``torch.use_deterministic_algorithms``, out of the way of captures.
-
-With it ``torch.nn.functional`` replaces interpolations, paddings and pools of volumes on GPUs by indexing of whole images, which has no
-rows that a strip could compute. What is captured is the operator; that its sums have an order is the lowering's business.
-
-Formulas that the exporter would run on fake tensors for the sake of a shape that is known without.
-
-Samples at grids of places on fake tensors, of which only the shapes are asked.
-
-Where sizes are symbols the exporter finds the shape of `grid_sample` by running the formula behind it: a hundred operations, a second. The
-result has the image's channels and the grid's extents.
+Python's builtins are not replaced. The exporter does so itself, and a row replaces the function that it puts there.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import functools
 import inspect
-import math
-import operator
-from collections.abc import Callable, Iterator
+import logging
+import pkgutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from unittest import mock
 
-import sympy as sp
 import torch
-from torch import Tensor
-from torch._decomp import decompositions
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import config
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn import functional as F
+from torch import nn
+
+from sft.analysis.frontend import replacement_functions as functions
+from sft.common.torch_internals import without_onednn, without_saved_tensor_hooks
 
 __all__ = [
-    "Decomposition",
-    "SymbolicSizeTooComplexError",
-    "allow_nondeterministic",
-    "limit_symbolic_complexity",
+    "COMPOSITE_FUNCTIONS",
+    "MODE_SWITCHES",
+    "PATCHES",
+    "Patch",
+    "apply_patches",
+    "calling_frame",
     "needs_deterministic_sums",
-    "override_decomposition",
-    "skip_variance_checks",
-    "slim_node_metadata",
-    "specialize_size_minmax",
-    "use_batch_norm_meta",
-    "use_grid_sample_meta",
-    "use_rnn_state_shapes",
 ]
 
-_BUILTIN_MAX, _BUILTIN_MIN = max, min
+Function = Callable[..., Any]
 
 
-@contextlib.contextmanager
-def specialize_size_minmax() -> Iterator[None]:
-    """While this is on, ``max`` and ``min`` of sizes return one of them; of anything else they are what they were."""
-    before = builtins.max, builtins.min
-    builtins.max = _minmax_by_comparison(_BUILTIN_MAX, before[0], operator.le)
-    builtins.min = _minmax_by_comparison(_BUILTIN_MIN, before[1], operator.ge)
-    try:
-        yield
-    finally:
-        builtins.max, builtins.min = before
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """A replaced function or a switched setting."""
+
+    target: str
+    """Qualified name of the function, or of the setting."""
+
+    why: str
+    """Reason for the replacement."""
+
+    without: str
+    """Effect on captures where the row is skipped."""
+
+    since: str = "2.11"
+    """First release of torch with the target; 2.11 is the oldest that is supported."""
+
+    until: str | None = None
+    """First release of torch that does not need the replacement; ``None`` while all do."""
+
+    parameters: tuple[str, ...] | None = None
+    """Parameter names that the target must have, a final ``"..."`` for any more; ``None`` for functions of C, which do not tell theirs."""
+
+    replacement: Callable[[Function], Function] | None = None
+    """Returns the replacement of the original. ``None`` in rows whose replacement belongs to one capture, and in switch rows."""
+
+    switch: Callable[[], AbstractContextManager[Any]] | None = None
+    """Context of a switch row."""
+
+    @property
+    def is_in_range(self) -> bool:
+        """True where this release of torch is one that the row is for."""
+        release = _release(torch.__version__)
+        return _release(self.since) <= release and (self.until is None or release < _release(self.until))
+
+    def locate(self) -> tuple[Any, str] | None:
+        """Owner and attribute name of the target; ``None`` where this torch has no such function, or one of other parameters."""
+        path, _, name = self.target.rpartition(".")
+        try:
+            owner = pkgutil.resolve_name(path)
+            function = getattr(owner, name)
+        except (ImportError, AttributeError):
+            return None
+        if self.parameters is None:
+            return owner, name
+        names = tuple(inspect.signature(function).parameters)
+        if self.parameters[-1] == "...":
+            names = (*names[: len(self.parameters) - 1], "...")
+        return (owner, name) if names == self.parameters else None
 
 
-def _minmax_by_comparison(
-    plain: Callable[..., Any], exporters: Callable[..., Any], gives_way: Callable[[Any, Any], bool]
-) -> Callable[..., Any]:
-    def compared(*values: Any, **keywords: Any) -> Any:
-        if any(isinstance(value, torch.Tensor) for value in values):
-            return exporters(*values, **keywords)
-        if len(values) == 2 and not keywords:
-            for size, number in (values, values[::-1]):
-                if isinstance(size, torch.SymInt) and isinstance(number, int):
-                    # A tie is the number: max(-(size % 2), 0) is 0 then, and not one thing for odd sizes and another for even ones.
-                    return number if gives_way(size, number) else size
-        return plain(*values, **keywords)
-
-    return compared
+def _release(version: str) -> tuple[int, ...]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
 
 
-_gaussian_nll_loss = F.gaussian_nll_loss
-
-
-@contextlib.contextmanager
-def skip_variance_checks() -> Iterator[None]:
-    """A context in which this loss can be exported."""
-    with mock.patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss_unchecked):
-        yield
-
-
-def _gaussian_nll_loss_unchecked(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Tensor:
-    is_column = isinstance(var, Tensor) and var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]
-    if not torch.compiler.is_exporting() or not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
-        return _gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)  # it says what is wrong
-    if is_column:
-        var = var.unsqueeze(-1)
-    elif var.dim() != input.dim() or sum(own for own, other in zip(var.shape, input.shape, strict=True) if own != other) > 1:
-        raise ValueError("var is of incorrect size")
-    value = var.detach()
-    written = torch.where(value < 0, math.nan, value.clamp(min=eps))
-    var = var + (written - value)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
-
-
-_MAX_OPERATIONS = 100
-
-
-class SymbolicSizeTooComplexError(Exception):
-    """The exporter asked about a size of many operations; the model is captured for one size instead."""
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def limit_symbolic_complexity() -> Iterator[None]:
-    """A context in which the exporter gives up on such sizes.
-
-    Raises:
-        IntricateSizesError: out of the exporter, which may wrap it.
-    """
-    evaluate = ShapeEnv.evaluate_expr
-
-    def checked(self: ShapeEnv, expr: Any, *arguments: Any, **keywords: Any) -> Any:
-        if isinstance(expr, sp.Basic) and _num_operations(expr) > _MAX_OPERATIONS:
-            raise SymbolicSizeTooComplexError(f"a size of more than {_MAX_OPERATIONS} operations")
-        return evaluate(self, expr, *arguments, **keywords)
-
-    with mock.patch.object(ShapeEnv, "evaluate_expr", checked):
-        yield
-
-
-@lru_cache(maxsize=2**12)
-def _num_operations(expr: sp.Basic) -> int:
-    return int(expr.count_ops())
-
-
-_STACK_TRACE_OPTION = "do_not_emit_stack_traces"
-_METADATA_FUNCTION = "_extract_tensor_metadata"
-
-
-@contextmanager
-def slim_node_metadata() -> Iterator[None]:
-    """A context in which traces leave that out; all as ever where this torch has other names for it."""
-    with ExitStack() as changes:
-        if hasattr(config, _STACK_TRACE_OPTION):
-            changes.enter_context(mock.patch.object(config, _STACK_TRACE_OPTION, True))
-        if hasattr(proxy_tensor, _METADATA_FUNCTION):
-            changes.enter_context(mock.patch.object(proxy_tensor, _METADATA_FUNCTION, _no_metadata))
-        yield
-
-
-def _no_metadata(*arguments: Any, **keywords: Any) -> None:
-    """In the place of what says how a value lies in memory."""
-
-
-_RNN_DECOMPOSITION = "_rnn_helper"
-
-
-@contextmanager
-def use_rnn_state_shapes() -> Iterator[None]:
-    """A context in which the formula leaves states ``[N, H]``; all as ever where this torch has another formula."""
-    formula = getattr(decompositions, _RNN_DECOMPOSITION, None)
-    if formula is None:
-        yield
-        return
-
-    def result(*args: Any, **kwargs: Any) -> Any:
-        out, states = formula(*args, **kwargs)
-        return out, [tuple(map(_rnn_with_state_shapes, state)) if isinstance(state, tuple) else state for state in states]
-
-    with mock.patch.object(decompositions, _RNN_DECOMPOSITION, result):
-        yield
-
-
-def _rnn_with_state_shapes(state: Any) -> Any:
-    return state.squeeze(0) if state.dim() == 3 else state
-
-
-@contextlib.contextmanager
-def allow_nondeterministic() -> Iterator[None]:
-    """A context in which PyTorch asks for no deterministic algorithms."""
+def _without_deterministic_algorithms() -> Iterator[None]:
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -230,109 +117,309 @@ def allow_nondeterministic() -> Iterator[None]:
 
 
 def needs_deterministic_sums(device: torch.device) -> bool:
-    """Whether sums must be made in an order that PyTorch's own derivatives do not keep on a device. On the CPU they do."""
+    """Return true where sums need an order that PyTorch's own derivatives do not keep on a device. On the CPU they keep it."""
     return device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
 
 
-Decomposition = Callable[..., Any]
+@contextmanager
+def _without_global_module_hooks() -> Iterator[None]:
+    names = [f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre")]
+    contents = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in names]
+    for hooks, _ in contents:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in contents:
+            hooks.update(content)
+
+
+#: Loggers that also report what is raised.
+_NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
 
 
 @contextmanager
-def override_decomposition(name: str, arguments: tuple[str, ...], made: Callable[[Decomposition], Decomposition]) -> Iterator[None]:
-    """A context in which another function stands for a formula of torch; all as ever where this torch has none of that name and arguments.
+def _quiet_loggers() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _muted_output() -> Iterator[None]:
+    with contextlib.redirect_stdout(_MutedStream(sys.stdout)), contextlib.redirect_stderr(_MutedStream(sys.stderr)):
+        yield
+
+
+class _MutedStream:
+    """A text stream that drops the writes of one thread and passes on those of other threads."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        is_muted = threading.get_ident() == self._thread or self._stream is None
+        return len(text) if is_muted else int(self._stream.write(text))
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_NN = torch._C._nn
+
+#: Composite functions that autocast may run in single precision, by name.
+COMPOSITE_FUNCTIONS: Mapping[str, Function] = {
+    name: getattr(_NN, name) for name in dir(_NN) if "upsample" in name or name == "cross_entropy_loss"
+}
+
+#: Methods by which ``forward`` switches the grad mode or inference mode; ``set_grad_enabled`` switches when it is made.
+MODE_SWITCHES = (
+    *(f"{cls}.{method}" for cls in ("no_grad", "enable_grad", "inference_mode") for method in ("__enter__", "__exit__")),
+    *(f"set_grad_enabled.{method}" for method in ("__init__", "__enter__", "__exit__")),
+)
+
+_SWITCH_PARAMETERS = {
+    "__init__": ("self", "mode"),
+    "__enter__": ("self",),
+    "__exit__": ("self", "exc_type", "exc_value", "traceback"),
+}
+
+_MODE_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled")
+
+PATCHES: dict[str, Patch] = {
+    # -- questions of `forward` about the call, in the thread that captures
+    **{
+        name: Patch(
+            target=f"torch.{name}",
+            why="`forward` decides by the mode of the call; the trace runs in one mode and answers for the call, and notes the question.",
+            without="Models that branch on the mode have the branch of the trace in every call.",
+        )
+        for name in _MODE_QUERIES
+    },
+    **{
+        name: Patch(
+            target=f"torch.{name}",
+            parameters=_SWITCH_PARAMETERS[name.rpartition(".")[2]],
+            why="A mode that `forward` itself has switched is as it is, and not as that of the call.",
+            without="`torch.is_grad_enabled()` under `torch.no_grad()` returns the mode of the call.",
+        )
+        for name in MODE_SWITCHES
+    },
+    "autograd_function_apply": Patch(
+        target="torch.autograd.function._SingleLevelFunction.apply",
+        why="An autograd function has a backward of its own, which a graph of operators lacks. Models may have bound `Function.apply` "
+        "long before; the `apply` of its base class is looked up at each call.",
+        without="Gradients would be those of the operators in the function's forward.",
+    ),
+    # -- values and types that the exporter would change
+    "exporter_minmax": Patch(
+        target="torch._export.non_strict_utils._tensor_min_max",
+        parameters=("args", "real_callable", "tensor_callable", "kwargs"),
+        why="The exporter replaces builtins.max and builtins.min by this function, which keeps Max(size, number) as an expression. "
+        "TensorFlow's padding takes one in each layer; after five strides sizes fill pages, and proofs about them take minutes.",
+        without="Networks with such padding are captured in minutes, or for one size only.",
+        replacement=functions.minmax_by_comparison,
+    ),
+    "rnn_state_shapes": Patch(
+        target="torch._decomp.decompositions._rnn_helper",
+        until="2.13",
+        parameters=(
+            *("input", "hidden", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first", "layer_fn"),
+        ),
+        why="The decomposition of LSTMs returns states of each layer as [1, N, H].",
+        without="What follows the states of an LSTM is captured with a dimension too many.",
+        replacement=functions.rnn_state_shapes,
+    ),
+    **{
+        name: Patch(
+            target=f"torch._C._nn.{name}",
+            why="The exporter keeps this function whole and finds its dtype without autocast, which on GPUs runs the operator inside in "
+            "single precision. The replacement casts the input first.",
+            without="Under autocast on GPUs, values downstream are captured in another dtype than eager PyTorch's.",
+        )
+        for name in COMPOSITE_FUNCTIONS
+    },
+    "einsum": Patch(
+        target="torch._VF.einsum",
+        why="Under autocast the matrix product inside `einsum` casts its operands; the exporter keeps `einsum` whole, and decomposes "
+        "programs without autocast.",
+        without="An einsum of two dtypes under autocast is refused in programs that the exporter has to decompose.",
+    ),
+    "deterministic_algorithms": Patch(
+        target="torch.use_deterministic_algorithms",
+        why="With it torch.nn.functional replaces interpolation, padding and pooling on GPUs by indexing of whole images, which does not "
+        "stream. The lowering sees to the order of sums.",
+        without="These operators are not computed strip by strip.",
+        switch=_without_deterministic_algorithms,
+    ),
+    "onednn": Patch(
+        target="torch.backends.mkldnn.enabled",
+        why="Operators are traced on fake CPU tensors; attention and LSTMs would be recorded as oneDNN calls, which GPUs lack.",
+        without="Programs for GPUs contain operators of the CPU.",
+        switch=without_onednn,
+    ),
+    # -- time of a capture
+    "batch_norm_shapes": Patch(
+        target="torch._decomp.decompositions.native_batch_norm_helper",
+        parameters=("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "functional"),
+        why="The decomposition runs a dozen operations on fake tensors for the shape of each batch norm.",
+        without="A third more time for capturing a ResNet.",
+        replacement=functions.batch_norm_shapes,
+    ),
+    "grid_sample_shapes": Patch(
+        target="torch._decomp.decompositions._grid_sampler_2d",
+        parameters=("a", "grid", "interpolation_mode", "padding_mode", "align_corners", "_expand_grid"),
+        why="The decomposition runs a hundred operations on fake tensors for the shape of each sample.",
+        without="A second more for each `grid_sample`.",
+        replacement=functions.grid_sample_shapes,
+    ),
+    "size_complexity_limit": Patch(
+        target="torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr",
+        parameters=("self", "orig_expr", "..."),
+        why="Networks that cut images into windows reshape by rounded quotients of sizes, again in every block; proofs about these sizes "
+        "take minutes (timm's mobilevitv2_050: 1 s for one size, two minutes for any; benchmarks/results, `capture-windows`).",
+        without="Such networks are captured in minutes.",
+        replacement=functions.limited_evaluate_expr,
+    ),
+    "node_metadata": Patch(
+        target="torch.fx.experimental.proxy_tensor._extract_tensor_metadata",
+        why="With each node the exporter records memory formats of its value, by proofs about symbolic strides. Nothing here reads them.",
+        without="Deep networks are captured more slowly.",
+        replacement=functions.no_tensor_metadata,
+    ),
+    "stack_traces": Patch(
+        target="torch.fx.config.do_not_emit_stack_traces",
+        since="2.12",
+        why="With each node the exporter records the Python stack. Nothing here reads it.",
+        without="Deep networks are captured more slowly.",
+        switch=lambda: mock.patch.object(pkgutil.resolve_name("torch.fx.config"), "do_not_emit_stack_traces", True),
+    ),
+    "fake_tensor_cache": Patch(
+        target="torch._dynamo.config.fake_tensor_cache_enabled",
+        why="The exporter's cache of fake operators costs more than it saves: sizes are symbols, and few layers are alike.",
+        without="Captures are slower.",
+        switch=lambda: pkgutil.resolve_name("torch._dynamo.config").patch(fake_tensor_cache_enabled=False),
+    ),
+    # -- the caller's debugging aids
+    "anomaly_mode": Patch(
+        target="torch.autograd.set_detect_anomaly",
+        why="Anomaly detection looks at values, which fake tensors lack.",
+        without="Captures fail under torch.autograd.detect_anomaly().",
+        switch=lambda: torch.autograd.set_detect_anomaly(False),
+    ),
+    "saved_tensor_hooks": Patch(
+        target="torch.autograd.graph.saved_tensors_hooks",
+        why="Hooks on tensors that autograd saves would run on fake tensors.",
+        without="Captures under such hooks fail, or count tensors that do not exist.",
+        switch=without_saved_tensor_hooks,
+    ),
+    "global_module_hooks": Patch(
+        target="torch.nn.modules.module.register_module_forward_hook",
+        why="Hooks of all modules (of a FLOP counter) would run on fake tensors.",
+        without="They see calls that never happen.",
+        switch=_without_global_module_hooks,
+    ),
+    "loggers": Patch(
+        target="torch.export",
+        why="The exporter logs and warns of failures that are raised as well, or retried.",
+        without="Warnings about the exporter's inside on the user's terminal.",
+        switch=_quiet_loggers,
+    ),
+    "output": Patch(
+        target="sys.stdout",
+        why="`forward` may print; it runs several times while it is captured, on tensors without values. Prints of other threads appear.",
+        without="Lines that the user's program does not print itself.",
+        switch=_muted_output,
+    ),
+}
+
+
+# -- application ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def apply_patches(
+    *names: str, replacements: Mapping[str, Callable[[Function], Function]] | None = None, namespaces: Sequence[Any] = ()
+) -> Iterator[None]:
+    """A context in which rows of :data:`PATCHES` hold for the current thread.
 
     Args:
-        name: of the formula, in ``torch._decomp.decompositions``.
-        arguments: their names, in order.
-        made: makes the other function of the formula, which it calls where it knows no better.
+        names: rows with a replacement or a switch of their own.
+        replacements: for other rows, by name, a function from the original to its replacement.
+        namespaces: modules of Python that may have bound the functions by name; they are replaced there, too.
     """
-    formula: Decomposition | None = getattr(decompositions, name, None)
-    if formula is None or tuple(inspect.signature(formula).parameters) != arguments:
+    makers = {name: PATCHES[name].replacement for name in names} | dict(replacements or {})
+    with ExitStack() as stack:
+        for name, make in makers.items():
+            patch = PATCHES[name]
+            if not patch.is_in_range or (location := patch.locate()) is None:
+                continue
+            if make is not None:
+                _replace(stack, *location, make, namespaces)
+            elif patch.switch is not None:
+                stack.enter_context(patch.switch())
+            else:
+                raise ValueError(f"patch {name} needs a replacement of the capture that applies it")
         yield
-        return
-    with mock.patch.object(decompositions, name, made(formula)):
-        yield
 
 
-_BATCH_NORM_DECOMPOSITION = "native_batch_norm_helper"
-_BATCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "functional")
+def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Function], Function], namespaces: Sequence[Any]) -> None:
+    original = getattr(owner, name)
+    if not isinstance(owner, type):
+        replacement: Any = _for_this_thread(original, make(original))
+        for namespace in namespaces:
+            for other in [other for other, value in vars(namespace).items() if value is original]:
+                _set_attribute(stack, namespace, other, replacement)
+    elif name in vars(owner):
+        replacement = _for_this_thread(original, make(original))
+    else:  # a class method that a base class of C defines
+        original = _inherited_class_method(owner, name)
+        replacement = classmethod(_for_this_thread(original, make(original)))
+    _set_attribute(stack, owner, name, replacement)
 
 
-def use_batch_norm_meta() -> AbstractContextManager[None]:
-    """A context in which batch norms on fake tensors are not computed; all as ever where this torch has another formula."""
-    return override_decomposition(_BATCH_NORM_DECOMPOSITION, _BATCH_NORM_ARGUMENTS, _batch_norm_meta)
+def _inherited_class_method(owner: Any, name: str) -> Function:
+    def inherited(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(super(owner, cls), name)(*arguments, **keywords)
+
+    return inherited
 
 
-def _batch_norm_meta(formula: Decomposition) -> Decomposition:
-    def result(
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        functional: bool,
-    ) -> Any:
-        channels = (weight, bias, running_mean, running_var)
-        fits = isinstance(input, FakeTensor) and all(t is None or tuple(t.shape) == (input.shape[1],) for t in channels)
-        if not fits or not (training or running_mean is not None):  # the formula knows what is wrong
-            return formula(input, weight, bias, running_mean, running_var, training, momentum, eps, functional)
-        num_kept = input.shape[1] if training or input.device.type != "cpu" else 0
-        mean, invstd = (torch.empty(num_kept, dtype=input.dtype, device=input.device) for _ in range(2))  # the exporter tells them apart
-        if training and not functional and running_mean is not None and running_var is not None:
-            running_mean.copy_(running_mean)  # they are written to, as far as anybody who watches can see
-            running_var.copy_(running_var)
-        return _empty_like(input), mean, invstd, running_mean, running_var
-
-    return result
+def _set_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
-def _empty_like(value: Tensor) -> Tensor:
-    """A tensor laid out like another one; of one that is seen to be contiguous nobody has to prove it.
+def _for_this_thread(original: Function, replacement: Function) -> Function:
+    thread = threading.get_ident()
 
-    Strides are products of sizes. What PyTorch itself lays out counts at least one element in each dimension.
-    """
-    rests: set[Any] = {1}
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _sympy_expression(stride) not in rests:
-            return torch.empty_like(value)
-        counted = {_sympy_expression(size), _sympy_expression(torch.sym_max(size, 1))}
-        rests = {rest * count for rest in rests for count in counted}
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    @functools.wraps(original)
+    def dispatch(*arguments: Any, **keywords: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*arguments, **keywords)
+
+    return dispatch
 
 
-def _sympy_expression(size: int | torch.SymInt) -> Any:
-    """A size as SymPy writes it."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-_GRID_SAMPLE_DECOMPOSITION = "_grid_sampler_2d"
-_GRID_SAMPLE_ARGUMENTS = ("a", "grid", "interpolation_mode", "padding_mode", "align_corners", "_expand_grid")
-_GRID_SAMPLE_MODES = (0, 1, 2)
-
-
-def use_grid_sample_meta() -> AbstractContextManager[None]:
-    """A context in which fake tensors are not sampled; all as ever where this torch has another formula."""
-    return override_decomposition(_GRID_SAMPLE_DECOMPOSITION, _GRID_SAMPLE_ARGUMENTS, _grid_sample_meta)
-
-
-def _grid_sample_meta(formula: Decomposition) -> Decomposition:
-    def result(
-        a: Tensor,
-        grid: Tensor,
-        interpolation_mode: int = 0,
-        padding_mode: int = 0,
-        align_corners: bool = False,
-        _expand_grid: bool = True,
-    ) -> Tensor:
-        fits = isinstance(a, FakeTensor) and a.dim() == grid.dim() == 4 and a.shape[0] == grid.shape[0] and grid.shape[3] == 2
-        if (
-            not fits or interpolation_mode not in _GRID_SAMPLE_MODES or padding_mode not in _GRID_SAMPLE_MODES
-        ):  # the formula knows what is wrong
-            found: Tensor = formula(a, grid, interpolation_mode, padding_mode, align_corners, _expand_grid)
-            return found
-        return torch.empty((*a.shape[:2], *grid.shape[1:3]), dtype=a.dtype, device=a.device)
-
-    return result
+def calling_frame() -> FrameType:
+    """The frame that called a replaced function; for use in its replacement."""
+    frame = sys._getframe(2)
+    while frame.f_globals is globals() and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

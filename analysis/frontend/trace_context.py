@@ -8,8 +8,6 @@ Tracing without what torch says meanwhile.
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,8 +26,9 @@ from sft.analysis.frontend.module_state import (
     preserve_attributes,
     preserve_objects,
 )
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.ir.targets import CUMULATIVE_MOMENTUM
-from sft.common.torch_internals import FSDP_HOOK_MODULE, FakeTensorMode, without_saved_tensor_hooks
+from sft.common.torch_internals import FSDP_HOOK_MODULE, FakeTensorMode
 
 __all__ = [
     "COMPUTE_DEVICES",
@@ -44,8 +43,6 @@ __all__ = [
     "use_unsharded_parameters",
     "without_autograd_debugging",
 ]
-
-_GLOBAL_HOOK_NAMES = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
 
 #: Hooks that only compute a weight, which the capture follows.
 REPARAMETRIZATION_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
@@ -170,16 +167,12 @@ def disable_root_hooks(model: nn.Module) -> Iterator[None]:
             or (module is not model and not is_fsdp_hook(hook))
         }
         vars(module)[name] = OrderedDict(stay)
-    everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL_HOOK_NAMES]
-    for hooks, _ in everywhere:
-        hooks.clear()
     try:
-        yield
+        with apply_patches("global_module_hooks"):
+            yield
     finally:
         for module, name, hooks in held:
             vars(module)[name] = hooks
-        for hooks, content in everywhere:
-            hooks.update(content)
 
 
 @contextlib.contextmanager
@@ -200,36 +193,11 @@ def _fix_cumulative_momentum(model: nn.Module) -> Iterator[None]:
             module.momentum = None
 
 
-#: Loggers that report what is raised as well.
-_NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
+def suppress_output() -> contextlib.AbstractContextManager[None]:
+    """Return a context without warnings, logs and prints of this thread; failures are raised and not logged."""
+    return apply_patches("loggers", "output")
 
 
-@contextlib.contextmanager
-def suppress_output() -> Iterator[None]:
-    """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(_NullStream()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-class _NullStream:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def without_autograd_debugging() -> Iterator[None]:
-    """Trace without the caller's anomaly detection, which looks at numbers that a trace has not, and hooks on what autograd saves."""
-    with without_saved_tensor_hooks(), torch.autograd.set_detect_anomaly(False):
-        yield
+def without_autograd_debugging() -> contextlib.AbstractContextManager[None]:
+    """Return a context without the caller's anomaly detection and without hooks on tensors that autograd saves."""
+    return apply_patches("saved_tensor_hooks", "anomaly_mode")

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FSDP_HOOK_MODULE",
+    "MODE_DECORATOR_MODULE",
     "REGISTER_PYTREE_NODE",
     "SET_GRAD_ENABLED",
     "FakeTensor",
@@ -55,6 +56,9 @@ __all__ = [
 
 #: Module of the hooks by which ``fully_shard`` gathers and frees weights.
 FSDP_HOOK_MODULE = "torch.distributed.fsdp._fully_shard"
+
+#: Module of the function that enters a mode around a decorated function.
+MODE_DECORATOR_MODULE = "torch.utils._contextlib"
 
 #: Name of the function that registers a container of outputs, for messages: torch has no public one.
 REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"

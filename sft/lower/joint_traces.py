@@ -20,10 +20,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sft.analysis.frontend.module_state import exact_key
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import without_autograd_debugging
 from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
-from sft.common.torch_internals import OpOverload, op_schema, storage_id, without_onednn
+from sft.common.torch_internals import OpOverload, op_schema, storage_id
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS
 from sft.lower.op_recorder import OpRecording, RecordedOp, record_ops
 from sft.lower.program import DEVICE
@@ -130,7 +131,7 @@ def _math_kernels_for_gpu() -> Iterator[None]:
     if not _has_gpu():
         yield
         return
-    with without_onednn(), sdpa_kernel(SDPBackend.MATH):
+    with apply_patches("onednn"), sdpa_kernel(SDPBackend.MATH):
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.analysis.frontend.torch_patches import allow_nondeterministic, needs_deterministic_sums
+from sft.analysis.frontend.torch_patches import apply_patches, needs_deterministic_sums
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import seeded
 
@@ -98,7 +98,7 @@ def test_only_other_devices_than_the_cpu_need_it() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert needs_deterministic_sums(torch.device("meta")) and not needs_deterministic_sums(torch.device("cpu"))
-        with allow_nondeterministic():
+        with apply_patches("deterministic_algorithms"):
             assert not torch.are_deterministic_algorithms_enabled()
         assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

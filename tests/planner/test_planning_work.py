@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -18,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from examples.models import vgg16
 from sft.analysis.frontend.capture import capture
-from sft.analysis.frontend.torch_patches import slim_node_metadata
 from sft.common.process_lock import gc_paused
 from sft.lower.builder import ProgramBuilder
 from sft.lower.lower_strip import StripKind
@@ -30,6 +27,7 @@ from sft.runtime.tiled_segment import TiledSegment
 from tests.helpers.capture_cache import numbered
 from tests.helpers.models import Residual, chain, image, seeded
 from tests.helpers.problems import problem_of
+from tests.helpers.torch_patches import skip_patch
 
 _SHAPE = (1, 3, 64, 48)
 
@@ -156,17 +154,12 @@ class _Mixture(nn.Module):
         return nn.functional.interpolate(torch.cat([y, y.transpose(2, 3).transpose(2, 3)], 1), scale_factor=2).flatten(2).mean(2)
 
 
-@contextmanager
-def _nothing_left_out() -> Iterator[None]:
-    yield
-
-
 @pytest.mark.parametrize(
     ("autocast", "directly"), [(None, True), (torch.bfloat16, True), (None, False)], ids=["plain", "autocast", "decomposed"]
 )
 def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None, directly: bool) -> None:
     module = import_module("sft.analysis.frontend.export")
-    functional, stacks = module.functional, []
+    functional, stacks = module.functionalize, []
 
     def watched(exported: Any, *options: Any) -> Any:
         stacks.append(sum("stack_trace" in node.meta for node in exported.graph.nodes))
@@ -174,13 +167,14 @@ def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch,
         assert (found.program is exported) == directly
         return found
 
-    monkeypatch.setattr(module, "functional", watched)
+    monkeypatch.setattr(module, "functionalize", watched)
     if not directly:
         monkeypatch.setattr("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None)
     found = []
-    for context in (_nothing_left_out, slim_node_metadata):
-        monkeypatch.setattr(module, "bare_nodes", context)
-        made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)
+    for patches in (("stack_traces", "node_metadata"), ()):
+        with monkeypatch.context() as without:
+            skip_patch(without, *patches)
+            made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)
         found.append(made)
     full, bare = found
     assert (numbered(bare.graph), bare.bounds) == (numbered(full.graph), full.bounds)

@@ -230,7 +230,7 @@ def test_tensors_of_other_objects_that_want_a_gradient_are_refused(then: Any, sh
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)
     for shape in shapes:
-        said = rf"_Model at test_python_state\.py:\d+, of shape {re.escape(shape)}: a tensor that requires a gradient and is no parameter"
+        said = rf"_Model at test_module_state\.py:\d+, of shape {re.escape(shape)}: a tensor that requires a gradient and is no parameter"
         assert re.search(said, str(refused.value))
     with torch.no_grad():
         x = image(*_SHAPE)
@@ -272,7 +272,7 @@ def test_tensors_of_other_objects_that_get_no_gradient_are_constants() -> None:
     ids=["numpy", "decides", "sizes", "control flow", "distributions"],
 )
 def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
-    with pytest.raises(sft.UnsupportedError, match=rf"cannot follow the model at test_python_state\.py:\d+ .*{words}"):
+    with pytest.raises(sft.UnsupportedError, match=rf"cannot follow the model at test_module_state\.py:\d+ .*{words}"):
         sft.compile(_Model(then), _SHAPE)
 
 

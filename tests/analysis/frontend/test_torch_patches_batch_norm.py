@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from torch._decomp import decompositions
 
 from sft.analysis.frontend.capture import Capture, capture
-from sft.analysis.frontend.torch_patches import use_batch_norm_meta
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import InputError
 from tests.helpers.capture_cache import numbered
+from tests.helpers.torch_patches import skip_patch
 
 _SHAPE = (2, 3, 32, 40)
 
@@ -51,7 +51,7 @@ def test_the_graph_is_that_of_the_formula(
     with torch.device(device):
         model = _Norms().train(training)
     found = _captured(model, device, autocast)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.frontend.export"), "use_batch_norm_meta", contextlib.nullcontext)
+    skip_patch(monkeypatch, "batch_norm_shapes")
     expected = _captured(model, device, autocast)
     assert numbered(found.graph) == numbered(expected.graph)
     assert sum("norm" in node.target for node in found.graph.operators) >= 3
@@ -72,7 +72,7 @@ def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
-    with use_batch_norm_meta():
+    with apply_patches("batch_norm_shapes"):
         assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009
 
 
@@ -107,10 +107,10 @@ def test_what_is_seen_to_be_contiguous_is_not_proved_to_be(monkeypatch: pytest.M
         return original(value, **options)  # type: ignore[arg-type]
 
     original = torch.empty_like
-    module = importlib.import_module("sft.analysis.frontend.torch_patches")
+    module = importlib.import_module("sft.analysis.frontend.replacement_functions")
     monkeypatch.setattr(module.torch, "empty_like", like)
     found = _captured(model, "meta", None)
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.import_module("sft.analysis.frontend.export"), "use_batch_norm_meta", contextlib.nullcontext)
+    skip_patch(monkeypatch, "batch_norm_shapes")
     assert not proved
     assert numbered(found.graph) == numbered(_captured(model, "meta", None).graph)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 
@@ -14,11 +13,12 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.frontend.capture import Capture, capture
-from sft.analysis.frontend.torch_patches import use_grid_sample_meta
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import InputError
 from tests.helpers.capture_cache import numbered
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
+from tests.helpers.torch_patches import skip_patch
 
 _SHAPE = (2, 3, 20, 24)
 
@@ -54,7 +54,7 @@ def _captured(model: nn.Module) -> Capture:
 def test_the_graph_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Warped()
     found = _captured(model)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.frontend.export"), "grid_samples_by_shape", contextlib.nullcontext)
+    skip_patch(monkeypatch, "grid_sample_shapes")
     monkeypatch.setattr(
         importlib.import_module("sft.analysis.frontend.functionalize"), "functionalize_by_rewriting", lambda *arguments: None
     )
@@ -79,7 +79,7 @@ def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
-    with use_grid_sample_meta():
+    with apply_patches("grid_sample_shapes"):
         assert getattr(decompositions, "_grid_sampler_2d") is formula  # noqa: B009 (mypy believes its declared type)
 
 

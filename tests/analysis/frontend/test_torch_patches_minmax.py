@@ -9,11 +9,12 @@ import pytest
 import sympy as sp
 import torch
 from torch import Tensor, nn
+from torch._export.non_strict_utils import _override_builtin_ops
 from torch.nn import functional as F
 
 import sft
 from sft.analysis.frontend.capture import capture
-from sft.analysis.frontend.torch_patches import specialize_size_minmax
+from sft.analysis.frontend.torch_patches import apply_patches
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 
@@ -61,9 +62,11 @@ def test_sizes_stay_short() -> None:
 def test_max_and_min_are_what_they_were() -> None:
     before = builtins.max, builtins.min
     tensor = torch.tensor([1.0, 3.0])
-    with specialize_size_minmax():
-        assert (max(3, 4), min([2, 1]), max("ab", key=ord), max([], default=5)) == (4, 1, "b", 5)
-        assert max(tensor[0], tensor[1]) == 3
-        with pytest.raises(ValueError, match="empty"):
-            max([])
+    with apply_patches("exporter_minmax"):
+        assert (builtins.max, builtins.min) == before
+        with _override_builtin_ops():  # as the exporter does
+            assert (max(3, 4), min([2, 1]), max("ab", key=ord), max([], default=5)) == (4, 1, "b", 5)
+            assert max(tensor[0], tensor[1]) == 3
+            with pytest.raises(ValueError, match="empty"):
+                max([])
     assert (builtins.max, builtins.min) == before

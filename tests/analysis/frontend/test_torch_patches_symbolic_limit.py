@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.frontend.capture import capture
-from sft.analysis.frontend.torch_patches import SymbolicSizeTooComplexError, limit_symbolic_complexity
+from sft.analysis.frontend.replacement_functions import SymbolicSizeTooComplexError
+from sft.analysis.frontend.torch_patches import apply_patches
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 
@@ -85,7 +86,7 @@ def test_the_limit_is_on_the_length_of_a_size() -> None:
         dynamic = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
         return torch.export.export(Asked(length), (torch.zeros(1, 3, 80, 40),), dynamic_shapes=(dynamic,), strict=False)
 
-    with limit_symbolic_complexity():
+    with apply_patches("size_complexity_limit"):
         exported(5)
         with pytest.raises(Exception, match="more than 100 operations") as refused:
             exported(60)

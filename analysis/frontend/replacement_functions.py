@@ -1,0 +1,205 @@
+"""Functions that replace those of torch while a model is captured; :mod:`sft.analysis.frontend.torch_patches` says which, and why.
+
+Each function here but :func:`gaussian_nll_loss_unchecked` takes the original function and returns its replacement, which calls the original
+where it does not apply.
+
+*Shape functions* (batch norm, ``grid_sample``, LSTM states) take the place of decompositions. The exporter keeps these operators whole, and
+finds the shapes of their results by running their decomposition on fake tensors: a dozen to a hundred operations with symbolic sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import sympy as sp
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sft.common.torch_internals import FakeTensor
+
+__all__ = [
+    "VALUE_FREE_FUNCTIONS",
+    "SymbolicSizeTooComplexError",
+    "batch_norm_shapes",
+    "gaussian_nll_loss_unchecked",
+    "grid_sample_shapes",
+    "limited_evaluate_expr",
+    "minmax_by_comparison",
+    "no_tensor_metadata",
+    "rnn_state_shapes",
+]
+
+Function = Callable[..., Any]
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+_MAX_OPERATIONS = 100
+
+
+class SymbolicSizeTooComplexError(Exception):
+    """A size expression has too many operations; the model is captured for one size instead."""
+
+
+def limited_evaluate_expr(evaluate: Function) -> Function:
+    """``ShapeEnv.evaluate_expr`` that gives up on expressions of more than 100 operations.
+
+    The limit is on the length of an expression and not on time: reshapes that still stream (pixels to channels by hand) evaluate
+    expressions of some 70 operations.
+    """
+
+    def limited(self: Any, expr: Any, *arguments: Any, **keywords: Any) -> Any:
+        if isinstance(expr, sp.Basic) and _num_operations(expr) > _MAX_OPERATIONS:
+            raise SymbolicSizeTooComplexError(f"a size of more than {_MAX_OPERATIONS} operations")
+        return evaluate(self, expr, *arguments, **keywords)
+
+    return limited
+
+
+@lru_cache(maxsize=2**12)
+def _num_operations(expr: sp.Basic) -> int:
+    return int(expr.count_ops())
+
+
+def minmax_by_comparison(exporter_minmax: Function) -> Function:
+    """The exporter's ``max`` and ``min``, which return one of two sizes and add a guard, instead of a ``Max`` or ``Min`` expression."""
+
+    def minmax(*values: Any, real_callable: Function, tensor_callable: Function, **keywords: Any) -> Any:
+        if any(isinstance(value, Tensor) for value in values):
+            return exporter_minmax(*values, real_callable=real_callable, tensor_callable=tensor_callable, **keywords)
+        if len(values) == 2 and not keywords:
+            for size, number in (values, values[::-1]):
+                if isinstance(size, torch.SymInt) and isinstance(number, int):
+                    # A tie is the number: max(-(size % 2), 0) is 0 for odd and even sizes, under one guard that holds for both.
+                    takes_number = size <= number if real_callable.__name__ == "max" else size >= number
+                    return number if takes_number else size
+        return real_callable(*values, **keywords)
+
+    return minmax
+
+
+# -- shape functions --------------------------------------------------------------------------------------------------
+
+
+def batch_norm_shapes(decomposition: Function) -> Function:
+    """The decomposition of batch norm, without arithmetic on fake tensors: the result has the input's shape, dtype and strides."""
+
+    def batch_norm(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        functional: bool,
+    ) -> Any:
+        channels = (weight, bias, running_mean, running_var)
+        is_valid = isinstance(input, FakeTensor) and all(t is None or tuple(t.shape) == (input.shape[1],) for t in channels)
+        if not is_valid or not (training or running_mean is not None):  # the decomposition raises the right error
+            return decomposition(input, weight, bias, running_mean, running_var, training, momentum, eps, functional)
+        num_saved = input.shape[1] if training or input.device.type != "cpu" else 0
+        # Two distinct tensors: the exporter tells results apart by identity.
+        mean, invstd = (torch.empty(num_saved, dtype=input.dtype, device=input.device) for _ in range(2))
+        if training and not functional and running_mean is not None and running_var is not None:
+            running_mean.copy_(running_mean)  # records the write to the running statistics
+            running_var.copy_(running_var)
+        return _empty_like(input), mean, invstd, running_mean, running_var
+
+    return batch_norm
+
+
+def _empty_like(value: Tensor) -> Tensor:
+    """``torch.empty_like`` without a proof of contiguity where the strides are visibly products of the sizes.
+
+    In strides that PyTorch computes each size counts as at least one.
+    """
+    products: set[Any] = {1}
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if _sympy_expression(stride) not in products:
+            return torch.empty_like(value)
+        factors = {_sympy_expression(size), _sympy_expression(torch.sym_max(size, 1))}
+        products = {product * factor for product in products for factor in factors}
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _sympy_expression(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+#: Interpolation and padding modes that the decomposition accepts.
+_GRID_SAMPLE_MODES = (0, 1, 2)
+
+
+def grid_sample_shapes(decomposition: Function) -> Function:
+    """The decomposition of ``grid_sample``, without arithmetic on fake tensors: channels of the image, height and width of the grid."""
+
+    def grid_sample(
+        a: Tensor,
+        grid: Tensor,
+        interpolation_mode: int = 0,
+        padding_mode: int = 0,
+        align_corners: bool = False,
+        _expand_grid: bool = True,
+    ) -> Tensor:
+        is_valid = isinstance(a, FakeTensor) and a.dim() == grid.dim() == 4 and a.shape[0] == grid.shape[0] and grid.shape[3] == 2
+        is_valid = is_valid and interpolation_mode in _GRID_SAMPLE_MODES and padding_mode in _GRID_SAMPLE_MODES
+        if not is_valid:  # the decomposition raises the right error
+            sampled: Tensor = decomposition(a, grid, interpolation_mode, padding_mode, align_corners, _expand_grid)
+            return sampled
+        return torch.empty((*a.shape[:2], *grid.shape[1:3]), dtype=a.dtype, device=a.device)
+
+    return grid_sample
+
+
+def rnn_state_shapes(decomposition: Function) -> Function:
+    """The decomposition of recurrent layers with states ``[N, H]``, as eager PyTorch has them, and not ``[1, N, H]``."""
+
+    def rnn(*arguments: Any, **keywords: Any) -> Any:
+        out, states = decomposition(*arguments, **keywords)
+        return out, [tuple(map(_without_leading_one, state)) if isinstance(state, tuple) else state for state in states]
+
+    return rnn
+
+
+def _without_leading_one(state: Any) -> Any:
+    return state.squeeze(0) if state.dim() == 3 else state
+
+
+# -- metadata and losses -----------------------------------------------------------------------------------------------------------
+
+
+def no_tensor_metadata(original: Function) -> Function:
+    """The function that finds memory formats of a node's value, without a result."""
+    return lambda *arguments, **keywords: None
+
+
+def gaussian_nll_loss_unchecked(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """``gaussian_nll_loss`` without a look at the values of the variances: where PyTorch raises for a negative one, the loss is NaN.
+
+    PyTorch clamps variances to ``eps`` under ``torch.no_grad``, so the gradient of a clamped variance is not zero; here likewise.
+    """
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)  # raises the right error
+    if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    elif var.dim() != input.dim() or sum(size for size, other in zip(var.shape, input.shape, strict=True) if size != other) > 1:
+        raise ValueError("var is of incorrect size")
+    values = var.detach()
+    clamped = torch.where(values < 0, math.nan, values.clamp(min=eps))
+    var = var + (clamped - values)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+#: Functions that branch on values of tensors, and equal ones that do not. Function modes call the latter, so nothing is patched.
+VALUE_FREE_FUNCTIONS: Mapping[Any, Function] = {F.gaussian_nll_loss: gaussian_nll_loss_unchecked}

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from sft.common.errors import InputError, SftError
 from sft.common.memory import measure_peak
+from sft.common.torch_internals import FakeTensorMode
 
 FLOAT = 4  # bytes
 

@@ -15,9 +15,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.band_checks import check_bands, mesh_of
 from tests.helpers.dag_nets import Conv, Dag, DagNet, MaxPool
 from tests.helpers.dags import dags

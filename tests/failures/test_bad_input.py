@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sft
+from sft.common.torch_internals import TorchDispatchMode
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
 from tests.helpers.models import Around, ConvNet, TinyUNet, chain, image, seeded
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.models import image, seeded
 
 _Function = Callable[[Tensor, Tensor], Any]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.exactness import gradient_errors, relative_error
 from tests.helpers.models import image, seeded
 from tests.helpers.positional_rng import reseed, seed_of, with_positional_dropout

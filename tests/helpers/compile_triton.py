@@ -29,10 +29,11 @@ from unittest.mock import patch
 import torch
 import triton
 import triton.language as tl
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
+from sft.common.torch_internals import FakeTensorMode
 
 _POINTERS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8"}
 _POINTERS |= {torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.exactness import gradient_errors, plan_of, relative_error
 from tests.helpers.flops import StepMeter
 

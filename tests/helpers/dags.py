@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.dag_nets import (
     ACTIVATIONS,
     INPLACE,

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from sft.common.interval import Interval
+from sft.common.torch_internals import pytree
 from tests.helpers.dag_nets import Dag, DagNet, Join
 from tests.helpers.graphs import every_value, graph_of
 

@@ -30,10 +30,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sft
 from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.torch_internals import pytree
 from sft.runtime.moves import ScheduleOp
 from sft.torch_runtime.machine import TorchMachine
 from tests.helpers.flops import StepMeter

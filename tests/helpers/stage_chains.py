@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sft
 import sft.api.plan_search
+from sft.common.torch_internals import pytree
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.planner import plan_segments

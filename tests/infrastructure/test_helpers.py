@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from examples.models import resnet18, unet
+from sft.common.torch_internals import pytree
 from tests.helpers.dag_nets import Activation, AvgPool, Conv, Dag, DagNet, Head, Join, MaxPool, Norm, Upsample
 from tests.helpers.dags import dags, tilings
 from tests.helpers.exactness import gradient_errors, relative_error, rounding_of_eager

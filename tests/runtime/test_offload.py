@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.offload_moves import drop_idle_copies
 from sft.planner.options import OFFLOAD_STRATEGIES

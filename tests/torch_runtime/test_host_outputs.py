@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from sft.torch_runtime.host_outputs import HostOutput, allocate_host_output
 from tests.helpers.capture_cache import remembered_captures
 from tests.helpers.exactness import gradient_errors, relative_error

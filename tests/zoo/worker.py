@@ -30,9 +30,9 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import sft
+from sft.common.torch_internals import pytree
 from tests.helpers.exactness import ExactReport, InexactError, assert_exact, rounding_of_eager
 from tests.helpers.models import image
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional
 
 from sft.analysis.frontend.autocast import autocast_composites
 from sft.analysis.frontend.capture import capture
 from sft.analysis.frontend.trace_context import COMPUTE_DEVICES
+from sft.common.torch_internals import FakeTensorMode
 
 _DEVICE = torch.device("cuda", 0)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sft
+from sft.common.torch_internals import FakeTensorMode
 from tests.helpers.models import image, seeded
 
 _SHAPE = (1, 3, 16, 14)

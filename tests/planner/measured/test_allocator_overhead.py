@@ -15,6 +15,7 @@ from torch import nn
 
 import sft
 from sft.common.memory import _CountedStorage, _DispatchMeter
+from sft.common.torch_internals import pytree
 from sft.planner.measured.allocator_overhead import AllocatorMachine, AllocatorRounding, OverheadEstimator, blas_workspace_bytes
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
@@ -108,7 +109,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _step(net: nn.Module, x: torch.Tensor) -> Any:
     out = net(x)
-    outs = [each for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+    outs = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
     torch.autograd.backward(outs, [torch.ones_like(each) for each in outs])
 
 

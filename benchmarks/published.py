@@ -30,8 +30,7 @@ import sft
 from sft.api.pareto import PlanningSession
 from sft.common.errors import BudgetError
 from sft.common.model_zoo import ModelName
-from sft.solvers import acg, optimal
-from sft.solvers import offloading as offload_dp
+from sft.solvers import acg, offloading, optimal
 from sft.solvers.chain import HostLink, Stage, StageChain
 from sft.solvers.lower_bounds import offload_bound_seconds
 from sft.solvers.offloading import min_offload_bytes, plain_peak_bytes
@@ -290,7 +289,7 @@ def offload_rows(name: str, chain: StageChain, num_budgets: int) -> list[dict[st
     for step in range(num_budgets):
         budget = low + (top - low) * step // num_budgets
         bound = offload_bound_seconds(chain, budget_bytes=budget, link=LINK)
-        fluid = offload_dp.fluid_optima(chain, budget_bytes=budget, link=LINK)
+        fluid = offloading.fluid_optima(chain, budget_bytes=budget, link=LINK)
         row: dict[str, Any] = {"network": name, "budget_bytes": budget, "share": step / num_budgets, "bound_seconds": bound}
         row["fluid"] = fluid[0].seconds / bound if fluid else None
         for solver in ("offload-dp", "offload-greedy", "vdnn"):

@@ -1,7 +1,8 @@
-"""Solvers on an abstract chain of stages: times and bytes in, an explicit schedule out. No tensors, no devices.
+"""Checkpointing and offloading solvers on an abstract chain of stages: times and bytes in, an explicit schedule out.
 
-The model (`chain`), what a solver returns (`schedule`), the judge of all of them (`simulate`), one module for each published method,
-and `strategies`, where they are found by name.
+No tensors and no devices. `chain` is the model of a network, `schedule` the result of a solver, `simulate` the cost of a schedule. The
+published methods are in `simple`, `optimal`, `acg` and `offloading`; the search over all of their means is in `joint`. `registry` finds
+a solver by name.
 """
 
 from sft.solvers.chain import Alternative as Alternative

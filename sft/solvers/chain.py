@@ -1,17 +1,16 @@
-"""The abstract network that solvers work on: a chain of stages.
+"""Model of a network: a chain of stages, and the link between device and host.
 
-Stage ``i`` (of ``1..n``) reads the activation ``x_{i-1}`` and makes ``x_i``; ``x_0`` is the network's input. After the last stage the
-caller turns ``x_n`` into its gradient ``y_n`` (the loss). The backward of stage ``i`` reads ``y_i``, ``x_{i-1}`` and what the stage saved,
-``s_i``, and makes ``y_{i-1}``. Some backwards also read the stage's output ``x_i`` (a ReLU's, a softmax's).
+Stage ``i`` of ``1..n`` reads the activation ``x_{i-1}`` and computes ``x_i``; ``x_0`` is the network's input. After the last stage the
+loss turns ``x_n`` into its gradient ``y_n``. The backward of stage ``i`` reads ``y_i``, ``x_{i-1}`` and the values ``s_i`` that the
+forward saved, and computes ``y_{i-1}``. Some backwards also read the output ``x_i`` (ReLU, softmax).
 
-A stage is *light* if its backward needs nothing but the input: nothing saved, no output read (a convolution). Then its forward need not run
-again before its backward. This covers the models of the literature: Butt's chains are light (thesis, Figure 3.1); Beaumont, Eyraud-Dubois
-and Shilova (Euro-Par 2020, section 3.1) read the output; Beaumont, Herrmann et al. (RR-9302, 2019) save.
+A stage is *light* if its backward reads only the input: it saves no values and does not read the output (a convolution). Its forward need
+not run again before its backward. The models of the literature are special cases: light stages only (Butt's thesis, Figure 3.1); backwards
+that read the output (Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 3.1); stages that save (Beaumont, Herrmann et al.,
+RR-9302, 2019).
 
-Several stages may also run as one: an *alternative*, such as a fused-tiled segment whose interior is never whole. It has times and bytes of
-its own and replaces the stages that it spans, forward and backward.
-
-The link between device and host.
+An *alternative* runs several stages as one, for example a fused-tiled segment whose intermediate activations never exist in full. It has
+its own times and bytes, and replaces the stages of its span in both passes.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ class Stage:
 
     Attributes:
         forward_seconds: time of the forward.
-        backward_seconds: time of the backward alone, without any recomputation.
+        backward_seconds: time of the backward, without recomputation.
         output_bytes: |x_i|.
         grad_bytes: |y_i|, the gradient of the output.
-        saved_bytes: |s_i|: what the forward leaves for the backward besides ``x_{i-1}`` and ``x_i``.
-        reads_output: whether the backward also reads ``x_i``.
-        forward_workspace_bytes: what the forward holds only while it runs, besides input, output and saved bytes.
-        backward_workspace_bytes: what the backward holds only while it runs, besides what it reads and ``y_{i-1}``.
-        weight_bytes: the parameters; their gradients take as much again. Both are resident the whole time, or streamed: a forward then
-            reads the parameters through a buffer of that size, a backward also writes the gradients through one.
+        saved_bytes: |s_i|: values that the forward saves for the backward, in addition to ``x_{i-1}`` and ``x_i``.
+        reads_output: True if the backward also reads ``x_i``.
+        forward_workspace_bytes: temporary bytes of the forward, in addition to input, output and saved values.
+        backward_workspace_bytes: temporary bytes of the backward, in addition to the values that it reads and ``y_{i-1}``.
+        weight_bytes: the parameters; their gradients take the same again. Both are resident during the whole step, or streamed: then a
+            forward reads the parameters through a buffer of that size, and a backward also writes the gradients through one.
     """
 
     forward_seconds: float
@@ -57,26 +56,26 @@ class Stage:
 
     @property
     def is_light(self) -> bool:
-        """Whether the backward needs the input alone."""
+        """True if the backward reads only the input."""
         return self.saved_bytes == 0 and not self.reads_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another way to run the stages ``first..last`` as one.
+    """A second way to run the stages ``first..last``, as one.
 
     Attributes:
         first: the first stage, from 1.
         last: the last stage.
         mode: its name, for example ``"tile(256)"``; unique among the alternatives of the same stages.
         forward_seconds: time of the forward.
-        backward_seconds: time of the backward, its own recomputation and halos included.
-        saved_bytes: what the forward leaves for the backward besides the input.
-        reads_output: whether the backward also reads ``x_last``.
-        forward_workspace_bytes: tile buffers, carried rows and the like while the forward runs.
-        backward_workspace_bytes: the same for the backward.
-        streamable: whether it reads its input and writes its output piece by piece, so that either may lie on the host and never be whole
-            on the device. The workspaces must then hold the pieces.
+        backward_seconds: time of the backward, including its recomputation and halos.
+        saved_bytes: values that the forward saves for the backward, in addition to the input.
+        reads_output: True if the backward also reads ``x_last``.
+        forward_workspace_bytes: temporary bytes of the forward, such as tile buffers and carried rows.
+        backward_workspace_bytes: temporary bytes of the backward.
+        streamable: True if it reads its input and writes its output in slices, so that either may stay on the host and never be
+            complete on the device. The workspaces then include the slices.
     """
 
     first: int
@@ -102,11 +101,11 @@ class StageChain:
 
     Attributes:
         input_bytes: |x_0|, on the device from the start unless it is streamed.
-        input_grad_bytes: |y_0|; 0 if nobody wants it.
+        input_grad_bytes: |y_0|; 0 if that gradient is not needed.
         stages: the stages ``1..n``, in order.
         alternatives: other ways to run some of them.
-        input_may_stream: whether ``x_0`` may be read from the host piece by piece instead (and ``y_0`` be written there).
-        output_may_stream: whether ``x_n`` may be written to the host piece by piece (and ``y_n`` be read from there).
+        input_may_stream: True if ``x_0`` may be read from the host in slices (and ``y_0`` be written there).
+        output_may_stream: True if ``x_n`` may be written to the host in slices (and ``y_n`` be read from there).
     """
 
     input_bytes: int
@@ -120,18 +119,22 @@ class StageChain:
         _check_numbers(self)
         if not self.stages:
             raise InputError("a chain needs at least one stage")
-        seen: set[tuple[int, int, str]] = set()
-        for other in self.alternatives:
-            key = (other.first, other.last, other.mode)
-            if not 1 <= other.first <= other.last <= len(self.stages):
-                raise InputError(f"alternative {other.mode!r} spans stages {other.first}..{other.last} of {len(self.stages)}")
-            if key in seen:
-                raise InputError(f"two alternatives are called {other.mode!r} for stages {other.first}..{other.last}; name them apart")
-            seen.add(key)
+        keys: set[tuple[int, int, str]] = set()
+        for alternative in self.alternatives:
+            key = (alternative.first, alternative.last, alternative.mode)
+            if not 1 <= alternative.first <= alternative.last <= len(self.stages):
+                raise InputError(
+                    f"alternative {alternative.mode!r} spans stages {alternative.first}..{alternative.last} of {len(self.stages)}"
+                )
+            if key in keys:
+                raise InputError(
+                    f"two alternatives are called {alternative.mode!r} for stages {alternative.first}..{alternative.last}; name them apart"
+                )
+            keys.add(key)
 
     @property
     def num_stages(self) -> int:
-        """n."""
+        """n, the length of the chain."""
         return len(self.stages)
 
     def stage(self, i: int) -> Stage:
@@ -148,34 +151,34 @@ class StageChain:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters and their gradients, all of them."""
+        """Bytes of all parameters and their gradients."""
         return 2 * sum(stage.weight_bytes for stage in self.stages)
 
     @property
     def compute_seconds(self) -> float:
-        """One forward and one backward of every stage."""
+        """Time of one forward and one backward of every stage."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def alternative(self, first: int, last: int, mode: str) -> Alternative:
-        """The alternative of that name.
+        """Return the alternative of that span and name.
 
         Raises:
-            InputError: there is none.
+            InputError: the chain has no such alternative.
         """
-        for other in self.alternatives:
-            if (other.first, other.last, other.mode) == (first, last, mode):
-                return other
+        for alternative in self.alternatives:
+            if (alternative.first, alternative.last, alternative.mode) == (first, last, mode):
+                return alternative
         raise InputError(f"the chain has no alternative {mode!r} for stages {first}..{last}")
 
 
 def stage_classes(chain: StageChain) -> tuple[int, ...]:
-    """A number for each stage, the same for equal stages."""
+    """A number for each stage, equal for equal stages."""
     numbers: dict[Stage, int] = {}
     return tuple(numbers.setdefault(stage, len(numbers)) for stage in chain.stages)
 
 
 def _check_numbers(item: Any) -> None:
-    """No negative, fractional (bytes) or infinite numbers."""
+    """Refuse negative or infinite numbers, and bytes that are not integers."""
     problems = []
     for field in fields(item):
         value = getattr(item, field.name)
@@ -189,12 +192,12 @@ def _check_numbers(item: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLink:
-    """How fast bytes leave the device and come back.
+    """Bandwidth between device and host.
 
     Attributes:
         down_bytes_per_second: from the device to the host.
         up_bytes_per_second: from the host to the device.
-        full_duplex: whether both ways work at once; otherwise copies take turns, in the order in which they were issued.
+        full_duplex: True if both directions work at once; otherwise copies take turns, in the order of issue.
     """
 
     down_bytes_per_second: float = 12.2e9
@@ -208,14 +211,14 @@ class HostLink:
                 raise InputError(f"{name} is {rate}; a link needs a positive, finite rate")
 
     def down_seconds(self, num_bytes: float) -> float:
-        """Time to offload so many bytes."""
+        """Time to copy so many bytes to the host."""
         return num_bytes / self.down_bytes_per_second
 
     def up_seconds(self, num_bytes: float) -> float:
-        """Time to bring so many bytes back."""
+        """Time to copy so many bytes to the device."""
         return num_bytes / self.up_bytes_per_second
 
     def streamed_seconds(self, down_bytes: float, up_bytes: float) -> float:
-        """Time for bytes of both ways that pass while one operation runs."""
+        """Time to copy bytes in both directions during one operation."""
         down, up = self.down_seconds(down_bytes), self.up_seconds(up_bytes)
         return max(down, up) if self.full_duplex else down + up

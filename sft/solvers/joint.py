@@ -1,15 +1,15 @@
-"""Strategy ``auto``: what to keep, recompute, tile, offload and stream, decided together.
+"""Strategy ``auto``: keeping, recomputing, tiling, offloading and streaming, decided together.
 
-A label search (`fluid`) over the graph of cuts (`paths`): each path says how the stages are grouped and run, each step whether what it
-keeps leaves for the host, cuts and weights may be streamed. The published methods are restrictions of this: one mode, or no offloading, or
-a fixed rule for the cuts. Beaumont, Eyraud-Dubois and Shilova's POFO (NeurIPS 2021) has keeping, recomputing and offloading in one dynamic
-programme; tiles, streamed cuts and weights are what is added here.
+A label search (`label_search`) over the graph of cuts (`joint_paths`): each path groups the stages and chooses how they run, each step
+decides if its values leave for the host; cuts and weights may be streamed. The published methods are restrictions of this search: one mode,
+or no offloading, or a fixed rule for the cuts. Beaumont, Eyraud-Dubois and Shilova's POFO (NeurIPS 2021) combines keeping, recomputing and
+offloading in one dynamic program; tiles, streamed cuts and streamed weights are added here.
 
-The search works in a fluid model, with rounded sizes and at most so many labels, so it proposes: the best few paths become schedules with
-whole copies, and the simulator says what each takes and holds. If all hold too much, the search runs again with as much less. The schedules
-of all named strategies stand beside them, so `auto` is never slower than any strategy on the same chain. If everything can be kept, nothing
-is searched. Complexity: that of `optimal` with a few hundred buckets, and O(n L) edges for nested segments of at most L stages, each a few
-vector operations on the labels.
+The search uses a fluid model with rounded sizes and a limited number of labels, so it only proposes: the best few paths become schedules
+with complete copies, and the simulator gives their time and memory. If all exceed the budget, the search runs again with a budget reduced
+by the excess. The schedules of all named strategies are candidates as well, so `auto` is never slower than any of them on the same chain.
+If all values can be kept, no search runs. Complexity: that of `optimal` with a few hundred buckets, and O(n L) edges for nested segments of
+at most L stages, each a few vector operations on the labels.
 """
 
 from __future__ import annotations
@@ -19,49 +19,31 @@ from dataclasses import replace
 from math import inf
 
 from sft.common.errors import BudgetError
-from sft.solvers import (
-    acg,
-    optimal,
-)
-from sft.solvers import (
-    offloading as offload_dp,
-)
-from sft.solvers import (
-    offloading as offload_greedy,
-)
-from sft.solvers import (
-    offloading as vdnn,
-)
-from sft.solvers import (
-    simple as bisect,
-)
-from sft.solvers import (
-    simple as revolve,
-)
-from sft.solvers import (
-    simple as sqrt,
-)
+from sft.solvers.acg import solve_acg
 from sft.solvers.chain import HostLink, StageChain
 from sft.solvers.joint_paths import build_edges, path_operations, path_values, streamed_cuts
 from sft.solvers.label_search import FluidPath, search_paths
 from sft.solvers.offload_placement import place_offloads
+from sft.solvers.offloading import solve_offload_dp, solve_offload_greedy, solve_vdnn
+from sft.solvers.optimal import CostTable, solve_optimal
 from sft.solvers.reversal import keep_all, reversal
 from sft.solvers.schedule import Schedule
+from sft.solvers.simple import solve_bisect, solve_revolve, solve_sqrt
 from sft.solvers.simulate import Simulation, simulate
 from sft.solvers.solver import Solver, budget_error
 
 __all__ = ["RESTRICTED_SOLVERS", "JointSearch", "solve_joint"]
 
-#: The strategies that stand beside the search.
+#: The strategies whose schedules are candidates next to the search.
 RESTRICTED_SOLVERS: dict[str, Solver] = {
-    "sqrt": sqrt.solve_sqrt,
-    "revolve": revolve.solve_revolve,
-    "bisect": bisect.solve_bisect,
-    "optimal": optimal.solve_optimal,
-    "acg": acg.solve_acg,
-    "offload-greedy": offload_greedy.solve_offload_greedy,
-    "offload-dp": offload_dp.solve_offload_dp,
-    "vdnn": vdnn.solve_vdnn,
+    "sqrt": solve_sqrt,
+    "revolve": solve_revolve,
+    "bisect": solve_bisect,
+    "optimal": solve_optimal,
+    "acg": solve_acg,
+    "offload-greedy": solve_offload_greedy,
+    "offload-dp": solve_offload_dp,
+    "vdnn": solve_vdnn,
 }
 
 _NUM_BUCKETS = 300
@@ -72,10 +54,10 @@ _NUM_TIGHTENINGS = 3
 
 
 def solve_joint(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """The fastest schedule found by any means.
+    """Fastest schedule found by any means.
 
     Raises:
-        BudgetError: nothing fits.
+        BudgetError: no schedule fits.
     """
     link = link or HostLink()
     plain = Schedule(strategy="auto", operations=reversal(chain, keep_all))
@@ -85,12 +67,12 @@ def solve_joint(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int 
     needed_bytes: list[int] = []
 
     def offer(candidate: Schedule) -> float:
-        """Take it if it is the best so far; how long the best takes."""
+        """Record a candidate; returns the time of the best one so far."""
         nonlocal best
-        found = simulate(chain, candidate, link=link)
-        mark = (found.seconds, found.peak_bytes)
-        if _fits(found, budget_bytes, host_budget_bytes) and (best is None or mark < best[0]):
-            best = (mark, candidate)
+        simulation = simulate(chain, candidate, link=link)
+        rank = (simulation.seconds, simulation.peak_bytes)
+        if _fits(simulation, budget_bytes, host_budget_bytes) and (best is None or rank < best[0]):
+            best = (rank, candidate)
         return inf if best is None else best[0][0]
 
     incumbent_seconds = inf
@@ -111,26 +93,27 @@ def solve_joint(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int 
     return replace(best[1], strategy="auto")
 
 
-def _fits(found: Simulation, budget_bytes: int, host_budget_bytes: int | None) -> bool:
-    return found.peak_bytes <= budget_bytes and (host_budget_bytes is None or found.host_peak_bytes <= host_budget_bytes)
+def _fits(simulation: Simulation, budget_bytes: int, host_budget_bytes: int | None) -> bool:
+    """True if a simulation stays within both budgets."""
+    return simulation.peak_bytes <= budget_bytes and (host_budget_bytes is None or simulation.host_peak_bytes <= host_budget_bytes)
 
 
 def _weight_choices(chain: StageChain) -> Iterable[tuple[int, ...]]:
-    """Sets of stages whose weights are streamed: none, and those that compute longest for the bytes, by quarters of all weights."""
+    """Sets of stages with streamed weights: none, and the stages that compute longest per byte, by quarters of all weights."""
     heavy = [i for i in range(1, chain.num_stages + 1) if chain.stage(i).weight_bytes]
     heavy.sort(key=lambda i: (chain.stage(i).forward_seconds + chain.stage(i).backward_seconds) / chain.stage(i).weight_bytes, reverse=True)
-    found: set[tuple[int, ...]] = {()}
+    choices: set[tuple[int, ...]] = {()}
     total, streamed, goal = sum(chain.stage(i).weight_bytes for i in heavy), 0, 1
     for count, i in enumerate(heavy, start=1):
         streamed += chain.stage(i).weight_bytes
         while 4 * streamed >= goal * total:
-            found.add(tuple(sorted(heavy[:count])))
+            choices.add(tuple(sorted(heavy[:count])))
             goal += 1
-    return sorted(found, key=len)
+    return sorted(choices, key=len)
 
 
 def _min_budget(chain: StageChain, host_budget_bytes: int | None, link: HostLink, working_bytes: int, budget_bytes: int) -> int:
-    """Search between a budget that failed and one that works for a smaller one that works."""
+    """The smallest working budget found by bisection between one that failed and one that works."""
     low, high = budget_bytes, working_bytes
     while high - low > max(1, high // 200):
         middle = (low + high) // 2
@@ -150,7 +133,17 @@ def _min_budget(chain: StageChain, host_budget_bytes: int | None, link: HostLink
 
 
 class JointSearch:
-    """The search for one chain, link and choice of streamed weights."""
+    """The search for one chain, link and set of streamed weights.
+
+    Args:
+        chain: the chain.
+        link: the link.
+        streamed_weights: stages whose weights are streamed.
+        slot_bytes: unit of memory of labels. Default: `None`, a 400th of the budget
+        bucket_bytes: unit of memory of nested backwards. Default: `None`, a 300th of the budget
+        max_labels: most labels at a node. Default: `None`, by the number of edges
+        adaptive: True to allow backwards that take the free memory.
+    """
 
     def __init__(
         self,
@@ -166,45 +159,45 @@ class JointSearch:
         self.chain, self.link, self.streamed_weights = chain, link, streamed_weights
         self._slot_bytes, self._bucket_bytes, self._max_labels, self._adaptive = slot_bytes, bucket_bytes, max_labels, adaptive
         self._resident_bytes = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
-        self.table: optimal.CostTable | None = None
+        self.table: CostTable | None = None
 
     def paths(
         self, budget_bytes: int, host_budget_bytes: int | None = None, num_paths: int = 1, incumbent_seconds: float = inf
     ) -> list[FluidPath]:
-        """The fastest paths of the fluid model, best first."""
+        """Fastest paths of the fluid model, best first."""
         chain, n = self.chain, self.chain.num_stages
-        room = budget_bytes - self._resident_bytes
-        if room < 1:
+        room_bytes = budget_bytes - self._resident_bytes
+        if room_bytes < 1:
             return []
-        bucket = self._bucket_bytes or max(1, -(-room // _NUM_BUCKETS))
-        if self.table is None or self.table.bucket_bytes * self.table.num_buckets < room - bucket:
-            self.table = optimal.CostTable(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
+        bucket = self._bucket_bytes or max(1, -(-room_bytes // _NUM_BUCKETS))
+        if self.table is None or self.table.bucket_bytes * self.table.num_buckets < room_bytes - bucket:
+            self.table = CostTable(chain, num_buckets=room_bytes // bucket, bucket_bytes=bucket, with_loss=True)
         edges = build_edges(chain, self.table, longest=max(8, 4096 // n), adaptive=self._adaptive, streamed_weights=self.streamed_weights)
-        labels = self._max_labels or min(2000, max(100, _MAX_EDGE_LABELS // len(edges)))
-        found: list[FluidPath] = []
+        max_labels = self._max_labels or min(2000, max(100, _MAX_EDGE_LABELS // len(edges)))
+        paths: list[FluidPath] = []
         starts = {0: chain.input_bytes, 1: 0} if any(edge.source == 1 for edge in edges) else {0: chain.input_bytes}
         for start, start_bytes in starts.items():
-            found += search_paths(
+            paths += search_paths(
                 edges,
                 start=start,
                 end=2 * n + 2,
                 start_bytes=start_bytes,
-                budget_bytes=room,
+                budget_bytes=room_bytes,
                 link=self.link,
                 host_budget_bytes=host_budget_bytes,
-                slot_bytes=self._slot_bytes or max(1, room // _NUM_SLOTS),
-                max_labels=labels,
+                slot_bytes=self._slot_bytes or max(1, room_bytes // _NUM_SLOTS),
+                max_labels=max_labels,
                 num_paths=num_paths,
                 incumbent_seconds=incumbent_seconds,
                 estimates={2 * i: (self.table.first_pass_row(i), self.table.bucket_bytes) for i in range(n)},
             )
-        return sorted(found, key=lambda path: path.seconds)[:num_paths]
+        return sorted(paths, key=lambda path: path.seconds)[:num_paths]
 
     def schedule(self, path: FluidPath, budget_bytes: int) -> tuple[Schedule, int]:
-        """A path as a schedule, and what it holds at its peak."""
+        """Schedule of a path, and its peak bytes."""
         assert self.table is not None  # a path comes from it
         cuts = streamed_cuts(path.steps)
-        placed = place_offloads(
+        placement = place_offloads(
             self.chain,
             path_operations(self.chain, self.table, path.steps),
             path_values(path.steps),
@@ -213,15 +206,15 @@ class JointSearch:
             streamed_weights=self.streamed_weights,
         )
         return Schedule(
-            strategy="auto", operations=placed.operations, streamed_cuts=cuts, streamed_weights=self.streamed_weights
-        ), placed.peak_bytes
+            strategy="auto", operations=placement.operations, streamed_cuts=cuts, streamed_weights=self.streamed_weights
+        ), placement.peak_bytes
 
     def schedules(self, budget_bytes: int, host_budget_bytes: int | None = None, incumbent_seconds: float = inf) -> Iterator[Schedule]:
-        """The best few paths' schedules that fit, after searching with less if none does."""
-        tight = budget_bytes
+        """Fitting schedules of the best few paths. If none fits, the search is repeated with less memory."""
+        reduced_bytes = budget_bytes
         for _ in range(_NUM_TIGHTENINGS):
             least_excess = None
-            for path in self.paths(tight, host_budget_bytes, _NUM_PATHS, incumbent_seconds):
+            for path in self.paths(reduced_bytes, host_budget_bytes, _NUM_PATHS, incumbent_seconds):
                 schedule, peak = self.schedule(path, budget_bytes)
                 if peak <= budget_bytes:
                     yield schedule
@@ -230,4 +223,4 @@ class JointSearch:
                     least_excess = peak - budget_bytes
             if not least_excess:
                 return
-            tight -= least_excess
+            reduced_bytes -= least_excess

@@ -1,13 +1,13 @@
-"""Which segments, and which of their values leave for the host: a search over labels in a fluid model of the link.
+"""Label search over segments and offload sets, in a fluid model of the link.
 
-A path of edges leads through the cuts ``0..n``. An edge ``(i, j)`` runs the stages ``i+1..j`` in one way; ``A`` is what it leaves on the
-device (``s`` and ``x_j``), ``need_F`` and ``need_B`` what its forward and its backward need beside what was there when ``x_i`` was
-complete. In the fluid model a value is offloaded whole or not at all, but its copies may be interrupted, and bytes that have left are free
-at once. There it is best to offload in the order of making, to fetch in the reverse order, and to do everything as early (forward) or as
-late (backward) as possible (Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 5). What a prefix of the path means to the rest is
-then a label ``(m, dF, dB)``: bytes on the device when ``x_i`` is complete; bytes that still wait to leave (if negative, bytes that could
-have left: idle link); bytes of earlier cuts that must be back before the backward arrives here (if negative, idle link). With ``a+ = max(a,
-0)``, bytes for times (link rate times seconds):
+A path of edges leads through the cuts ``0..n``. An edge ``(i, j)`` runs the stages ``i+1..j`` in one way. ``A`` are the bytes that it
+leaves on the device (``s`` and ``x_j``); ``need_F`` and ``need_B`` are the bytes that its forward and backward add to those present when
+``x_i`` was complete. In the fluid model a value is offloaded completely or not at all, but its copies may be interrupted, and bytes are
+free as soon as they have left. The best order is then to offload in the order of creation, to fetch in the reverse order, and to copy as
+early (forward) or as late (backward) as possible (Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 5). The effect of a prefix of
+the path on the remaining path is a label ``(m, dF, dB)``: bytes on the device when ``x_i`` is complete; bytes that still wait to leave (if
+negative, bytes that could have left: idle link); bytes of earlier cuts that must be back before the backward arrives here (if negative,
+idle link). With ``a+ = max(a, 0)``, times converted to bytes (link rate times seconds):
 
     fits       m - dF+ + need_F <= M   and   m - dF+ + need_B <= M
     wait       g_F = (m + need_F - M)+          g_B = (m - dF+ + dB+ + need_B - M)+
@@ -16,14 +16,13 @@ have left: idle link); bytes of earlier cuts that must be back before the backwa
     offload    m' = m + A - min(dF+ + |x|, t_F) dF' = dF+ + |x| - t_F, (.)+ + |s| if s is     dB' = |x| + |s| + (dB - t_B)+
 
 The published Algorithm 1 tests with dF for dF+, which refuses plans that fit, and its equation 6 has the forward's workspace in the
-backward, which allows plans that do not. Between the two passes the link may still be busy: `_loss_wait_seconds`. An edge that streams its
-cuts or weights holds the link itself, so its u is shortened by those bytes.
+backward, which allows plans that do not fit. Between the two passes the link may still be busy: `_loss_wait_seconds`. An edge that streams
+its cuts or weights occupies the link itself, so its u is shortened by those bytes.
 
-A nested backward (see `paths`) runs in the memory that is free when its turn comes, which a label knows.
+A nested backward (see `joint_paths`) uses the memory that is free when it runs, which a label knows.
 
-Labels that are worse in everything are dropped, those that cannot become faster than a known schedule, too, and at most so many are kept
-at a cut. Sizes and times are those of `edges`, rounded to slots. The result is a guide: the schedule built from it is judged by the
-simulator, with whole copies.
+Dominated labels are dropped, also those that cannot become faster than a known schedule, and the number of labels at a cut is limited.
+Sizes and times are those of `edges`, rounded to slots. The result is a proposal: its schedule is simulated with complete copies.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """An edge of a path, whether its input and saved bytes leave, and the buckets for its backward if it has a curve."""
+    """An edge of a path, with True if its input and saved bytes leave, and the number of buckets of its backward if that has a curve."""
 
     edge: Edge
     leaves: bool
@@ -59,7 +58,7 @@ class FluidPath:
 
     Attributes:
         steps: its edges in order.
-        seconds: what it takes in the fluid model.
+        seconds: its time in the fluid model.
     """
 
     steps: tuple[PathStep, ...]
@@ -68,29 +67,46 @@ class FluidPath:
 
 @dataclass(slots=True)
 class _Labels:
-    """The labels of one node, field by field; ``via`` and ``before`` lead back, ``buckets`` is what the last edge's backward may hold."""
+    """Labels of one node, field by field.
 
-    held: _Ints
+    ``device``, ``down`` and ``up`` are ``m``, ``dF`` and ``dB``; ``host`` is the memory on the host. ``via`` (edge and offload decision)
+    and ``parent`` (row at the edge's source) lead back; ``buckets`` is the memory of the last edge's backward.
+    """
+
+    device: _Ints
     down: _Ints
     up: _Ints
     host: _Ints
     seconds: _Floats
     via: _Ints
-    before: _Ints
+    parent: _Ints
     buckets: _Ints
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.device)
 
     def take(self, chosen: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> _Labels:
+        """A selection of the labels."""
         return _Labels(*(getattr(self, name)[chosen] for name in _FIELDS))
 
 
-_FIELDS = ("held", "down", "up", "host", "seconds", "via", "before", "buckets")
+_FIELDS = ("device", "down", "up", "host", "seconds", "via", "parent", "buckets")
 
 
 @dataclass(slots=True, kw_only=True)
 class _SearchState:
+    """Parameters and state of one search.
+
+    Attributes:
+        limit: M, in slots.
+        host_limit: most slots on the host.
+        incumbent_seconds: time of the best known schedule.
+        estimates: for a node the remaining seconds by free buckets, and the bucket's bytes.
+        least_after: for a node the least compute time after it.
+        slots: the edges in slots.
+        nodes: the labels of the nodes reached so far.
+    """
+
     edges: Sequence[Edge]
     link: HostLink
     slot_bytes: int
@@ -105,11 +121,12 @@ class _SearchState:
 
     @property
     def down_rate(self) -> float:
-        """Slots a second."""
+        """Rate to the host, in slots per second."""
         return self.link.down_bytes_per_second / self.slot_bytes
 
     @property
     def up_rate(self) -> float:
+        """Rate to the device, in slots per second."""
         return self.link.up_bytes_per_second / self.slot_bytes
 
 
@@ -128,21 +145,21 @@ def search_paths(
     incumbent_seconds: float = inf,
     estimates: Mapping[int, tuple[_Floats, int]] | None = None,
 ) -> list[FluidPath]:
-    """The fastest paths from node ``start`` to node ``end``, the best first; empty if none fits.
+    """Fastest paths from node ``start`` to node ``end``, best first; empty if none fits.
 
     Args:
-        edges: in an order in which every edge that reaches a node comes before every edge that leaves it.
+        edges: in an order in which every edge into a node comes before every edge out of it.
         start: the first node.
-        end: the last node, behind the loss.
-        start_bytes: what is on the device in the beginning.
+        end: the last node, after the loss.
+        start_bytes: bytes on the device at the start.
         budget_bytes: M, without resident weights.
         link: the link.
         host_budget_bytes: most bytes that may leave.
-        slot_bytes: what memory is counted in.
-        max_labels: labels kept at a node; if there are more, the most promising by ``estimates``, and the fastest.
-        num_paths: how many paths to return.
-        incumbent_seconds: paths that are no faster are of no use.
-        estimates: for a node the seconds that the rest may take, for each number of free buckets, and the bucket's bytes.
+        slot_bytes: unit of memory.
+        max_labels: most labels at a node; of more, the most promising by ``estimates`` and the fastest are kept.
+        num_paths: number of paths to return.
+        incumbent_seconds: time of a known schedule; slower paths are dropped.
+        estimates: for a node the remaining seconds, for each number of free buckets, and the bucket's bytes.
     """
     state = _SearchState(
         edges=edges,
@@ -156,8 +173,8 @@ def search_paths(
     )
     state.slots = quantize_edges(edges, link, slot_bytes)
     state.least_after = min_remaining_seconds(edges, state.slots, end)
-    none = np.zeros(1, dtype=np.int64)
-    state.nodes[start] = _Labels(none - (-start_bytes // slot_bytes), none, none, none, np.zeros(1), none - 1, none - 1, none)
+    zero = np.zeros(1, dtype=np.int64)
+    state.nodes[start] = _Labels(zero - (-start_bytes // slot_bytes), zero, zero, zero, np.zeros(1), zero - 1, zero - 1, zero)
     arriving: dict[int, list[_Labels]] = {}
     for number, edge in enumerate(edges):
         if edge.source not in state.nodes:
@@ -165,9 +182,9 @@ def search_paths(
                 continue
             state.nodes[edge.source] = _prune_dominated(state, edge.source, _concat_labels(arriving.pop(edge.source)))
         for leaves in (False, True) if edge.movable and edge.input_bytes + edge.saved_bytes else (False,):
-            found = _extend_labels(state, state.nodes[edge.source], number, leaves)
-            if len(found):
-                arriving.setdefault(edge.target, []).append(found)
+            labels = _extend_labels(state, state.nodes[edge.source], number, leaves)
+            if len(labels):
+                arriving.setdefault(edge.target, []).append(labels)
     if end not in arriving:
         return []
     state.nodes[end] = _prune_dominated(state, end, _concat_labels(arriving[end]))
@@ -175,158 +192,167 @@ def search_paths(
 
 
 def _extend_labels(state: _SearchState, labels: _Labels, number: int, leaves: bool) -> _Labels:
-    """The labels at the other end of an edge."""
+    """Labels at the target of an edge."""
     slots, limit = state.slots[number], state.limit
-    below = labels.held - np.maximum(labels.down, 0)
-    host = labels.host + slots.host + (slots.entering + slots.saved if leaves else 0)
-    fits = (below + slots.need_forward <= limit) & (host <= state.host_limit)
-    buckets, need_backward, seconds = _backward_options(state, number, below, np.maximum(labels.up, 0))
-    fits &= (below + need_backward <= limit) & np.isfinite(seconds)
+    settled = labels.device - np.maximum(labels.down, 0)
+    host = labels.host + slots.host_slots + (slots.input_slots + slots.saved_slots if leaves else 0)
+    fits = (settled + slots.forward_need_slots <= limit) & (host <= state.host_limit)
+    buckets, need_backward, seconds = _backward_options(state, number, settled, np.maximum(labels.up, 0))
+    fits &= (settled + need_backward <= limit) & np.isfinite(seconds)
     fits &= labels.seconds + slots.forward_seconds + seconds + state.least_after[state.edges[number].target] < state.incumbent_seconds
     chosen = np.flatnonzero(fits)
-    labels, below, host = labels.take(chosen), below[chosen], host[chosen]
+    labels, settled, host = labels.take(chosen), settled[chosen], host[chosen]
     buckets, need_backward, seconds = buckets[chosen], need_backward[chosen], seconds[chosen]
-    waiting, coming = np.maximum(labels.down, 0), np.maximum(labels.up, 0)
-    wait_forward = np.maximum(labels.held + slots.need_forward - limit, 0)
-    wait_backward = np.maximum(below + coming + need_backward - limit, 0)
-    forward, backward = wait_forward + slots.link_forward, wait_backward + _link_backward(state, number, seconds)
+    waiting, returning = np.maximum(labels.down, 0), np.maximum(labels.up, 0)
+    wait_forward = np.maximum(labels.device + slots.forward_need_slots - limit, 0)
+    wait_backward = np.maximum(settled + returning + need_backward - limit, 0)
+    forward, backward = wait_forward + slots.forward_link_slots, wait_backward + _link_backward(state, number, seconds)
     if leaves:
-        queue = waiting + slots.entering
-        held = labels.held + slots.kept - np.minimum(queue, forward)
+        queue = waiting + slots.input_slots
+        device = labels.device + slots.kept_slots - np.minimum(queue, forward)
         down = queue - forward
-        if slots.saved:
-            down = np.maximum(down, 0) + slots.saved
-        up = slots.entering + slots.saved + np.maximum(labels.up - backward, 0)
+        if slots.saved_slots:
+            down = np.maximum(down, 0) + slots.saved_slots
+        up = slots.input_slots + slots.saved_slots + np.maximum(labels.up - backward, 0)
     else:
-        held = labels.held + slots.kept - np.minimum(waiting, forward)
+        device = labels.device + slots.kept_slots - np.minimum(waiting, forward)
         down = labels.down - forward
         up = labels.up - backward
     total = labels.seconds + slots.forward_seconds + seconds + wait_forward / state.down_rate + wait_backward / state.up_rate
-    return _Labels(held, down, up, host, total, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64), buckets)
+    return _Labels(device, down, up, host, total, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64), buckets)
 
 
-def _backward_options(state: _SearchState, number: int, below: _Ints, coming: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+def _backward_options(state: _SearchState, number: int, settled: _Ints, returning: _Ints) -> tuple[_Ints, _Ints, _Floats]:
     """For each label the buckets, the need in slots and the seconds of an edge's backward.
 
-    With a curve it takes the memory that is free without a wait; if it cannot run in that, the least that it can run in.
+    A backward with a curve takes the memory that is free without a wait; if it does not fit there, the least memory that it can run in.
     """
     edge, slots = state.edges[number], state.slots[number]
     curve = edge.backward_curve
     if curve is None:
-        none = np.zeros(len(below), dtype=np.int64)
-        return none, none + slots.need_backward, np.full(len(below), slots.backward_seconds)
+        zero = np.zeros(len(settled), dtype=np.int64)
+        return zero, zero + slots.backward_need_slots, np.full(len(settled), slots.backward_seconds)
     least = int(np.argmax(np.isfinite(curve)))
-    free = (state.limit - below - coming) * state.slot_bytes // edge.bucket_bytes
+    free = (state.limit - settled - returning) * state.slot_bytes // edge.bucket_bytes
     buckets = np.clip(free, least, len(curve) - 1)
     seconds = np.maximum(curve[buckets], state.link.streamed_seconds(edge.down_backward_bytes, edge.up_backward_bytes))
     return buckets, -(-buckets * edge.bucket_bytes // state.slot_bytes), seconds
 
 
 def _link_backward(state: _SearchState, number: int, seconds: _Floats) -> _Ints:
-    """What the link can carry while an edge's backward runs, in slots."""
+    """Slots that the link can carry during an edge's backward."""
     slots = state.slots[number]
     if state.edges[number].backward_curve is None:
-        return np.full(len(seconds), slots.link_backward, dtype=np.int64)
-    return np.maximum(0, np.floor(seconds * state.up_rate - slots.busy_backward + 1e-9)).astype(np.int64)
+        return np.full(len(seconds), slots.backward_link_slots, dtype=np.int64)
+    return np.maximum(0, np.floor(seconds * state.up_rate - slots.backward_busy_slots + 1e-9)).astype(np.int64)
 
 
 def _concat_labels(parts: list[_Labels]) -> _Labels:
-    return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+    """All labels of several arrays."""
+    return _Labels(*(np.concatenate([getattr(labels, name) for labels in parts]) for name in _FIELDS))
 
 
 def _prune_dominated(state: _SearchState, node: int, labels: _Labels) -> _Labels:
-    """Without labels that another betters or equals in everything, that come too late, or, if there are too many, that promise least."""
-    most = state.max_labels
+    """Drop labels that another label equals or betters in every field, that cannot beat the incumbent, or, of too many, the least
+    promising.
+    """
+    max_labels = state.max_labels
     if state.incumbent_seconds < inf:
-        least = labels.seconds + np.maximum(state.least_after[node], _link_seconds(state, labels))
-        labels = labels.take(least < state.incumbent_seconds)
-    if len(labels) > 8 * most:
-        labels = labels.take(_most_promising(state, node, labels, 4 * most))
-    order = np.lexsort((labels.up, labels.down, labels.held, labels.seconds))
+        least_seconds = labels.seconds + np.maximum(state.least_after[node], _link_seconds(state, labels))
+        labels = labels.take(least_seconds < state.incumbent_seconds)
+    if len(labels) > 8 * max_labels:
+        labels = labels.take(_most_promising(state, node, labels, 4 * max_labels))
+    order = np.lexsort((labels.up, labels.down, labels.device, labels.seconds))
     labels = labels.take(order)
-    marks = (labels.held, labels.held - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
+    criteria = (labels.device, labels.device - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
 
-    def bettered(these: npt.NDArray[np.intp], by: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """For each of these labels which of the others are no worse in any mark."""
-        found = np.ones((len(these), len(by)), dtype=bool)
-        for mark in marks:
-            found &= mark[by][None, :] <= mark[these][:, None]
-        return found
+    def dominated(rows: npt.NDArray[np.intp], rivals: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """For each of the rows the rivals that are no worse in any criterion."""
+        dominates = np.ones((len(rows), len(rivals)), dtype=bool)
+        for criterion in criteria:
+            dominates &= criterion[rivals][None, :] <= criterion[rows][:, None]
+        return dominates
 
     kept = np.zeros(0, dtype=np.intp)
     block = 128
     for begin in range(0, len(labels), block):
         here = np.arange(begin, min(begin + block, len(labels)))
-        # A label only loses to one that is no slower, and those come before it.
-        here = here[~bettered(here, kept).any(axis=1)]
-        kept = np.concatenate([kept, here[~np.tril(bettered(here, here), -1).any(axis=1)]])
+        # A label is dominated only by one that is no slower, and those come first.
+        here = here[~dominated(here, kept).any(axis=1)]
+        kept = np.concatenate([kept, here[~np.tril(dominated(here, here), -1).any(axis=1)]])
     labels = labels.take(kept)
-    return labels.take(_most_promising(state, node, labels, most)) if len(labels) > most else labels
+    return labels.take(_most_promising(state, node, labels, max_labels)) if len(labels) > max_labels else labels
 
 
-def _most_promising(state: _SearchState, node: int, labels: _Labels, most: int) -> npt.NDArray[np.intp]:
-    """The rows of so many labels, in order: by what the whole may take if nothing more leaves, or all that waits has; and the fastest."""
+def _most_promising(state: _SearchState, node: int, labels: _Labels, max_labels: int) -> npt.NDArray[np.intp]:
+    """Rows of the most promising labels, in order.
+
+    Half are chosen by the total time if no further bytes leave, a quarter by the total time if all waiting bytes have left, and the
+    remaining quarter by the time so far.
+    """
     after = state.least_after[node]
-    wholes = []
-    for held in (labels.held, labels.held - np.maximum(labels.down, 0)):
-        rest = np.full(len(labels), after)
+    totals = []
+    for device in (labels.device, labels.device - np.maximum(labels.down, 0)):
+        remaining = np.full(len(labels), after)
         if node in state.estimates:
             curve, bucket_bytes = state.estimates[node]
-            rest = curve[np.clip((state.limit - held) * state.slot_bytes // bucket_bytes, 0, len(curve) - 1)]
-        wholes.append(labels.seconds + np.where(np.isfinite(rest), np.maximum(rest, _link_seconds(state, labels)), 1e9 + after))
+            remaining = curve[np.clip((state.limit - device) * state.slot_bytes // bucket_bytes, 0, len(curve) - 1)]
+        totals.append(labels.seconds + np.where(np.isfinite(remaining), np.maximum(remaining, _link_seconds(state, labels)), 1e9 + after))
     chosen = np.zeros(len(labels), dtype=bool)
-    for whole, share in ((wholes[0], most // 2), (wholes[1], most * 3 // 4), (labels.seconds, most)):
-        order = np.argsort(np.where(chosen, np.inf, whole), kind="stable")
+    for total, share in ((totals[0], max_labels // 2), (totals[1], max_labels * 3 // 4), (labels.seconds, max_labels)):
+        order = np.argsort(np.where(chosen, np.inf, total), kind="stable")
         chosen[order[: share - int(chosen.sum())]] = True
     return np.flatnonzero(chosen)
 
 
 def _link_seconds(state: _SearchState, labels: _Labels) -> _Floats:
-    """What the link still has to carry, at least, until the backward is back at the same cut."""
+    """Least time of the link until the backward is back at the same cut."""
     down, up = np.maximum(labels.down, 0) / state.down_rate, np.maximum(labels.up, 0) / state.up_rate
     return np.maximum(down, up) if state.link.full_duplex else down + up
 
 
 def _backtrack(state: _SearchState, node: int, row: int) -> list[tuple[int, int]]:
-    """The edges that led to a label, as ``2 * number + leaves``, with their buckets, in order."""
-    found = []
+    """Edges that led to a label, as ``2 * number + leaves``, with their buckets, in order."""
+    steps = []
     while (via := int(state.nodes[node].via[row])) >= 0:
         labels = state.nodes[node]
-        found.append((via, int(labels.buckets[row])))
-        row, node = int(labels.before[row]), state.edges[via // 2].source
-    return found[::-1]
+        steps.append((via, int(labels.buckets[row])))
+        row, node = int(labels.parent[row]), state.edges[via // 2].source
+    return steps[::-1]
 
 
 def _best_paths(state: _SearchState, end: int, num_paths: int) -> list[FluidPath]:
+    """The fastest paths to the last node, including the wait at the loss."""
     labels = state.nodes[end]
-    found: list[tuple[float, int, list[tuple[int, int]]]] = []
-    least = labels.seconds + _min_loss_wait_seconds(state, labels)
-    for row in np.argsort(least, kind="stable"):
-        if len(found) >= num_paths and least[row] >= found[num_paths - 1][0]:
+    paths: list[tuple[float, int, list[tuple[int, int]]]] = []
+    least_seconds = labels.seconds + _min_loss_wait_seconds(state, labels)
+    for row in np.argsort(least_seconds, kind="stable"):
+        if len(paths) >= num_paths and least_seconds[row] >= paths[num_paths - 1][0]:
             break
         vias = _backtrack(state, end, int(row))
         seconds = float(labels.seconds[row]) + _loss_wait_seconds(
-            state, int(labels.held[row]), int(labels.down[row]), int(labels.up[row]), vias
+            state, int(labels.device[row]), int(labels.down[row]), int(labels.up[row]), vias
         )
-        found.append((seconds, int(row), vias))
-        found.sort()
+        paths.append((seconds, int(row), vias))
+        paths.sort()
     return [
         FluidPath(steps=tuple(PathStep(state.edges[via // 2], bool(via % 2), buckets) for via, buckets in vias), seconds=seconds)
-        for seconds, _, vias in found[:num_paths]
+        for seconds, _, vias in paths[:num_paths]
     ]
 
 
 def _min_loss_wait_seconds(state: _SearchState, labels: _Labels) -> _Floats:
+    """Lower bound on the wait at the loss, for all labels."""
     down, up = labels.down / state.down_rate, labels.up / state.up_rate
     both = np.maximum(down, up) if state.link.full_duplex else down + up
     return np.where((down > 0) & (up > 0), both, np.maximum(0.0, np.where((down > 0) | (up > 0), down + up, 0.0)))
 
 
-def _loss_wait_seconds(state: _SearchState, held: int, down: int, up: int, vias: list[tuple[int, int]]) -> float:
-    """The wait between the passes (section 5.2.2 there, equations 9 and 10).
+def _loss_wait_seconds(state: _SearchState, device: int, down: int, up: int, vias: list[tuple[int, int]]) -> float:
+    """Wait between the passes (Euro-Par 2020, section 5.2.2, equations 9 and 10).
 
-    If only one direction is behind, it works on while the computation goes on in the other pass, up to the other direction's first copy.
-    Every operation of that time has to fit beside what is still, or already, on the device.
+    If only one direction is late, it continues while the other pass computes, until the other direction's first copy. Every operation of
+    that time has to fit next to the bytes that are still, or already, on the device.
     """
     if down > 0 and up > 0:
         seconds = (down / state.down_rate, up / state.up_rate)
@@ -336,22 +362,22 @@ def _loss_wait_seconds(state: _SearchState, held: int, down: int, up: int, vias:
     leaving = down > 0
     rate = state.down_rate if leaving else state.up_rate
     window = -up / state.up_rate if leaving else -down / state.down_rate
-    busy = held if leaving else held + up
+    busy_slots = device if leaving else device + up
     wait = max(0.0, max(down, up) / rate - window)
-    elapsed, above = 0.0, 0
+    elapsed, above_slots = 0.0, 0
     for via, buckets in reversed(vias):
         if elapsed >= window:
             break
         slots, edge = state.slots[via // 2], state.edges[via // 2]
-        above += slots.kept
-        # A forward still reads an input whose bytes have left: coming back, they would be there twice.
-        need = slots.need_forward + (slots.entering if via % 2 else 0)
-        carried = slots.link_forward
+        above_slots += slots.kept_slots
+        # A forward still reads an input whose bytes have left: returning now, they would exist twice.
+        need_slots = slots.forward_need_slots + (slots.input_slots if via % 2 else 0)
+        carried_slots = slots.forward_link_slots
         if leaving:
-            need, carried = slots.need_backward, slots.link_backward
+            need_slots, carried_slots = slots.backward_need_slots, slots.backward_link_slots
         if leaving and edge.backward_curve is not None:
-            need = -(-buckets * edge.bucket_bytes // state.slot_bytes)
-            carried = int(_link_backward(state, via // 2, edge.backward_curve[buckets : buckets + 1])[0])
-        wait = max(wait, (busy - above + need - state.limit) / rate - elapsed)
-        elapsed += carried / (state.up_rate if leaving else state.down_rate)
+            need_slots = -(-buckets * edge.bucket_bytes // state.slot_bytes)
+            carried_slots = int(_link_backward(state, via // 2, edge.backward_curve[buckets : buckets + 1])[0])
+        wait = max(wait, (busy_slots - above_slots + need_slots - state.limit) / rate - elapsed)
+        elapsed += carried_slots / (state.up_rate if leaving else state.down_rate)
     return wait

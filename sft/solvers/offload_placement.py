@@ -1,9 +1,14 @@
-"""Copies to the host are put into a list of operations that keeps everything on the device.
+"""Placement of copies to the host in a schedule that keeps all values on the device.
 
-Given which values leave, the no-wait order of Beaumont, Eyraud-Dubois and Shilova (Euro-Par 2020, Proposition 1) is kept as closely as
-whole tensors and an order of issue allow: each value's copy starts as soon as the value is made; its bytes are given back only before the
-first operation that would not fit otherwise, oldest first, since waiting longer for a copy costs nothing; it comes back in the order of its
-use, from the earliest place at which it fits beside everything until then. A value that never had to be given back is not copied at all.
+Given the set of values to offload, the placement follows the no-wait order of Beaumont, Eyraud-Dubois and Shilova (Euro-Par 2020,
+Proposition 1) as closely as complete tensors and an order of issue allow:
+
+- each value's copy starts as soon as the value exists;
+- its device bytes are released just before the first operation that would not fit otherwise, oldest value first (a later wait for a copy
+  costs nothing);
+- it returns in the order of use, from the earliest position at which it fits next to all later values.
+
+A value that never had to be released is not copied.
 """
 
 from __future__ import annotations
@@ -19,12 +24,12 @@ __all__ = ["OffloadPlacement", "operation_costs", "place_offloads"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlacement:
-    """A list with its copies.
+    """A schedule with its copies.
 
     Attributes:
-        operations: the list.
-        peak_bytes: what it holds at its worst place, weights that stay on the device included.
-        host_bytes: the sum of what is copied.
+        operations: the operations.
+        peak_bytes: most bytes on the device, including resident weights.
+        host_bytes: sum of the copied values.
     """
 
     operations: tuple[Operation, ...]
@@ -34,7 +39,15 @@ class OffloadPlacement:
 
 @dataclass(slots=True)
 class _Lifetime:
-    """The first life of a value that may leave: until it is freed."""
+    """Lifetime of an offloadable value, from its creation to its free, as positions in the list.
+
+    Attributes:
+        num_bytes: its size.
+        made: the operation that creates it; -1 for the chain's input.
+        reads: the operations that read it.
+        released: the operation before which its device bytes are released; -1 if never.
+        back: the operation before which it must be back.
+    """
 
     num_bytes: int
     made: int
@@ -42,14 +55,15 @@ class _Lifetime:
     released: int = -1
     back: int = -1
 
-    def next_read(self, place: int) -> int:
-        return next((read for read in self.reads if read >= place), -1)
+    def next_read(self, index: int) -> int:
+        """The first read at a position or later; -1 if none."""
+        return next((read for read in self.reads if read >= index), -1)
 
 
 def operation_costs(
     chain: StageChain, operations: Iterable[Operation], streamed_weights: Collection[int] = ()
 ) -> tuple[OperationCost | None, ...]:
-    """The work of each operation of a list; a free has none."""
+    """Cost of each operation of a list; None for frees."""
     return tuple(None if operation.kind == "free" else operation_cost(chain, operation, streamed_weights) for operation in operations)
 
 
@@ -61,119 +75,122 @@ def place_offloads(
     *,
     streamed_cuts: Collection[int] = (),
     streamed_weights: Collection[int] = (),
-    works: Sequence[OperationCost | None] | None = None,
+    costs: Sequence[OperationCost | None] | None = None,
 ) -> OffloadPlacement:
-    """Put offloads, releases and prefetches into a list, so that it fits if the values ``away`` suffice for it.
+    """Insert offloads, releases and prefetches, so that the schedule fits if offloading the values ``away`` suffices.
 
     Args:
         chain: the chain.
         operations: a valid list without copies.
-        away: activations and saved values that may go to the host; what else stays.
-        budget_bytes: the budget; the result's peak says whether it was met.
-        streamed_cuts: the list's streamed cuts.
+        away: activations and saved values that may be offloaded; other values stay.
+        budget_bytes: the budget; the peak of the result shows if it was met.
+        streamed_cuts: the schedule's streamed cuts.
         streamed_weights: the stages whose weights are streamed.
-        works: :func:`operation_costs` the list, where it is known.
+        costs: :func:`operation_costs` of the list, if known.
     """
-    if works is None:
-        works = operation_costs(chain, operations, streamed_weights)
-    hosted = {name for cut in streamed_cuts for name in (f"x{cut}", f"y{cut}")}
-    lives = _lifetimes(chain, operations, works, set(away) - hosted)
-    during = _place_releases(chain, operations, works, lives, budget_bytes, hosted, frozenset(streamed_weights))
-    left = [(name, life) for name, life in lives.items() if life.released >= 0]
-    fetches = _place_prefetches(left, during, budget_bytes)
+    if costs is None:
+        costs = operation_costs(chain, operations, streamed_weights)
+    streamed = {name for cut in streamed_cuts for name in (f"x{cut}", f"y{cut}")}
+    lifetimes = _lifetimes(chain, operations, costs, set(away) - streamed)
+    device_bytes = _place_releases(chain, operations, costs, lifetimes, budget_bytes, streamed, frozenset(streamed_weights))
+    offloaded = [(name, lifetime) for name, lifetime in lifetimes.items() if lifetime.released >= 0]
+    prefetches = _place_prefetches(offloaded, device_bytes, budget_bytes)
     before: dict[int, list[Operation]] = {}
-    for name, life in sorted(left, key=lambda item: item[1].made):
-        before.setdefault(life.made + 1, []).append(offload_op(name))
-    for name, life in sorted(left, key=lambda item: item[1].released):
-        before.setdefault(life.released, []).append(release_op(name))
-    for place, name in fetches:
-        before.setdefault(place, []).append(prefetch_op(name))
-    placed: list[Operation] = []
-    for place, operation in enumerate(operations):
-        placed += before.get(place, ())
-        placed.append(operation)
-    return OffloadPlacement(operations=tuple(placed), peak_bytes=max(during), host_bytes=sum(life.num_bytes for _, life in left))
+    for name, lifetime in sorted(offloaded, key=lambda item: item[1].made):
+        before.setdefault(lifetime.made + 1, []).append(offload_op(name))
+    for name, lifetime in sorted(offloaded, key=lambda item: item[1].released):
+        before.setdefault(lifetime.released, []).append(release_op(name))
+    for index, name in prefetches:
+        before.setdefault(index, []).append(prefetch_op(name))
+    result: list[Operation] = []
+    for index, operation in enumerate(operations):
+        result += before.get(index, ())
+        result.append(operation)
+    return OffloadPlacement(
+        operations=tuple(result), peak_bytes=max(device_bytes), host_bytes=sum(lifetime.num_bytes for _, lifetime in offloaded)
+    )
 
 
 def _lifetimes(
-    chain: StageChain, operations: Sequence[Operation], works: Sequence[OperationCost | None], away: set[str]
+    chain: StageChain, operations: Sequence[Operation], costs: Sequence[OperationCost | None], away: set[str]
 ) -> dict[str, _Lifetime]:
-    lives: dict[str, _Lifetime] = {}
+    """Lifetimes of the values ``away``."""
+    lifetimes: dict[str, _Lifetime] = {}
     if activation_name(0) in away:
-        lives[activation_name(0)] = _Lifetime(num_bytes=chain.input_bytes, made=-1)
+        lifetimes[activation_name(0)] = _Lifetime(num_bytes=chain.input_bytes, made=-1)
     ended: set[str] = set()
-    for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
-        if work is None:
+    for index, (operation, cost) in enumerate(zip(operations, costs, strict=True)):
+        if cost is None:
             ended.add(operation.value)
             continue
-        for name in work.reads:
-            if name in lives and name not in ended:
-                lives[name].reads.append(place)
-        for name, size in work.makes:
-            if name in away and name not in lives:
-                lives[name] = _Lifetime(num_bytes=size, made=place)
-    return lives
+        for name in cost.reads:
+            if name in lifetimes and name not in ended:
+                lifetimes[name].reads.append(index)
+        for name, size in cost.makes:
+            if name in away and name not in lifetimes:
+                lifetimes[name] = _Lifetime(num_bytes=size, made=index)
+    return lifetimes
 
 
 def _place_releases(
     chain: StageChain,
     operations: Sequence[Operation],
-    works: Sequence[OperationCost | None],
-    lives: dict[str, _Lifetime],
+    costs: Sequence[OperationCost | None],
+    lifetimes: dict[str, _Lifetime],
     budget_bytes: int,
-    hosted: set[str],
+    streamed: set[str],
     streamed_weights: frozenset[int],
 ) -> list[int]:
-    """Decide where each value is given back; returns what is held during each operation if it comes back just in time."""
-    held = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
-    sizes = {} if activation_name(0) in hosted else {activation_name(0): chain.input_bytes}
-    held += sum(sizes.values())
+    """Choose the position of each release. Returns the device bytes during each operation if values return just in time."""
+    current_bytes = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
+    sizes = {} if activation_name(0) in streamed else {activation_name(0): chain.input_bytes}
+    current_bytes += sum(sizes.values())
     # In the order in which they were made.
-    waiting = dict.fromkeys(name for name in lives if name == activation_name(0))
+    waiting = dict.fromkeys(name for name in lifetimes if name == activation_name(0))
     out: set[str] = set()
-    during: list[int] = []
-    for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
-        if work is None:
-            during.append(held)
+    device_bytes: list[int] = []
+    for index, (operation, cost) in enumerate(zip(operations, costs, strict=True)):
+        if cost is None:
+            device_bytes.append(current_bytes)
             if operation.value in sizes:
                 size = sizes.pop(operation.value)
-                held -= 0 if operation.value in out else size
+                current_bytes -= 0 if operation.value in out else size
                 out.discard(operation.value)
                 waiting.pop(operation.value, None)
             continue
-        for name in work.reads:
-            if name in out:  # from here on it stays
+        for name in cost.reads:
+            if name in out:  # from here on it stays on the device
                 out.discard(name)
-                lives[name].back = place
-                held += sizes[name]
-        made = {name: size for name, size in work.makes if name not in hosted}
-        extra = sum(made.values()) + work.workspace_bytes
-        for name in [name for name in waiting if name not in work.reads] if held + extra > budget_bytes else ():
-            if held + extra <= budget_bytes:
+                lifetimes[name].back = index
+                current_bytes += sizes[name]
+        created = {name: size for name, size in cost.makes if name not in streamed}
+        extra = sum(created.values()) + cost.workspace_bytes
+        for name in [name for name in waiting if name not in cost.reads] if current_bytes + extra > budget_bytes else ():
+            if current_bytes + extra <= budget_bytes:
                 break
-            if lives[name].next_read(place) < 0:
+            if lifetimes[name].next_read(index) < 0:
                 continue
             del waiting[name]
             out.add(name)
-            lives[name].released = place
-            held -= sizes[name]
-        during.append(held + extra)
-        held += sum(made.values())
-        sizes.update(made)
-        waiting.update(dict.fromkeys(name for name in made if name in lives and lives[name].made == place))
-    return during
+            lifetimes[name].released = index
+            current_bytes -= sizes[name]
+        device_bytes.append(current_bytes + extra)
+        current_bytes += sum(created.values())
+        sizes.update(created)
+        waiting.update(dict.fromkeys(name for name in created if name in lifetimes and lifetimes[name].made == index))
+    return device_bytes
 
 
-def _place_prefetches(left: list[tuple[str, _Lifetime]], during: list[int], budget_bytes: int) -> list[tuple[int, str]]:
-    """From the just-in-time places backwards, each value as early as it fits; never before a copy to the host is issued."""
-    earliest = max((life.made + 1 for _, life in left), default=0)
-    places = []
-    for name, life in sorted(left, key=lambda item: item[1].back):
-        place = life.back
-        while place - 1 > max(earliest - 1, life.released) and during[place - 1] + life.num_bytes <= budget_bytes:
-            place -= 1
-        for k in range(place, life.back):
-            during[k] += life.num_bytes
-        earliest = max(earliest, place)
-        places.append((place, name))
-    return places
+def _place_prefetches(offloaded: list[tuple[str, _Lifetime]], device_bytes: list[int], budget_bytes: int) -> list[tuple[int, str]]:
+    """Choose the position of each prefetch: as early as it fits, and after all offloads are issued. Values are taken by their next read."""
+    earliest = max((lifetime.made + 1 for _, lifetime in offloaded), default=0)
+    positions = []
+    for name, lifetime in sorted(offloaded, key=lambda item: item[1].back):
+        index = lifetime.back
+        while index - 1 > max(earliest - 1, lifetime.released) and device_bytes[index - 1] + lifetime.num_bytes <= budget_bytes:
+            index -= 1
+        for k in range(index, lifetime.back):
+            device_bytes[k] += lifetime.num_bytes
+        earliest = max(earliest, index)
+        positions.append((index, name))
+    return positions

@@ -1,25 +1,21 @@
-"""What the offloading strategies share: a chain on which everything is kept, as edges of the fluid model, and schedules of offload sets.
+"""Offloading strategies that keep all values: ``offload-dp``, ``offload-greedy`` and ``vdnn``.
 
-Strategy ``offload-dp``: which activations to offload, by dynamic programming.
+No stage is recomputed; each stage's input and saved values stay on the device or leave for the host together. A strategy proposes *offload
+sets* of stages. `offload_placement` turns a set into a schedule, and the fastest that fits is taken. The chain as edges of the fluid model
+(`kept_edge`, `loss_edge`) is shared with the joint search.
 
-Source: DYNPROG of Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 5, with two corrections (see `fluid`, which holds the
-recurrence and says what it is optimal for). All stages are kept; each one's input and saved values leave or stay. The best few offload sets
-of the fluid model become schedules with whole copies, and the simulator picks the fastest.
+``offload-dp``: dynamic programming over the stages. DYNPROG of Beaumont, Eyraud-Dubois and Shilova, "Optimal GPU-CPU offloading strategies
+for deep neural network training", Euro-Par 2020, section 5, with two corrections (see `label_search`, which has the recurrence and states
+its optimality). The best few sets of the fluid model are simulated with complete copies. Labels are triples of slots, so O(n S^3) in the
+worst case for S slots; without dominated ones, a few hundred at a cut.
 
-Complexity: labels are triples of slots, so O(n S^3) in the worst case for S slots; after dropping dominated ones, a few hundred at a cut.
+``offload-greedy``: offload the first activations, as many as the peak exceeds the budget. The same paper, section 4. If parts of
+activations could leave, offloading the first ``M_peak - M`` bytes would be optimal (Theorem 2); GREEDY rounds up to complete ones. Where
+complete copies need more memory, more of the first activations leave. O(n) schedules.
 
-Strategy ``offload-greedy``: offload the first activations, as many as the peak exceeds the budget.
-
-Source: Beaumont, Eyraud-Dubois and Shilova, "Optimal GPU-CPU offloading strategies for deep neural network training", Euro-Par 2020,
-section 4. If activations could leave in part, offloading the first ``M_peak - M`` bytes would be optimal (Theorem 2); GREEDY rounds up to
-whole ones. Where whole copies need more room than that, more of the first are taken. With a stage leaves what it saved. Complexity: O(n)
-schedules.
-
-Strategy ``vdnn``: the rule of thumb that optimal offloading is compared with.
-
-vDNN++ offloads the inputs of all convolutions, or of every other one, because these compute long for their size. Without layer types this
-becomes, as in Beaumont, Eyraud-Dubois and Shilova (Euro-Par 2020, section 6.1): for every threshold of forward time over input bytes,
-offload all above it, or every second of them; the best of these schedules. Complexity: 2 n schedules.
+``vdnn``: the heuristic that the paper compares with. vDNN++ offloads the inputs of all convolutions, or of every other one, because these
+compute long for their size. Without layer types this becomes (section 6.1): for every threshold of forward time over input bytes, offload
+all stages above it, or every second of them. 2 n schedules.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ __all__ = [
 
 
 def kept_edge(chain: StageChain, i: int) -> Edge:
-    """Stage ``i`` with everything kept."""
+    """Edge of stage ``i`` with all values kept."""
     stage = chain.stage(i)
     output = stage.output_bytes if stage.reads_output else 0
     return Edge(
@@ -71,7 +67,7 @@ def kept_edge(chain: StageChain, i: int) -> Edge:
 
 
 def loss_edge(chain: StageChain, source: int, target: int, *, streamed: bool = False) -> Edge:
-    """The caller's turn, as the last edge; of a streamed output nothing is on the device."""
+    """The loss, as the last edge of a path. A streamed output has no bytes on the device."""
     n = chain.num_stages
     input_bytes, grad_bytes = (0, 0) if streamed else (chain.activation_bytes(n), chain.grad_bytes(n))
     return Edge(
@@ -89,34 +85,34 @@ def loss_edge(chain: StageChain, source: int, target: int, *, streamed: bool = F
 
 
 def offload_values(chain: StageChain, stages: Iterable[int]) -> set[str]:
-    """What leaves with the stages: their inputs, and what they save."""
-    found: set[str] = set()
+    """Values that leave with the stages: their inputs and saved values."""
+    values: set[str] = set()
     for i in stages:
-        found |= {activation_name(i - 1), saved_name(i)} if chain.stage(i).saved_bytes else {activation_name(i - 1)}
-    return found
+        values |= {activation_name(i - 1), saved_name(i)} if chain.stage(i).saved_bytes else {activation_name(i - 1)}
+    return values
 
 
 @lru_cache(maxsize=4)
 def _store_all_operations(chain: StageChain) -> tuple[tuple[Operation, ...], tuple[OperationCost | None, ...]]:
-    """The operations that keep everything, which hundreds of offload sets of a chain have in common."""
+    """Operations that keep all values, with their costs. Hundreds of offload sets of a chain share them."""
     operations = reversal(chain, keep_all)
     return operations, operation_costs(chain, operations)
 
 
 def offload_schedule(chain: StageChain, strategy: str, stages: Collection[int], budget_bytes: int) -> tuple[Schedule, int]:
-    """The schedule that keeps everything, with what leaves for the host with the ``stages``; and the bytes that it holds at its peak."""
-    operations, works = _store_all_operations(chain)
-    placed = place_offloads(chain, operations, offload_values(chain, stages), budget_bytes, works=works)
-    return Schedule(strategy=strategy, operations=placed.operations), placed.peak_bytes
+    """Schedule in which the inputs and saved values of the ``stages`` may leave, and its peak bytes."""
+    operations, costs = _store_all_operations(chain)
+    placement = place_offloads(chain, operations, offload_values(chain, stages), budget_bytes, costs=costs)
+    return Schedule(strategy=strategy, operations=placement.operations), placement.peak_bytes
 
 
 def plain_peak_bytes(chain: StageChain) -> int:
-    """What plain training holds: everything kept."""
+    """Peak bytes of plain training: all values kept."""
     return offload_schedule(chain, "none", (), 0)[1]
 
 
 def min_offload_bytes(chain: StageChain) -> int:
-    """What offloading everything holds."""
+    """Peak bytes if all inputs and saved values may leave."""
     return offload_schedule(chain, "none", range(1, chain.num_stages + 1), 0)[1]
 
 
@@ -129,21 +125,21 @@ def best_offload(
     host_budget_bytes: int | None,
     link: HostLink,
 ) -> Schedule:
-    """Of several offload sets (by stage) the one whose schedule is fastest and inside the budgets.
+    """Fastest schedule of several offload sets (of stages) within the budgets.
 
     Raises:
-        BudgetError: none is.
+        BudgetError: no set fits.
     """
     best: tuple[float, Schedule] | None = None
     for stages in sets:
         schedule, peak = offload_schedule(chain, strategy, stages, budget_bytes)
         if peak > budget_bytes:
             continue
-        found = simulate(chain, schedule, link=link)
-        if host_budget_bytes is not None and found.host_peak_bytes > host_budget_bytes:
+        simulation = simulate(chain, schedule, link=link)
+        if host_budget_bytes is not None and simulation.host_peak_bytes > host_budget_bytes:
             continue
-        if best is None or found.seconds < best[0]:
-            best = (found.seconds, schedule)
+        if best is None or simulation.seconds < best[0]:
+            best = (simulation.seconds, schedule)
     if best is None:
         raise budget_error(strategy, budget_bytes, plain_peak_bytes(chain) if host_budget_bytes is not None else min_offload_bytes(chain))
     return best[1]
@@ -162,18 +158,18 @@ def fluid_optima(
     slot_bytes: int | None = None,
     num_paths: int = 1,
 ) -> list[FluidPath]:
-    """The fastest offload sets of the fluid model, best first; empty if none fits.
+    """Fastest offload sets of the fluid model, best first; empty if none fits.
 
     Args:
         chain: the chain.
-        budget_bytes: most bytes on the device, resident weights included.
+        budget_bytes: most bytes on the device, including resident weights.
         link: the link.
-        host_budget_bytes: most bytes on the host.
-        slot_bytes: what memory is counted in; by default a 500th of the budget.
-        num_paths: how many.
+        host_budget_bytes: most bytes on the host. Default: `None`, no limit
+        slot_bytes: unit of memory. Default: `None`, a 500th of the budget
+        num_paths: number of sets.
     """
-    n, room = chain.num_stages, budget_bytes - chain.resident_bytes
-    if room < chain.input_bytes:
+    n, room_bytes = chain.num_stages, budget_bytes - chain.resident_bytes
+    if room_bytes < chain.input_bytes:
         return []
     edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
     return search_paths(
@@ -181,10 +177,10 @@ def fluid_optima(
         start=0,
         end=n + 1,
         start_bytes=chain.input_bytes,
-        budget_bytes=room,
+        budget_bytes=room_bytes,
         link=link,
         host_budget_bytes=host_budget_bytes,
-        slot_bytes=slot_bytes or max(1, room // _NUM_SLOTS),
+        slot_bytes=slot_bytes or max(1, room_bytes // _NUM_SLOTS),
         num_paths=num_paths,
     )
 
@@ -192,10 +188,10 @@ def fluid_optima(
 def solve_offload_dp(
     chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None
 ) -> Schedule:
-    """The fastest schedule found that offloads and never recomputes.
+    """Fastest schedule found that offloads and never recomputes.
 
     Raises:
-        BudgetError: it does not fit even if everything leaves, or the host has no room.
+        BudgetError: the chain exceeds the budget even if all values leave, or the host has no room.
     """
     link = link or HostLink()
     if plain_peak_bytes(chain) <= budget_bytes:
@@ -204,15 +200,15 @@ def solve_offload_dp(
         raise budget_error("offload-dp", budget_bytes, min_offload_bytes(chain))
     paths = fluid_optima(chain, budget_bytes=budget_bytes, link=link, host_budget_bytes=host_budget_bytes, num_paths=_NUM_PATHS)
     sets: list[tuple[int, ...]] = [tuple(i for i, step in enumerate(path.steps, start=1) if step.leaves) for path in paths]
-    sets.append(tuple(range(1, chain.num_stages + 1)))  # fits whenever anything does: rounding may hide that
+    sets.append(tuple(range(1, chain.num_stages + 1)))  # fits if any set does, which rounding may hide
     return best_offload(chain, "offload-dp", sets, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link)
 
 
 def num_offloaded(chain: StageChain, budget_bytes: int) -> int:
-    """The smallest number of first stages whose inputs and saved values are as large as what exceeds the budget."""
-    excess = plain_peak_bytes(chain) - budget_bytes
+    """Least number of first stages whose inputs and saved values cover the excess over the budget."""
+    excess_bytes = plain_peak_bytes(chain) - budget_bytes
     sizes = accumulate(chain.activation_bytes(i - 1) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1))
-    return next((k for k, total in enumerate([0, *sizes]) if total >= excess), chain.num_stages)
+    return next((k for k, total in enumerate([0, *sizes]) if total >= excess_bytes), chain.num_stages)
 
 
 def solve_offload_greedy(
@@ -221,7 +217,7 @@ def solve_offload_greedy(
     """The greedy schedule.
 
     Raises:
-        BudgetError: it does not fit even if everything leaves, or the host has no room.
+        BudgetError: the chain exceeds the budget even if all values leave, or the host has no room.
     """
     n = chain.num_stages
     first = num_offloaded(chain, budget_bytes)
@@ -237,16 +233,17 @@ def solve_offload_greedy(
 
 
 def solve_vdnn(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """The fastest of the thresholds' schedules that fits.
+    """Fastest fitting schedule of the thresholds.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: no threshold fits.
     """
     sets = _vdnn_offload_sets(chain)
     return best_offload(chain, "vdnn", sets, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link or HostLink())
 
 
 def _vdnn_offload_sets(chain: StageChain) -> Iterator[tuple[int, ...]]:
+    """For each threshold of forward time over input bytes the stages above it, and every second of these."""
     ratios = {i: chain.stage(i).forward_seconds / max(1, chain.activation_bytes(i - 1)) for i in range(1, chain.num_stages + 1)}
     yield ()
     for threshold in sorted(set(ratios.values()), reverse=True):

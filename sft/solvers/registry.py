@@ -1,4 +1,4 @@
-"""All strategies by name.
+"""Solvers by name.
 
 | name | recomputes | offloads | source |
 | --- | --- | --- | --- |
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from functools import partial
 
 from sft.common.errors import InputError
-from sft.solvers import joint
 from sft.solvers.chain import HostLink, StageChain
+from sft.solvers.joint import RESTRICTED_SOLVERS, solve_joint
 from sft.solvers.reversal import keep_all, reversal
 from sft.solvers.schedule import Operation, Schedule
 from sft.solvers.solver import Solver, fastest_fitting
@@ -30,7 +30,7 @@ __all__ = ["SOLVERS", "get_solver"]
 
 
 def _solve_none(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """Plain training: everything is kept."""
+    """Plain training: all values are kept."""
     return fastest_fitting(chain, "none", _plain_operations, budget_bytes, link)
 
 
@@ -38,15 +38,15 @@ def _plain_operations(chain: StageChain) -> list[Callable[[], tuple[Operation, .
     return [partial(reversal, chain, keep_all)]
 
 
-SOLVERS: dict[str, Solver] = {"none": _solve_none, **joint.RESTRICTED_SOLVERS, "auto": joint.solve_joint}
+SOLVERS: dict[str, Solver] = {"none": _solve_none, **RESTRICTED_SOLVERS, "auto": solve_joint}
 
 
 def get_solver(name: str) -> Solver:
-    """The solver of that name.
+    """Return the solver of that name.
 
     Raises:
-        InputError: there is none.
+        InputError: no solver has that name.
     """
     if name not in SOLVERS:
-        raise InputError(f"there is no strategy {name!r}; choose one of {', '.join(SOLVERS)}")
+        raise InputError(f"no strategy is called {name!r}; choose one of {', '.join(SOLVERS)}")
     return SOLVERS[name]

@@ -1,18 +1,26 @@
-"""A schedule is data: an ordered list of operations with explicit frees, waits and copies.
+"""Schedule of one training step on a chain: an ordered list of operations with explicit frees, waits and copies.
 
-The order is the order of issue. What a compute operation allocates is there from its start; what is freed is free for everything behind in
-the list. Copies run beside the computation, on streams of their own: ``offload_op`` starts a copy to the host, ``release_op`` waits for it
-and gives the device's bytes back, ``prefetch_op`` takes device bytes and starts the copy back, and the first operation that reads the
-value waits for it. So which bytes are held at any place of the list does not depend on how long anything takes: the peak is a property of
-the schedule alone, and a slow copy costs time, never memory.
+The order is the order of issue. A compute operation allocates its results when it starts; freed bytes are available to all later
+operations. Copies run concurrently, on their own streams: ``offload_op`` starts a copy to the host; ``release_op`` waits for it and frees
+the device bytes; ``prefetch_op`` allocates device bytes and starts the copy back; the first operation that reads the value waits for it.
+So the bytes on the device at any position of the list do not depend on durations. The peak is a property of the schedule alone, and a slow
+copy costs time, never memory.
 
-The three forwards of the checkpointing literature are: keeping everything (``save``), keeping the input (no ``save``), keeping nothing (no
-``save``, and a free of the input behind it).
+The three forwards of the checkpointing literature are: keep all values (``save``); keep the input (no ``save``); keep no values (no
+``save``, then a free of the input).
 
-In text, ``F3`` is a forward, ``F3+`` one that saves, ``L`` the loss, ``B3`` a backward, ``F3-5[tile(64)]`` an alternative, ``-x2`` a free,
-``>x2`` an offload, ``~x2`` a release, ``<x2`` a prefetch.
+As text:
 
-What one computation of a schedule reads, makes and costs.
+| text | operation |
+| --- | --- |
+| ``F3``, ``F3+`` | forward of stage 3; ``+`` if it saves |
+| ``F3-5[tile(64)]`` | forward of an alternative for the stages 3 to 5 |
+| ``L`` | loss |
+| ``B3`` | backward of stage 3 |
+| ``-x2`` | free ``x_2`` |
+| ``>x2``, ``~x2``, ``<x2`` | offload, release, prefetch ``x_2`` |
+
+`operation_cost` gives the inputs, results, bytes and seconds of one computation.
 """
 
 from __future__ import annotations
@@ -53,12 +61,12 @@ class Operation:
     """One entry of a schedule.
 
     Attributes:
-        kind: what it does.
-        first: of computations the first stage.
-        last: of computations the last stage.
+        kind: the kind of operation.
+        first: of computations, the first stage.
+        last: of computations, the last stage.
         mode: the alternative's name; empty for a plain stage.
-        save: of a forward, whether it leaves what its backward needs.
-        value: of the other kinds the value: ``"x3"``, ``"s3"`` or ``"y3"``.
+        save: of a forward, True if it saves the values that its backward reads.
+        value: of frees and copies, the value: ``"x3"``, ``"s3"`` or ``"y3"``.
     """
 
     kind: OperationKind
@@ -70,7 +78,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise InputError(f"a schedule has no operation of kind {self.kind!r}; there are {', '.join(sorted(_KINDS))}")
+            raise InputError(f"a schedule has no operation of kind {self.kind!r}; the kinds are {', '.join(sorted(_KINDS))}")
 
     def __str__(self) -> str:
         if self.kind == "loss":
@@ -84,13 +92,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a solver returns and an executor runs.
+    """Result of a solver.
 
     Attributes:
         strategy: the name of the solver.
-        operations: in order of issue.
-        streamed_cuts: the activations that are never whole on the device: they, and their gradients, are written to the host and read from
-            it piece by piece by the alternatives on their two sides.
+        operations: the operations, in order of issue.
+        streamed_cuts: indices of activations that are never complete on the device. The alternatives before and after the cut write and
+            read the activation and its gradient in slices on the host.
         streamed_weights: the stages whose weights come from the host at each use.
     """
 
@@ -103,72 +111,72 @@ class Schedule:
         return " ".join(str(operation) for operation in self.operations)
 
     def count(self, kind: OperationKind) -> int:
-        """How many stages the operations of a kind cover (or how many operations, if they cover none)."""
+        """Number of stages that the operations of a kind cover; for kinds without stages the number of operations."""
         return sum(o.last - o.first + 1 for o in self.operations if o.kind == kind)
 
 
 def activation_name(i: int) -> str:
-    """The name of ``x_i``."""
+    """Name of the activation ``x_i``."""
     return f"x{i}"
 
 
 def saved_name(i: int) -> str:
-    """The name of what the forward that ended with stage ``i`` saved."""
+    """Name of the values that the forward ending with stage ``i`` saved."""
     return f"s{i}"
 
 
 def grad_name(i: int) -> str:
-    """The name of ``y_i``."""
+    """Name of the gradient ``y_i``."""
     return f"y{i}"
 
 
 def forward_op(first: int, last: int = 0, *, mode: str = "", save: bool = False) -> Operation:
-    """A forward of one stage, or of an alternative."""
+    """Forward of one stage, or of an alternative."""
     return Operation(kind="forward", first=first, last=last or first, mode=mode, save=save)
 
 
 def backward_op(first: int, last: int = 0, *, mode: str = "") -> Operation:
-    """A backward of one stage, or of an alternative."""
+    """Backward of one stage, or of an alternative."""
     return Operation(kind="backward", first=first, last=last or first, mode=mode)
 
 
 def loss_op() -> Operation:
-    """The caller's turn: ``x_n`` becomes ``y_n``."""
+    """The loss: ``x_n`` becomes ``y_n``."""
     return Operation(kind="loss")
 
 
 def free_op(*values: str) -> Iterable[Operation]:
-    """Values that nobody reads any more."""
+    """Frees of values that no later operation reads."""
     return [Operation(kind="free", value=value) for value in values]
 
 
 def offload_op(value: str) -> Operation:
-    """Start a copy to the host."""
+    """Start of a copy to the host."""
     return Operation(kind="offload", value=value)
 
 
 def release_op(value: str) -> Operation:
-    """Wait for that copy, and give the bytes on the device back."""
+    """Wait for the copy to the host, then free the device bytes."""
     return Operation(kind="release", value=value)
 
 
 def prefetch_op(value: str) -> Operation:
-    """Start the copy back."""
+    """Allocation on the device and start of the copy back."""
     return Operation(kind="prefetch", value=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCost:
-    """A forward, a backward or the loss.
+    """Inputs, results and cost of a forward, a backward or the loss.
 
     Attributes:
-        reads: the values that have to be there.
-        makes: the values that it makes, with their bytes.
-        workspace_bytes: what it holds beside these while it runs, the window of streamed weights included.
-        seconds: how long it computes.
-        down_bytes: what its streamed weights send to the host.
-        up_bytes: what they bring from there.
-        streamable: whether its input and output may be on the host.
+        reads: values that must exist.
+        makes: values that it creates, with their bytes.
+        workspace_bytes: temporary bytes, including the window of streamed weights.
+        seconds: compute time.
+        down_bytes: bytes that its streamed weights send to the host.
+        up_bytes: bytes that its streamed weights bring to the device.
+        streamable: True if its input and output may be on the host.
     """
 
     reads: tuple[str, ...]
@@ -181,7 +189,7 @@ class OperationCost:
 
 
 def operation_cost(chain: StageChain, operation: Operation, streamed_weights: Collection[int] = ()) -> OperationCost:
-    """The work of a computation; a free or a copy has none.
+    """Cost of a computation (not of a free or a copy).
 
     Raises:
         InputError: the chain has no such stages or alternative.
@@ -192,34 +200,34 @@ def operation_cost(chain: StageChain, operation: Operation, streamed_weights: Co
             reads=(activation_name(n),), makes=((grad_name(n), chain.grad_bytes(n)),), workspace_bytes=0, seconds=0.0, streamable=True
         )
     if not 1 <= first <= last <= n or (not operation.mode and first != last):
-        raise InputError(f"there are no stages {first}..{last} to run as one")
-    other = chain.alternative(first, last, operation.mode) if operation.mode else None
-    part = other or chain.stage(first)
-    weights = sum(chain.stage(i).weight_bytes for i in range(first, last + 1) if i in streamed_weights)
-    streamable = other is not None and other.streamable
+        raise InputError(f"the chain has no stages {first}..{last} to run as one")
+    alternative = chain.alternative(first, last, operation.mode) if operation.mode else None
+    stage = alternative or chain.stage(first)
+    weight_bytes = sum(chain.stage(i).weight_bytes for i in range(first, last + 1) if i in streamed_weights)
+    streamable = alternative is not None and alternative.streamable
     if operation.kind == "forward":
-        made = [(activation_name(last), chain.activation_bytes(last))]
+        makes = [(activation_name(last), chain.activation_bytes(last))]
         if operation.save:
-            made.append((saved_name(last), part.saved_bytes))
+            makes.append((saved_name(last), stage.saved_bytes))
         return OperationCost(
             reads=(activation_name(first - 1),),
-            makes=tuple(made),
-            workspace_bytes=part.forward_workspace_bytes + weights,
-            seconds=part.forward_seconds,
-            up_bytes=weights,
+            makes=tuple(makes),
+            workspace_bytes=stage.forward_workspace_bytes + weight_bytes,
+            seconds=stage.forward_seconds,
+            up_bytes=weight_bytes,
             streamable=streamable,
         )
     reads = [grad_name(last), activation_name(first - 1)]
-    if part.saved_bytes or part.reads_output:
+    if stage.saved_bytes or stage.reads_output:
         reads.append(saved_name(last))
-    if part.reads_output:
+    if stage.reads_output:
         reads.append(activation_name(last))
     return OperationCost(
         reads=tuple(reads),
         makes=((grad_name(first - 1), chain.grad_bytes(first - 1)),),
-        workspace_bytes=part.backward_workspace_bytes + 2 * weights,
-        seconds=part.backward_seconds,
-        down_bytes=weights,
-        up_bytes=weights,
+        workspace_bytes=stage.backward_workspace_bytes + 2 * weight_bytes,
+        seconds=stage.backward_seconds,
+        down_bytes=weight_bytes,
+        up_bytes=weight_bytes,
         streamable=streamable,
     )

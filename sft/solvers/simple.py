@@ -1,29 +1,23 @@
-"""Strategy ``revolve``: binomial checkpointing with a number of slots.
+"""Checkpointing by fixed rules: ``revolve``, ``sqrt`` and ``bisect``.
 
-Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000. With ``s`` slots (the input's among them) and no step run
-forward more than ``r`` times, ``binomial(s + r, s)`` equal steps can be reversed; ``n`` steps need ``r n - binomial(s + r, s + 1)``
-forwards beside those that belong to their backwards, with the smallest such ``r``, and no schedule needs fewer.
+Each strategy has a small family of schedules; the fastest member within the budget is taken.
 
-The method knows slots, not bytes: all stages count alike. The most slots whose schedule fits the budget are taken. Complexity:
-O(n log n) operations for a number of slots, of which there are n.
+``revolve``: binomial checkpointing. Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000. With ``s`` slots (including the
+input's) and at most ``r`` forwards of any step, ``binomial(s + r, s)`` equal steps can be reversed. With the smallest such ``r``, ``n``
+steps need ``r n - binomial(s + r, s + 1)`` forwards in addition to those that belong to their backwards; no schedule needs fewer. The
+method counts slots, not bytes: all stages count alike. The family has one schedule for each number of slots, with O(n log n) operations.
 
-Strategy ``sqrt``: segments of about equal memory, each recomputed once.
+``sqrt``: segments of about equal memory, each recomputed once. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory
+cost", arXiv:1604.06174, 2016. For n equal layers, sqrt(n) segments hold sqrt(n) checkpoints and sqrt(n) recomputed layers at a time, for
+one more forward. For unequal layers Chen's Algorithm 3 adds up the layers along the chain and cuts where the sum exceeds a bound; the bound
+is searched. The family has 64 bounds in equal ratios, from the largest stage to the whole chain, so a larger budget recomputes less. The
+last segment is kept as it is computed. O(n) for each bound.
 
-Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost", arXiv:1604.06174, 2016. For n equal layers sqrt(n)
-segments hold sqrt(n) checkpoints and sqrt(n) recomputed layers at a time, for one more forward. For unequal layers Chen's Algorithm 3 walks
-along the chain, adds up what the layers hold, and cuts when a bound is passed; the bound is searched.
-
-Here the bounds are all sizes from the largest stage to the whole chain in 64 steps of equal ratio, and the plan is the fastest that fits,
-so that a budget with room recomputes less. The last segment is kept as it is made. Complexity: O(n) for each bound.
-
-Strategy ``bisect``: divide and conquer at the midpoint.
-
-Source: Siskind and Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no user annotation", 2018, as used for
-networks in the Scorch thesis: run to the middle, keep that one state, reverse the second half, then the first. A part no longer than the
-*base case* is run once, with everything kept. Whatever the sizes, log2(n / base) states are held, and with base 1 and n = 2^p, n log2(n) /
-2 forwards are run beside those that belong to the backwards.
-
-Base cases are n, n/2, n/4, ..., 1; the fastest that fits is taken. Complexity: O(n log n) operations for each of log2(n) base cases.
+``bisect``: divide and conquer at the midpoint. Siskind and Pearlmutter, "Divide-and-conquer checkpointing for arbitrary programs with no
+user annotation", 2018, as used for networks in the Scorch thesis: run to the middle, keep that state, reverse the second half, then the
+first. A span no longer than the *base case* runs once with all values kept. Whatever the sizes, log2(n / base) states exist at once; with
+base 1 and n = 2^p, n log2(n) / 2 forwards run in addition to those that belong to the backwards. The family has the base cases n, n/2, n/4,
+..., 1, each with O(n log n) operations.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ __all__ = [
 
 
 def num_advances(num_steps: int, slots: int) -> int:
-    """The fewest forwards to reverse so many equal steps, without the one that belongs to each backward.
+    """Fewest forwards to reverse so many equal steps, without the one that belongs to each backward.
 
     >>> [num_advances(n, s) for n, s in ((10, 3), (100, 10), (1000, 20), (5, 1), (5, 5))]
     [15, 222, 2747, 10, 4]
@@ -64,10 +58,10 @@ def num_advances(num_steps: int, slots: int) -> int:
 
 @cache
 def revolve_split(num_steps: int, slots: int) -> int:
-    """How far to advance before the next slot is filled: the nearest place of least cost.
+    """Number of steps to advance before the next slot is filled: the first of least cost.
 
     The advances are convex in the number of steps (their increments are the repetitions, which only grow), so their sum is convex in the
-    place, and bisection finds where it stops to fall.
+    split, and bisection finds its minimum.
     """
     if slots == 1:
         return num_steps - 1
@@ -85,16 +79,16 @@ def _revolve_decide(i: int, j: int, pending: bool, slots: int) -> tuple[int, int
 
 
 def revolve_operations(chain: StageChain, slots: int) -> tuple[Operation, ...]:
-    """The schedule with so many slots."""
+    """The binomial schedule with so many slots."""
     decide: DecisionFunction = _revolve_decide
     return reversal(chain, decide, slots)
 
 
 def solve_revolve(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """The fastest of the binomial schedules with 1..n slots that fits.
+    """Fastest fitting binomial schedule with 1..n slots.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: no schedule fits.
     """
     return fastest_fitting(chain, "revolve", _revolve_plans, budget_bytes, link)
 
@@ -104,32 +98,32 @@ def _revolve_plans(chain: StageChain) -> Iterator[Callable[[], tuple[Operation, 
 
 
 def _slot_counts(num_stages: int) -> list[int]:
-    """All numbers of slots of a short chain; of a long one in steps of a 16th."""
-    found = [1]
-    while found[-1] < num_stages:
-        found.append(min(num_stages, max(found[-1] + 1, found[-1] * 17 // 16)))
-    return found
+    """All slot counts of a short chain; for a long one in steps of a 16th."""
+    counts = [1]
+    while counts[-1] < num_stages:
+        counts.append(min(num_stages, max(counts[-1] + 1, counts[-1] * 17 // 16)))
+    return counts
 
 
 _NUM_BOUNDS = 64
 
 
 def segments_within(chain: StageChain, bound_bytes: float) -> tuple[int, ...]:
-    """Chen's Algorithm 3: the checkpoints of segments that each hold ``bound_bytes`` or, by their last stage, little more."""
-    found, held = [], 0
+    """Chen's Algorithm 3: checkpoints such that each segment holds ``bound_bytes`` or, through its last stage, little more."""
+    checkpoints, segment_bytes = [], 0
     for i in range(1, chain.num_stages):
-        held += chain.activation_bytes(i) + chain.stage(i).saved_bytes
-        if held > bound_bytes:
-            found.append(i)
-            held = 0
-    return tuple(found)
+        segment_bytes += chain.activation_bytes(i) + chain.stage(i).saved_bytes
+        if segment_bytes > bound_bytes:
+            checkpoints.append(i)
+            segment_bytes = 0
+    return tuple(checkpoints)
 
 
 def solve_sqrt(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """The fastest of Chen's segmentations that fits.
+    """Fastest fitting segmentation.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: no segmentation fits.
     """
     return fastest_fitting(chain, "sqrt", _sqrt_plans, budget_bytes, link)
 
@@ -150,7 +144,7 @@ def _segmentations(chain: StageChain) -> Iterator[tuple[int, ...]]:
 
 
 def bisect_operations(chain: StageChain, base_stages: int) -> tuple[Operation, ...]:
-    """The schedule with a base case of so many stages."""
+    """The bisection with a base case of so many stages."""
 
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
         return (i if j - i <= base_stages else (i + j) // 2), 0, 0
@@ -159,10 +153,10 @@ def bisect_operations(chain: StageChain, base_stages: int) -> tuple[Operation, .
 
 
 def solve_bisect(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
-    """The fastest of the bisections that fits.
+    """Fastest fitting bisection.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: no bisection fits.
     """
     return fastest_fitting(chain, "bisect", _bisect_plans, budget_bytes, link)
 

@@ -1,12 +1,12 @@
-"""The judge of every solver: what a schedule takes and holds, event by event.
+"""Discrete-event simulation of a schedule: its time, its memory on device and host, and its events.
 
-Three clocks run: the compute stream, and the two directions of the link (one clock for both when it is half duplex). A computation starts
-when the compute stream is free and the copies back of what it reads are done. A copy starts when its direction is free and, down, when its
-value has been made, up, when everything before it in the list has been computed (that is when its bytes are there). Operations on streamed
-cuts or weights hold the link for as long as their bytes need it.
+Three clocks run: the compute stream and the two directions of the link (one clock for both if the link is half duplex). A computation
+starts when the compute stream is free and the prefetches of its inputs are done. A copy starts when its direction is free and, to the
+host, when the value exists; to the device, when all earlier operations of the list have been computed (only then its bytes are free).
+Operations on streamed cuts or weights occupy the link for as long as their bytes take.
 
-Memory is counted along the list, not along the clock (see `schedule`), so the peak holds whatever the copies' real speed. The simulator
-refuses a schedule that reads what is not there, makes or frees a value twice, or leaves a backward out.
+Memory is counted along the list, not along the clocks (see `schedule`), so the peak holds for any real speed of the copies. The simulator
+refuses a schedule that reads a missing value, creates or frees a value twice, or omits a backward.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ StreamName = Literal["compute", "down", "up"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationEvent:
-    """One stretch of work.
+    """One interval of activity of a stream.
 
     Attributes:
-        stream: who works: the compute stream, or the link to the host (``"down"``) or from it (``"up"``).
+        stream: the compute stream, or the link to the host (``"down"``) or from it (``"up"``).
         label: the operation as text.
-        start_seconds: when it starts.
-        end_seconds: when it ends.
+        start_seconds: start of the interval.
+        end_seconds: end of the interval.
     """
 
     stream: StreamName
@@ -42,15 +42,15 @@ class SimulationEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule takes and holds.
+    """Time and memory of a schedule.
 
     Attributes:
-        seconds: until the last computation and the last copy are done.
-        peak_bytes: most bytes on the device, resident weights included.
+        seconds: time until the last computation and the last copy are done.
+        peak_bytes: most bytes on the device, including resident weights.
         host_peak_bytes: most bytes on the host: copies, streamed cuts and streamed weights.
-        compute_seconds: the sum of all computations.
-        events: what ran when, in order of issue.
-        memory: (seconds, bytes) after each change of what the device holds.
+        compute_seconds: sum of all computations.
+        events: intervals of activity, in order of issue.
+        memory: (seconds, bytes) after each change of the device's memory.
     """
 
     seconds: float
@@ -62,25 +62,27 @@ class Simulation:
 
     @property
     def idle_seconds(self) -> float:
-        """Time in which nothing is computed."""
+        """Time in which the compute stream is idle."""
         return max(0.0, self.seconds - self.compute_seconds)
 
 
 def simulate(chain: StageChain, schedule: Schedule, *, link: HostLink | None = None) -> Simulation:
-    """Play a schedule.
+    """Simulate a schedule.
 
     Args:
         chain: times and bytes.
-        schedule: what to play.
-        link: the link to the host; the default of :class:`HostLink` if none is given.
+        schedule: the schedule.
+        link: the link to the host. Default: `None`, a default :class:`HostLink`
 
     Raises:
-        InputError: the schedule is not one for this chain: the message names the operation and what is wrong with it.
+        InputError: the schedule is invalid for this chain; the message has the operation and the problem.
     """
-    return _ScheduleSimulator(chain, schedule, link or HostLink()).play()
+    return _ScheduleSimulator(chain, schedule, link or HostLink()).run()
 
 
 class _ScheduleSimulator:
+    """State of one simulation: clocks, and the values on device and host."""
+
     def __init__(self, chain: StageChain, schedule: Schedule, link: HostLink) -> None:
         n = chain.num_stages
         if not all(0 <= cut <= n for cut in schedule.streamed_cuts) or not all(1 <= i <= n for i in schedule.streamed_weights):
@@ -90,27 +92,28 @@ class _ScheduleSimulator:
         self.chain, self.schedule, self.link = chain, schedule, link
         self.streamed_weights = frozenset(schedule.streamed_weights)
         self.streamed = frozenset(name for cut in schedule.streamed_cuts for name in (activation_name(cut), grad_name(cut)))
-        away = 2 * sum(chain.stage(i).weight_bytes for i in self.streamed_weights)
+        streamed_bytes = 2 * sum(chain.stage(i).weight_bytes for i in self.streamed_weights)
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
-        self.made: set[str] = set()
+        self.created: set[str] = set()
         self.offloaded_at: dict[str, float] = {}
         self.fetched_at: dict[str, float] = {}
         self.ready_at: dict[str, float] = {}
         self.saved_by: dict[str, tuple[int, str]] = {}
-        self.compute, self.down, self.up, self.computed = 0.0, 0.0, 0.0, 0.0
-        self.held = self.peak = chain.resident_bytes - away
-        self.host_held = self.host_peak = away
+        self.compute_clock, self.down_clock, self.up_clock, self.compute_seconds = 0.0, 0.0, 0.0, 0.0
+        self.device_bytes = self.device_peak_bytes = chain.resident_bytes - streamed_bytes
+        self.host_bytes = self.host_peak_bytes = streamed_bytes
         self.events: list[SimulationEvent] = []
         self.memory: list[tuple[float, int]] = []
         self.num_losses = 0
-        self.where = ""
+        self.position = ""
 
-    def play(self) -> Simulation:
-        self._make(activation_name(0), self.chain.input_bytes)
-        self.memory.append((0.0, self.held))
-        for place, operation in enumerate(self.schedule.operations):
-            self.where = f"{self.schedule.strategy}: operation {place} ({operation})"
+    def run(self) -> Simulation:
+        """Run all operations."""
+        self._create(activation_name(0), self.chain.input_bytes)
+        self.memory.append((0.0, self.device_bytes))
+        for index, operation in enumerate(self.schedule.operations):
+            self.position = f"{self.schedule.strategy}: operation {index} ({operation})"
             match operation.kind:
                 case "forward" | "backward" | "loss":
                     self._compute(operation)
@@ -122,43 +125,43 @@ class _ScheduleSimulator:
                     self._release(operation.value)
                 case "prefetch":
                     self._prefetch(operation)
-        if grad_name(0) not in self.made:
-            todo = [i for i in range(self.chain.num_stages) if grad_name(i) not in self.made]
-            raise InputError(f"{self.schedule.strategy}: the backward of stage {todo[-1] + 1} is missing")
+        if grad_name(0) not in self.created:
+            missing = [i for i in range(self.chain.num_stages) if grad_name(i) not in self.created]
+            raise InputError(f"{self.schedule.strategy}: the backward of stage {missing[-1] + 1} is missing")
         return Simulation(
-            seconds=max(self.compute, self.down, self.up),
-            peak_bytes=self.peak,
-            host_peak_bytes=self.host_peak,
-            compute_seconds=self.computed,
+            seconds=max(self.compute_clock, self.down_clock, self.up_clock),
+            peak_bytes=self.device_peak_bytes,
+            host_peak_bytes=self.host_peak_bytes,
+            compute_seconds=self.compute_seconds,
             events=tuple(self.events),
             memory=tuple(self.memory),
         )
 
-    def _make(self, value: str, size: int) -> None:
+    def _create(self, value: str, size: int) -> None:
         if value in self.device or value in self.host:
-            self._refuse(f"{value} is there already")
-        if value in self.made and value[0] == "y":
+            self._refuse(f"{value} exists already")
+        if value in self.created and value[0] == "y":
             self._refuse(f"{value} was made before; each backward runs once")
-        self.made.add(value)
+        self.created.add(value)
         if value in self.streamed:
             self.host[value] = size
-            self._host_hold(size)
+            self._add_host_bytes(size)
         else:
             self.device[value] = size
-            self._hold(size)
+            self._add_device_bytes(size)
 
-    def _hold(self, change: int) -> None:
-        self.held += change
-        self.peak = max(self.peak, self.held)
+    def _add_device_bytes(self, change: int) -> None:
+        self.device_bytes += change
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
-    def _host_hold(self, change: int) -> None:
-        self.host_held += change
-        self.host_peak = max(self.host_peak, self.host_held)
+    def _add_host_bytes(self, change: int) -> None:
+        self.host_bytes += change
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _refuse(self, problem: str) -> None:
-        raise InputError(f"{self.where}: {problem}. The schedule is not one for this chain")
+        raise InputError(f"{self.position}: {problem}. The schedule is not one for this chain")
 
-    def _work(self, operation: Operation) -> OperationCost:
+    def _cost(self, operation: Operation) -> OperationCost:
         if operation.kind == "loss":
             self.num_losses += 1
             if self.num_losses > 1:
@@ -170,70 +173,73 @@ class _ScheduleSimulator:
             raise
 
     def _compute(self, operation: Operation) -> None:
-        work = self._work(operation)
-        start = self.compute
-        down, up = work.down_bytes, work.up_bytes
-        for value in work.reads:
+        cost = self._cost(operation)
+        start = self.compute_clock
+        down_bytes, up_bytes = cost.down_bytes, cost.up_bytes
+        for value in cost.reads:
             if value in self.streamed and value in self.host:
-                up += self.host[value] if operation.kind != "loss" else 0
+                up_bytes += self.host[value] if operation.kind != "loss" else 0
             elif value in self.device:
                 start = max(start, self.fetched_at.get(value, 0.0))
             else:
                 self._refuse(f"it reads {value}, which is not on the device")
             if value[0] == "s" and self.saved_by[value] != (operation.first, operation.mode):
                 self._refuse(f"{value} was saved by another form of the stages")
-        for value, size in work.makes:
+        for value, size in cost.makes:
             if value[0] == "s":
                 self.saved_by[value] = (operation.first, operation.mode)
-            self._make(value, size)
-            down += size if value in self.streamed and operation.kind != "loss" else 0
-        used = (*work.reads, *(value for value, _ in work.makes))
-        if not work.streamable and any(value in self.streamed for value in used):
-            self._refuse("it takes its input or output whole, but the cut is streamed")
-        self._hold(work.workspace_bytes)
-        seconds = work.seconds
-        if down or up:
-            seconds = max(seconds, self.link.streamed_seconds(down, up))
-            start = max(start, self.down if down else 0.0, self.up if up else 0.0)
+            self._create(value, size)
+            down_bytes += size if value in self.streamed and operation.kind != "loss" else 0
+        values = (*cost.reads, *(value for value, _ in cost.makes))
+        if not cost.streamable and any(value in self.streamed for value in values):
+            self._refuse("it needs its input or output complete, but the cut is streamed")
+        self._add_device_bytes(cost.workspace_bytes)
+        seconds = cost.seconds
+        if down_bytes or up_bytes:
+            seconds = max(seconds, self.link.streamed_seconds(down_bytes, up_bytes))
+            start = max(start, self.down_clock if down_bytes else 0.0, self.up_clock if up_bytes else 0.0)
             if not self.link.full_duplex:
-                start = max(start, self.down, self.up)
+                start = max(start, self.down_clock, self.up_clock)
         end = start + seconds
-        self.computed += work.seconds
-        self.compute = end
+        self.compute_seconds += cost.seconds
+        self.compute_clock = end
         self.events.append(SimulationEvent(stream="compute", label=str(operation), start_seconds=start, end_seconds=end))
-        self._stream(operation, start, down, up)
-        for value, _ in work.makes:
+        self._stream_bytes(operation, start, down_bytes, up_bytes)
+        for value, _ in cost.makes:
             self.ready_at[value] = end
-        self.memory.append((start, self.held))
-        self._hold(-work.workspace_bytes)
-        self.memory.append((end, self.held))
+        self.memory.append((start, self.device_bytes))
+        self._add_device_bytes(-cost.workspace_bytes)
+        self.memory.append((end, self.device_bytes))
 
-    def _stream(self, operation: Operation, start: float, down: int, up: int) -> None:
-        """Let the link carry what passes through while an operation runs."""
-        for stream, num_bytes, seconds in (("up", up, self.link.up_seconds(up)), ("down", down, self.link.down_seconds(down))):
+    def _stream_bytes(self, operation: Operation, start: float, down_bytes: int, up_bytes: int) -> None:
+        """Occupy the link with the bytes that an operation streams while it runs."""
+        for stream, num_bytes, seconds in (
+            ("up", up_bytes, self.link.up_seconds(up_bytes)),
+            ("down", down_bytes, self.link.down_seconds(down_bytes)),
+        ):
             if num_bytes:
-                begin = start if self.link.full_duplex else max(start, self.down, self.up)
-                self._occupy("up" if stream == "up" else "down", f"{operation} streams", begin, begin + seconds)
+                begin = start if self.link.full_duplex else max(start, self.down_clock, self.up_clock)
+                self._occupy_link("up" if stream == "up" else "down", f"{operation} streams", begin, begin + seconds)
 
-    def _occupy(self, stream: StreamName, label: str, start: float, end: float) -> None:
+    def _occupy_link(self, stream: StreamName, label: str, start: float, end: float) -> None:
         if stream == "down" or not self.link.full_duplex:
-            self.down = end
+            self.down_clock = end
         if stream == "up" or not self.link.full_duplex:
-            self.up = end
+            self.up_clock = end
         self.events.append(SimulationEvent(stream=stream, label=label, start_seconds=start, end_seconds=end))
 
     def _drop_device(self, value: str) -> None:
-        self._hold(-self.device.pop(value))
-        self.memory.append((self.compute, self.held))
+        self._add_device_bytes(-self.device.pop(value))
+        self.memory.append((self.compute_clock, self.device_bytes))
 
     def _free(self, value: str) -> None:
         if value not in self.device and value not in self.host:
-            self._refuse(f"there is no {value} to free")
-        if value in self.device:  # a copy that still reads or writes these bytes has to end first
-            self.compute = max(self.compute, self.offloaded_at.get(value, 0.0), self.fetched_at.get(value, 0.0))
+            self._refuse(f"no {value} to free")
+        if value in self.device:  # copies that still read or write these bytes must end first
+            self.compute_clock = max(self.compute_clock, self.offloaded_at.get(value, 0.0), self.fetched_at.get(value, 0.0))
             self._drop_device(value)
         if value in self.host:
-            self._host_hold(-self.host.pop(value))
+            self._add_host_bytes(-self.host.pop(value))
         for times in (self.offloaded_at, self.fetched_at, self.ready_at):
             times.pop(value, None)
 
@@ -242,16 +248,16 @@ class _ScheduleSimulator:
         if value not in self.device or value in self.host:
             self._refuse(f"{value} is not on the device, or on the host already")
         self.host[value] = self.device[value]
-        self._host_hold(self.device[value])
-        start = max(self.down, self.ready_at.get(value, 0.0))
+        self._add_host_bytes(self.device[value])
+        start = max(self.down_clock, self.ready_at.get(value, 0.0))
         end = start + self.link.down_seconds(self.device[value])
         self.offloaded_at[value] = end
-        self._occupy("down", str(operation), start, end)
+        self._occupy_link("down", str(operation), start, end)
 
     def _release(self, value: str) -> None:
         if value not in self.device or value not in self.offloaded_at:
             self._refuse(f"{value} is not on the device, or was not offloaded")
-        self.compute = max(self.compute, self.offloaded_at[value], self.fetched_at.pop(value, 0.0))
+        self.compute_clock = max(self.compute_clock, self.offloaded_at[value], self.fetched_at.pop(value, 0.0))
         self._drop_device(value)
 
     def _prefetch(self, operation: Operation) -> None:
@@ -259,9 +265,9 @@ class _ScheduleSimulator:
         if value in self.device or value not in self.offloaded_at:
             self._refuse(f"{value} is on the device, or has no copy on the host")
         self.device[value] = self.host[value]
-        self._hold(self.device[value])
-        self.memory.append((self.compute, self.held))
-        start = max(self.up, self.compute)
+        self._add_device_bytes(self.device[value])
+        self.memory.append((self.compute_clock, self.device_bytes))
+        start = max(self.up_clock, self.compute_clock)
         end = start + self.link.up_seconds(self.device[value])
         self.fetched_at[value] = end
-        self._occupy("up", str(operation), start, end)
+        self._occupy_link("up", str(operation), start, end)

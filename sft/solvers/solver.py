@@ -1,4 +1,4 @@
-"""What every strategy is to its callers, and what strategies that try a few schedules share."""
+"""Solver protocol, and the choice of the fastest fitting schedule among a few candidates."""
 
 from __future__ import annotations
 
@@ -15,61 +15,60 @@ from sft.solvers.simulate import simulate
 
 __all__ = ["CandidatePlans", "Solver", "budget_error", "evaluate_plans", "fastest_fitting", "pick_plan"]
 
-#: For a chain, what makes its lists of operations: of long ones no more than one is held at a time.
+#: Candidate schedules of a chain. Each is a function that builds the list of operations, so that one long list exists at a time.
 CandidatePlans = Callable[[StageChain], Iterable[Callable[[], tuple[Operation, ...]]]]
 
 
 class Solver(Protocol):
     """A strategy: a chain and budgets in, a schedule out.
 
-    Every solver promises: the schedule is valid; what the simulator says that it holds is at most ``budget_bytes`` on the device and
-    ``host_budget_bytes`` on the host (None is no limit); if it finds none, it raises a :class:`BudgetError` whose ``needed_bytes`` is a
-    budget with which it does.
+    The schedule is valid for the chain. Simulated, it needs at most ``budget_bytes`` on the device and ``host_budget_bytes`` on the host
+    (None is no limit). Without such a schedule the solver raises a :class:`BudgetError` whose ``needed_bytes`` is a budget that works.
     """
 
     def __call__(
         self, chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None
     ) -> Schedule:
-        """Solve."""
+        """Find a schedule."""
         ...
 
 
 def fastest_fitting(chain: StageChain, strategy: str, plans: CandidatePlans, budget_bytes: int, link: HostLink | None) -> Schedule:
-    """Of several lists of operations the one that the simulator finds fastest inside the budget (then the smallest).
+    """Return the candidate that simulates fastest within the budget; of equally fast ones the smallest.
 
     Args:
         chain: times and bytes.
-        strategy: whose they are.
-        plans: makes the lists, whatever the budget is.
-        budget_bytes: what the device may hold.
-        link: the link to the host; the default of :class:`HostLink` if none is given.
+        strategy: name of the strategy.
+        plans: builds the candidates; they do not depend on the budget.
+        budget_bytes: most bytes on the device.
+        link: the link to the host. Default: `None`, a default :class:`HostLink`
 
     Raises:
-        BudgetError: none fits.
+        BudgetError: no candidate fits.
     """
-    every = evaluate_plans(chain, strategy, plans, link)
-    fitting = [number for number, (_, peak_bytes) in enumerate(every) if peak_bytes <= budget_bytes]
+    costs = evaluate_plans(chain, strategy, plans, link)
+    fitting = [number for number, (_, peak_bytes) in enumerate(costs) if peak_bytes <= budget_bytes]
     if not fitting:
-        raise budget_error(strategy, budget_bytes, min(peak_bytes for _, peak_bytes in every))
-    return pick_plan(chain, strategy, plans, min(fitting, key=lambda number: every[number]))
+        raise budget_error(strategy, budget_bytes, min(peak_bytes for _, peak_bytes in costs))
+    return pick_plan(chain, strategy, plans, min(fitting, key=lambda number: costs[number]))
 
 
-# Budgets are corrected by what a plan turns out to need, so the same chain is asked about several times.
+# Callers correct a budget by the needs of a materialized plan, so a chain is solved several times.
 @lru_cache(maxsize=32)
 def evaluate_plans(chain: StageChain, strategy: str, plans: CandidatePlans, link: HostLink | None) -> tuple[tuple[float, int], ...]:
-    """Seconds and peak bytes of all plans, in order."""
-    simulated = (simulate(chain, Schedule(strategy=strategy, operations=make()), link=link) for make in plans(chain))
-    return tuple((found.seconds, found.peak_bytes) for found in simulated)
+    """Simulated seconds and peak bytes of all candidates, in order."""
+    simulations = (simulate(chain, Schedule(strategy=strategy, operations=build()), link=link) for build in plans(chain))
+    return tuple((simulation.seconds, simulation.peak_bytes) for simulation in simulations)
 
 
 def pick_plan(chain: StageChain, strategy: str, plans: CandidatePlans, number: int) -> Schedule:
-    """One of the plans."""
-    make = next(islice(plans(chain), number, None))
-    return Schedule(strategy=strategy, operations=make())
+    """Build one of the candidates."""
+    build = next(islice(plans(chain), number, None))
+    return Schedule(strategy=strategy, operations=build())
 
 
 def budget_error(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:
-    """The error of a strategy whose smallest schedule does not fit."""
+    """The error of a strategy whose smallest schedule exceeds the budget."""
     return BudgetError(
         f"strategy {strategy!r} needs {format_bytes(needed_bytes)} at least, the budget is {format_bytes(budget_bytes)}. "
         f"Raise the budget to {needed_bytes} bytes, or choose another strategy ('auto' tries them all).",

@@ -1,4 +1,4 @@
-"""Checkpoints in arbitrary graphs, against all subsets of vertices."""
+"""Checkpoints in arbitrary graphs, compared with all subsets of vertices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The joint strategy, against searches over every path and placement, and against every other strategy."""
+"""The joint strategy, compared with all paths and placements, and with all other strategies."""
 
 from __future__ import annotations
 

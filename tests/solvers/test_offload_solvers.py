@@ -1,4 +1,4 @@
-"""The strategies that only offload, against linear programmes over every offload set, and against their lower bound."""
+"""Strategies that only offload, compared with linear programs over every offload set, and with their lower bound."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import replace
 import pytest
 
 from sft.common.errors import BudgetError
-from sft.solvers import offloading as offload_dp
-from sft.solvers import offloading as offload_greedy
-from sft.solvers import offloading as vdnn
+from sft.solvers import offloading
 from sft.solvers.chain import HostLink, Stage, StageChain
 from sft.solvers.lower_bounds import offload_bound_seconds, stage_bound_bytes, turn_bound_seconds
 from sft.solvers.offloading import kept_edge, loss_edge, min_offload_bytes, offload_schedule, plain_peak_bytes
@@ -20,7 +18,7 @@ from sft.solvers.solver import Solver
 from tests.helpers.chains import instances, random_chain
 
 _SOLVERS = pytest.mark.parametrize(
-    "solver", [offload_greedy.solve_offload_greedy, offload_dp.solve_offload_dp, vdnn.solve_vdnn], ids=["greedy", "dp", "vdnn"]
+    "solver", [offloading.solve_offload_greedy, offloading.solve_offload_dp, offloading.solve_vdnn], ids=["greedy", "dp", "vdnn"]
 )
 
 
@@ -43,7 +41,7 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
         n, rate, budget = chain.num_stages, rng.choice([1, 2, 3]), _between(rng, chain)
         edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
         best, _, leaves = fluid_optimum([edges], start_bytes=chain.input_bytes, budget_bytes=budget, rate=rate)
-        found = offload_dp.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
+        found = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
         assert best is not None and found[0].seconds == pytest.approx(best, abs=1e-6), case
         num_slowed += any(leaves) and best > chain.compute_seconds
     assert num_slowed > 25
@@ -56,10 +54,10 @@ def test_what_the_published_formulas_get_wrong() -> None:
     # With everything away B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed takes the 8 bytes that the link could have
     # carried while F_1 ran for bytes on the device, and finds nothing that fits.
     assert min_offload_bytes(chain) == 8
-    assert offload_dp.fluid_optima(chain, budget_bytes=7, link=_link(1.0), slot_bytes=1) == []
+    assert offloading.fluid_optima(chain, budget_bytes=7, link=_link(1.0), slot_bytes=1) == []
     # At 8 x_0 is away while B_2 runs, and all of it comes back only behind B_2, which takes its 2 seconds: equation 6 with the forward's
     # workspace, which is none, would bring it back for nothing.
-    found = offload_dp.fluid_optima(chain, budget_bytes=8, link=_link(1.0), slot_bytes=1)
+    found = offloading.fluid_optima(chain, budget_bytes=8, link=_link(1.0), slot_bytes=1)
     assert found[0].seconds == chain.compute_seconds + 2.0
 
 
@@ -78,7 +76,7 @@ def test_schedules_stay_inside_and_never_beat_the_bounds(solver: Solver, full_du
         assert found.peak_bytes >= stage_bound_bytes(chain)
         assert found.host_peak_bytes >= plain_peak_bytes(chain) - budget
         if not full_duplex and not any(stage.saved_bytes for stage in chain.stages):  # else a schedule may move half of what a stage keeps
-            fluid = offload_dp.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=1)
+            fluid = offloading.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=1)
             assert found.seconds >= fluid[0].seconds - 1e-6
 
 
@@ -105,13 +103,13 @@ def test_dp_keeps_inside_the_host_and_is_no_slower_than_greedy_on_the_whole() ->
         link, budget = _link(rng.choice([1, 2, 3])), _between(rng, chain)
         dp, greedy = (
             simulate(chain, s(chain, budget_bytes=budget, link=link), link=link)
-            for s in (offload_dp.solve_offload_dp, offload_greedy.solve_offload_greedy)
+            for s in (offloading.solve_offload_dp, offloading.solve_offload_greedy)
         )
         worse += dp.seconds > greedy.seconds + 1e-9
         better += dp.seconds < greedy.seconds - 1e-9
         host = max(plain_peak_bytes(chain) - budget, dp.host_peak_bytes - 1)
         try:
-            limited = offload_dp.solve_offload_dp(chain, budget_bytes=budget, host_budget_bytes=host, link=link)
+            limited = offloading.solve_offload_dp(chain, budget_bytes=budget, host_budget_bytes=host, link=link)
         except BudgetError:
             continue
         assert simulate(chain, limited, link=link).host_peak_bytes <= host
@@ -125,10 +123,10 @@ def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
         low, top = min_offload_bytes(chain), plain_peak_bytes(chain)
         last = math.inf
         for budget in range(low, top + 1, max(1, (top - low) // 6)):
-            seconds = offload_dp.fluid_optima(chain, budget_bytes=budget, link=_link(2), slot_bytes=1)[0].seconds
+            seconds = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(2), slot_bytes=1)[0].seconds
             assert seconds <= last + 1e-9
             last = seconds
-            faster = offload_dp.fluid_optima(chain, budget_bytes=budget, link=_link(4), slot_bytes=1)[0].seconds
+            faster = offloading.fluid_optima(chain, budget_bytes=budget, link=_link(4), slot_bytes=1)[0].seconds
             assert faster <= seconds + 1e-9
 
 
@@ -141,7 +139,7 @@ def test_an_offload_written_out() -> None:
     assert peak == simulate(chain, schedule).peak_bytes == 13
     assert simulate(chain, schedule, link=_link(1.0)).seconds == 24.0
     assert simulate(chain, schedule, link=_link(0.25)).seconds == 16 + 4 + 4 + 16 + 4  # both copies are waited for
-    assert offload_greedy.num_offloaded(chain, 13) == 1
+    assert offloading.num_offloaded(chain, 13) == 1
 
 
 def test_coarse_slots_cost_little_and_never_the_budget() -> None:
@@ -149,6 +147,6 @@ def test_coarse_slots_cost_little_and_never_the_budget() -> None:
     for _ in instances(12):
         chain = random_chain(rng, 12, largest=5000)
         budget, link = _between(rng, chain), _link(800)
-        exact = offload_dp.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=10)[0].seconds
-        found = simulate(chain, offload_dp.solve_offload_dp(chain, budget_bytes=budget, link=link), link=link)
+        exact = offloading.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=10)[0].seconds
+        found = simulate(chain, offloading.solve_offload_dp(chain, budget_bytes=budget, link=link), link=link)
         assert found.peak_bytes <= budget and found.seconds <= 1.5 * exact

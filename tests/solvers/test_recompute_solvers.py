@@ -1,4 +1,4 @@
-"""The strategies that only recompute, against closed forms, searches through everything, and another library."""
+"""Strategies that only recompute, compared with closed forms, exhaustive searches, and another library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import pytest
 from harness.butt import algorithm_3_4
 
 from sft.common.errors import BudgetError
-from sft.solvers import optimal
-from sft.solvers import simple as bisect
-from sft.solvers import simple as revolve
-from sft.solvers import simple as sqrt
+from sft.solvers import optimal, simple
 from sft.solvers.chain import Stage, StageChain
 from sft.solvers.registry import get_solver
 from sft.solvers.reversal import keep_all, reversal
@@ -24,7 +21,7 @@ from sft.solvers.solver import Solver
 from tests.helpers.chains import every_persistent_schedule, fastest_of_all_states, instances, random_chain, uniform_chain
 
 _ONE_LEVEL = pytest.mark.parametrize(
-    "solver", [sqrt.solve_sqrt, bisect.solve_bisect, revolve.solve_revolve], ids=["sqrt", "bisect", "revolve"]
+    "solver", [simple.solve_sqrt, simple.solve_bisect, simple.solve_revolve], ids=["sqrt", "bisect", "revolve"]
 )
 
 
@@ -62,8 +59,8 @@ def test_one_recomputation_written_out() -> None:
 
 @pytest.mark.parametrize(("num_steps", "slots", "total"), [(10, 3, 25), (50, 5, 172), (100, 10, 322), (1000, 10, 4636), (1000, 20, 3747)])
 def test_revolve_counts_of_the_literature(num_steps: int, slots: int, total: int) -> None:
-    assert revolve.num_advances(num_steps, slots) + num_steps == total
-    assert _num_forwards(revolve.revolve_operations(uniform_chain(num_steps), slots)) == total
+    assert simple.num_advances(num_steps, slots) + num_steps == total
+    assert _num_forwards(simple.revolve_operations(uniform_chain(num_steps), slots)) == total
 
 
 def test_revolve_is_the_closed_form_and_uses_its_slots() -> None:
@@ -73,9 +70,9 @@ def test_revolve_is_the_closed_form_and_uses_its_slots() -> None:
             expected = repetitions * n - math.comb(slots + repetitions, slots + 1)
             for light, own in ((False, n), (True, 1)):
                 chain = uniform_chain(n, light=light)
-                assert _num_forwards(revolve.revolve_operations(chain, slots)) == expected + own
+                assert _num_forwards(simple.revolve_operations(chain, slots)) == expected + own
             # activations held at once while the loss runs: the slots, and x_n that every reversal ends with
-            assert _play(uniform_chain(n), revolve.revolve_operations(uniform_chain(n), slots)).peak_bytes <= slots + 4
+            assert _play(uniform_chain(n), simple.revolve_operations(uniform_chain(n), slots)).peak_bytes <= slots + 4
 
 
 def test_revolve_agrees_with_checkpoint_schedules() -> None:
@@ -88,28 +85,28 @@ def test_revolve_agrees_with_checkpoint_schedules() -> None:
                 forwards += action.n1 - action.n0
             if isinstance(action, other.EndReverse):
                 break
-        assert _num_forwards(revolve.revolve_operations(uniform_chain(n), slots)) == forwards
+        assert _num_forwards(simple.revolve_operations(uniform_chain(n), slots)) == forwards
 
 
 @pytest.mark.parametrize("power", range(1, 9))
 def test_bisection_runs_n_log_n_half_more_forwards_in_log_n_states(power: int) -> None:
     n = 2**power
-    operations = bisect.bisect_operations(uniform_chain(n), 1)
+    operations = simple.bisect_operations(uniform_chain(n), 1)
     assert _num_forwards(operations) - n == n * power // 2
     assert _play(uniform_chain(n), operations).peak_bytes == 1 + power + 3  # x_0, the midpoints, and beside the last one s and two y
-    assert n * power // 2 >= revolve.num_advances(n, power + 1)
+    assert n * power // 2 >= simple.num_advances(n, power + 1)
 
 
 def test_sqrt_of_equal_stages_holds_two_square_roots() -> None:
     chain = uniform_chain(100, light=True, backward_seconds=1.0)
     with pytest.raises(BudgetError) as refusal:
-        sqrt.solve_sqrt(chain, budget_bytes=10)
+        simple.solve_sqrt(chain, budget_bytes=10)
     least = refusal.value.needed_bytes
     assert least <= 2 * 10 + 4
-    found = simulate(chain, sqrt.solve_sqrt(chain, budget_bytes=least))
+    found = simulate(chain, simple.solve_sqrt(chain, budget_bytes=least))
     assert found.peak_bytes == least and found.seconds <= 2 * 100 + 100
     with pytest.raises(BudgetError):
-        sqrt.solve_sqrt(chain, budget_bytes=least - 1)
+        simple.solve_sqrt(chain, budget_bytes=least - 1)
 
 
 def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
@@ -154,12 +151,12 @@ def test_optimal_on_equal_stages_is_revolve() -> None:
     for n in (3, 6, 11, 20):
         chain = uniform_chain(n, light=True)
         for slots in range(1, min(n, 6) + 1):
-            operations = revolve.revolve_operations(chain, slots)
+            operations = simple.revolve_operations(chain, slots)
             other = _play(chain, operations)
             found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=other.peak_bytes, bucket_bytes=1))
             assert found.seconds <= other.seconds
             if slots < n - 1:
-                assert found.seconds >= revolve.num_advances(n, slots + 1)
+                assert found.seconds >= simple.num_advances(n, slots + 1)
 
 
 @_ONE_LEVEL

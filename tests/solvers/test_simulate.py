@@ -1,4 +1,4 @@
-"""The judge: what it refuses, what it counts, and when things happen."""
+"""Simulation of schedules: refused schedules, memory counts, and the times of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_plain_schedule() -> None:
 
 _BROKEN = {
     "a forward without its input": (_PLAIN[1:], "reads x1"),
-    "a value made twice": ((forward_op(1), *_PLAIN), "x1 is there already"),
+    "a value made twice": ((forward_op(1), *_PLAIN), "x1 exists already"),
     "a double free": ((*_PLAIN, *free_op("y1")), "no y1 to free"),
     "a free of what was never made": ((*free_op("x1"), *_PLAIN), "no x1 to free"),
     "a backward left out": (_PLAIN[:6], "backward of stage 1 is missing"),
@@ -195,7 +195,7 @@ def test_a_streamed_cut_is_never_on_the_device() -> None:
     found = simulate(chain, schedule, link=link)
     assert found.peak_bytes == 1 + 1 + 4 and found.host_peak_bytes == 200
     assert [event.end_seconds - event.start_seconds for event in found.events if event.stream == "compute"] == [3, 10, 0, 10, 10]
-    with pytest.raises(InputError, match="whole"):
+    with pytest.raises(InputError, match="complete"):
         simulate(replace(chain, alternatives=(tiles[0], replace(tiles[1], streamable=False))), schedule)
     with pytest.raises(InputError, match="longer chain"):
         simulate(chain, replace(schedule, streamed_cuts=(7,)))

@@ -9,13 +9,16 @@ BIN := .venv/bin
 READY := .venv/.ready
 ZOO_BIN := .venv-zoo/bin
 ZOO_READY := .venv-zoo/.ready
+VERSION ?= 2.11.0
+TORCH_BIN := .venv-torch-$(VERSION)/bin
+TORCH_READY := .venv-torch-$(VERSION)/.ready
 # One more than there are cores: some tests wait for processes that they have started.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-oracles test-zoo test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-oracles test-zoo test-torch test-kernels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,9 +79,18 @@ test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) time
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 
+$(TORCH_READY): $(INPUTS)
+	$(PYTHON) -m venv --clear .venv-torch-$(VERSION)
+	sed '/^torch==/d; /^setuptools==/d' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	$(TORCH_BIN)/pip install --quiet -c .venv-torch-$(VERSION)/constraints.txt torch==$(VERSION) -e '.[test,demo]'
+	touch $@
+
+test-torch: $(TORCH_READY) ## The tests with torch VERSION (2.11.0) and the Triton that it brings, in an environment of their own (4 GB)
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(TORCH_BIN)/pytest -n $(WORKERS) --dist worksteal --durations=25 -m "not slow"
+
 test-kernels: $(READY) ## Compile every kernel in every precision for every target, ahead of time
 	SFT_KERNEL_SWEEP=1 $(BIN)/pytest -k compiles_ahead_of_time tests/kernels
 
 clean: ## Remove everything that make made
-	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-zoo .venv-torch-* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

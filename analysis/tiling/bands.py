@@ -1,13 +1,12 @@
-"""Bands: which rows of each value a rank owns, and which it computes and reads.
+"""Row bands: the rows of each value that a rank owns, computes and reads.
 
-Ranks share an image by rows of its tallest input: rank ``r`` owns ``[bounds[r], bounds[r + 1])`` of them, and of every other value the
-rows in proportion, so that each row of each value has one owner. (A rank may own nothing of a value with fewer rows than ranks.)
+Ranks divide an image by rows of its tallest input: rank ``r`` owns ``[bounds[r], bounds[r + 1])`` of them, and of every other value the
+proportional rows, so each row of each value has one owner. (A rank may own no row of a value with fewer rows than ranks.)
 
-For one segment a rank computes its own rows of what the segment hands on, and whatever these need: the receptive field, from the access
-maps (:func:`sft.analysis.tiling.independent_tiles.independent_tile`). So inside a segment nothing is exchanged: what two bands both need
-is computed by both, at the bands' borders alone, since the strips inside a band carry their halo. What the segment reads from outside is a
-range of rows, too: its own and a few of the neighbours', which come before it runs. True image borders are where they are: only the first
-and the last band see them.
+For one segment a rank computes its own rows of the segment's results, and all rows that these need: the receptive field, from the access
+maps (:func:`sft.analysis.tiling.independent_tiles.independent_tile`). Ranks therefore exchange no rows inside a segment. Rows that two
+bands need are computed by both, at the bands' borders only, since the strips inside a band carry their halo. The segment reads a range of
+rows from outside: its own and a few of the neighbours', received before it runs. Only the first and the last band see true image borders.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["BandPartition", "even_band_bounds", "row_band_of"]
 
 
 def even_band_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ...]:
-    """Bounds of bands that are as even as their being multiples of some number of rows allows.
+    """Bounds of bands, as even as possible with multiples of ``multiple`` rows.
 
     >>> even_band_bounds(100, 4), even_band_bounds(100, 3, 8), even_band_bounds(5, 4, 2)
     ((0, 25, 50, 75, 100), (0, 32, 64, 100), (0, 2, 2, 4, 5))
@@ -37,10 +36,10 @@ def even_band_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class BandPartition:
-    """Who owns which rows.
+    """The owner of each row.
 
     Attributes:
-        bounds: where the bands begin and end, in rows of the tallest input: one entry more than there are bands.
+        bounds: first row of each band and the end, in rows of the tallest input: one entry more than the number of bands.
     """
 
     bounds: tuple[int, ...]
@@ -51,7 +50,7 @@ class BandPartition:
 
     @property
     def num_bands(self) -> int:
-        """Bands, those without rows included."""
+        """Number of bands, empty ones included."""
         return len(self.bounds) - 1
 
     @property
@@ -75,12 +74,12 @@ def row_band_of(
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     extents: Mapping[str, int],
-    shares: BandPartition,
+    partition: BandPartition,
     band: int,
 ) -> RowBand:
-    """What a band computes and reads of a run, ``names`` in the graph's order."""
+    """The rows that a band computes and owns in a run, ``names`` in the graph's order."""
     reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
     ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
-    own = {name: shares.rows(band, extents[name]) for name in ends}
-    step = independent_tile(graph, names, rows, streamed, extents, {name: part for name, part in own.items() if part})
-    return RowBand(computed={node.name: node.new for node in step.nodes}, owned=own)
+    owned = {name: partition.rows(band, extents[name]) for name in ends}
+    tile = independent_tile(graph, names, rows, streamed, extents, {name: interval for name, interval in owned.items() if interval})
+    return RowBand(computed={node.name: node.new for node in tile.nodes}, owned=owned)

@@ -1,15 +1,17 @@
-"""Bytes of a strip as an expression in its height, and the strip height that a number of bytes allows.
+"""Closed formulas of a run of operators: bytes of a strip (footprint), receptive field, halo and frontier.
 
-In the steady state of a walk each value ``v`` gains ``rate_v * h`` rows to a strip of ``h`` rows and carries a constant number of
-rows ``carry_v``. The backward pass of a strip is at its largest about where the recomputed forward ends: every value that some
-derivative reads is alive then, with one gradient beside it. Hence
+*Footprint.* In the steady state of a sweep each value ``v`` gains ``rate_v * h`` rows in a strip of ``h`` rows and carries a constant
+number of rows ``carry_v``. The backward pass of a strip peaks about where the recomputed forward ends: every value that some derivative
+reads is alive then, together with one gradient. Hence
 
     working(h) = sum over kept v of row_bytes_v * (rate_v * h + carry_v)  +  max over v of 2 * row_bytes_v * (rate_v * h + carry_v)
 
-and a state of the walk, which a checkpoint keeps, is ``sum of row_bytes_v * carry_v``. The state is exact; the working set is an
-estimate that grows with ``h``, affine from some height on. What a plan promises is projected from the lowered programs, byte for byte.
+and a state of the sweep, which a checkpoint stores, has ``sum of row_bytes_v * carry_v`` bytes. The state is exact; the working set is an
+estimate that grows with ``h``, affine from some height on. The memory that a plan promises is projected from the lowered programs, byte
+for byte.
 
-What the symbolic analysis can say about a run of operators, for people: receptive field, stride, halo, delay, carried rows.
+*Receptive field.* Composing the access maps along a run gives the input rows that one row of a value depends on, and the halo of an
+independent tile. :func:`run_formulas` prints them for ``plan.explain()``.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ class ValueFootprint:
 
     Attributes:
         name: the value.
-        row_bytes: bytes of one row (all channels and columns, one walk's batch elements).
-        rate: rows to one row of the walked input.
+        row_bytes: bytes of one row (all channels and columns, the samples of one sweep).
+        rate: rows per row of the swept input.
         carried_rows: rows carried from strip to strip.
-        is_source: whether it comes from outside, whole, so that nothing of it is carried.
-        is_kept: whether the backward pass of a strip reads it.
+        is_source: True if it comes from outside, untiled, so no row of it is carried.
+        is_kept: True if the backward pass of a strip reads it.
     """
 
     name: str
@@ -67,19 +69,24 @@ class ValueFootprint:
 
     @property
     def affine(self) -> tuple[Fraction, int]:
-        """Bytes for each row of the strip, and bytes of the carried rows: ``bytes_at`` without its rounding."""
+        """Bytes per row of the strip, and bytes of the carried rows: ``bytes_at`` without its rounding."""
         return self.row_bytes * self.rate, self.row_bytes * self.carried_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The values of a run."""
+    """The values of a run.
+
+    Attributes:
+        values: steady-state sizes of all values, sources included.
+        training: True if any of them requires a gradient.
+    """
 
     values: tuple[ValueFootprint, ...]
     training: bool
 
     def working_bytes(self, strip_rows: int) -> int:
-        """Bytes that one strip's program needs beside what is carried into it."""
+        """Bytes that one strip's program needs in addition to its carried-in rows."""
         sizes = [value.bytes_at(strip_rows) for value in self.values]
         if not sizes:
             return 0
@@ -92,7 +99,7 @@ class Footprint:
         return sum(value.row_bytes * value.carried_rows for value in self.values if not value.is_source)
 
     def largest_strip(self, num_bytes: int, stride: int) -> int | None:
-        """The largest multiple of ``stride`` rows whose working bytes fit; ``None`` when not even one stride does."""
+        """The largest multiple of ``stride`` rows with working bytes within ``num_bytes``; ``None`` if not even one stride fits."""
         if self.working_bytes(stride) > num_bytes:
             return None
         low, high = 1, 2
@@ -108,17 +115,17 @@ class Footprint:
         if not self.values:
             return sp.Integer(0)
         slope, offset = self._kept
-        # Short strips are mostly halo and tall ones mostly new rows, so which value is the largest depends on h.
+        # Short strips are mostly halo and tall ones mostly new rows, so the largest value depends on h.
         largest = sp.Max(*(_affine_coefficients(*line, strip_rows) for line in _upper_envelope(value.affine for value in self.values)))
         return sp.expand(_affine_coefficients(slope, offset, strip_rows)) + 2 * largest
 
     @property
     def tall(self) -> tuple[Fraction, int]:
-        """Bytes a row and bytes besides of ``working(h)`` where ``h`` is large: a single affine expression."""
+        """Slope (bytes per row) and offset (bytes) of ``working(h)`` for large ``h``, where it is affine."""
         if not self.values:
             return Fraction(0), 0
-        (slope, offset), (steepest, beside) = self._kept, max(value.affine for value in self.values)
-        return slope + 2 * steepest, offset + 2 * beside
+        (slope, offset), (steepest, steepest_offset) = self._kept, max(value.affine for value in self.values)
+        return slope + 2 * steepest, offset + 2 * steepest_offset
 
     @property
     def _kept(self) -> tuple[Fraction, int]:
@@ -127,12 +134,12 @@ class Footprint:
 
 
 def _upper_envelope(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
-    """The lines that no other one is above for all ``h >= 0``."""
-    found: list[tuple[Fraction, int]] = []
+    """The upper envelope of lines for ``h >= 0``."""
+    envelope: list[tuple[Fraction, int]] = []
     for line in sorted(set(lines), reverse=True):
-        if not found or line[1] > found[-1][1]:
-            found.append(line)
-    return found
+        if not envelope or line[1] > envelope[-1][1]:
+            envelope.append(line)
+    return envelope
 
 
 def _affine_coefficients(slope: Fraction, offset: int, strip_rows: sp.Expr) -> sp.Expr:
@@ -202,7 +209,7 @@ def _steady_carried_rows(
 
 @dataclass(frozen=True, slots=True)
 class ReceptiveField:
-    """Rows of a run's input that one row of a value depends on.
+    """The receptive field of one row of a value: the input rows of a run that it depends on.
 
     Row ``o`` of the value depends on rows ``floor(jump * o) + low .. floor(jump * o) + high`` at most.
     """
@@ -218,50 +225,50 @@ class ReceptiveField:
 
     @property
     def halo_rows(self) -> int:
-        """Rows beyond a tile's own that a tile computed by itself must read."""
+        """Rows beyond a tile's own that an independent tile must read."""
         return max(0, self.num_rows - max(1, int(self.jump)))
 
 
 def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> dict[str, Frontier]:
     """The frontier of every value of a run as a function of the rows ``R`` of its sources, in the normal form."""
     inside = set(names)
-    found: dict[str, Frontier] = {}
+    frontiers: dict[str, Frontier] = {}
     for name in names:
         if rows[name].role == "reduce":
             continue
         access = rows[name].access(graph[name], 0)
         operands = [o for o in graph[name].operands if o in streamed]
-        through = [(found[o] if o in inside else Frontier()).compose(access) for o in dict.fromkeys(operands)]
-        meet = through[0]
-        for other in through[1:]:
+        composed = [(frontiers[o] if o in inside else Frontier()).compose(access) for o in dict.fromkeys(operands)]
+        meet = composed[0]
+        for other in composed[1:]:
             meet = meet.meet(other)
-        found[name] = meet
-    return found
+        frontiers[name] = meet
+    return frontiers
 
 
 def receptive_field(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], axis: int = 0
 ) -> dict[str, ReceptiveField]:
-    """The receptive field of every value of a run with respect to its sources, along one axis."""
+    """The receptive field of every value of a run with respect to its sources, along one axis: the composition of access maps."""
     inside = set(names)
-    found: dict[str, ReceptiveField] = {}
+    fields: dict[str, ReceptiveField] = {}
     start = ReceptiveField(Fraction(1), Fraction(0), Fraction(0))
     for name in names:
         if rows[name].role == "reduce":
             continue
         access = rows[name].access(graph[name], axis)
-        fields = [found[o] if o in inside else start for o in graph[name].operands if o in streamed]
+        operand_fields = [fields[o] if o in inside else start for o in graph[name].operands if o in streamed]
         scale = Fraction(access.scale, access.divisor)
-        low = min(f.low + f.jump * Fraction(access.first, access.divisor) for f in fields)
-        high = max(f.high + f.jump * Fraction(access.last, access.divisor) for f in fields)
-        found[name] = ReceptiveField(fields[0].jump * scale, low, high)
-    return found
+        low = min(f.low + f.jump * Fraction(access.first, access.divisor) for f in operand_fields)
+        high = max(f.high + f.jump * Fraction(access.last, access.divisor) for f in operand_fields)
+        fields[name] = ReceptiveField(operand_fields[0].jump * scale, low, high)
+    return fields
 
 
 def run_formulas(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Named formulas of a tiled run, printed: those that hold at all sizes."""
+    """Named formulas of a tiled run that hold at all sizes, printed."""
     fields = receptive_field(graph, names, rows, streamed)
     if not fields:
         return ()
@@ -270,23 +277,23 @@ def run_formulas(
     rows_symbol = sp.Symbol("R", integer=True)
     last = [name for name in names if name in fields][-1]
     frontier = frontier_formulas(graph, names, rows, streamed)[last]
-    shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
-    # A reduction at the end of the run is summed up strip by strip and restricts nothing.
+    frontier_text = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
+    # A reduction at the end of the run accumulates strip by strip and restricts no dimension.
     fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)
     return (
         ("fused-tileable dimensions", ", ".join(fused) or "none"),
         ("receptive field", f"{widest.num_rows} rows, stride {deepest.jump}"),
         ("halo of an independent tile", f"{widest.halo_rows} rows in all"),
-        ("frontier of the last value", f"F(R) = {shown}"),
+        ("frontier of the last value", f"F(R) = {frontier_text}"),
     )
 
 
 def footprint_formulas(footprint: Footprint) -> tuple[tuple[str, str], ...]:
-    """Those of its bytes at one size."""
+    """Named formulas of a run's bytes at one size, printed."""
     carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
-    most = max(carried, key=lambda item: item[1], default=("", 0))
-    slope, offset = (float(part) / 2**20 for part in footprint.tall)
+    largest = max(carried, key=lambda item: item[1], default=("", 0))
+    slope, offset = (float(num_bytes) / 2**20 for num_bytes in footprint.tall)
     return (
-        ("carried rows", f"{sum(n for _, n in carried)} rows of {len(carried)} values, at most {most[1]} of one"),
+        ("carried rows", f"{sum(n for _, n in carried)} rows of {len(carried)} values, at most {largest[1]} of one"),
         ("footprint of a strip", f"{slope:.4g} MiB * h + {offset:.4g} MiB + O(1)"),
     )

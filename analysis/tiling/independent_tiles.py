@@ -1,13 +1,13 @@
-"""Tiles computed by themselves: from the rows wanted of a segment's results back to the rows that every operator needs.
+"""Independent (overlapped) tiles: from the rows requested of a segment's results back to the rows that every operator needs, halo included.
 
-Source: Xu et al., CC 2022, section 4.3 and Listing 4. The reverse walk is the listing's: a value is needed where any of its readers
-reads it, and an operator reads what its access map says. The listing propagates *sizes* (``sigma * T + delta``, largest over the
-readers), which holds for tiles of equal size far from the border; here *positions* are propagated, so that a tile anywhere gets
-exactly its halo, clipped at the image, and knows how much padding it has. Nor does the backward pass ask for a wider halo: a tile's
-gradient with respect to a row that neighbouring tiles read too is a summand, and the sum over the tiles is the whole.
+Source: Xu et al., CC 2022, section 4.3 and Listing 4. The reverse traversal is the listing's: a value is needed where any of its readers
+reads it, and an operator reads the rows of its access map. The listing propagates *sizes* (``sigma * T + delta``, largest over the
+readers), which holds for tiles of equal size far from the border. Here *positions* are propagated, so a tile anywhere gets exactly its
+halo, clipped at the image, and its amount of padding. The backward pass needs no wider halo: a tile's gradient with respect to a row that
+neighbouring tiles read too is a summand, and the sum over the tiles is the full gradient.
 
-The result is a :class:`StripStep` that carries nothing in or out. A result that is upsampled, or read inside too, may be computed beyond
-the part wanted; what comes from outside (its gradient) belongs to the part wanted alone.
+A tile is a :class:`sft.analysis.tiling.strips.StripStep` without carried rows. Of an upsampled result, or one also read inside, more rows
+may be computed than requested; a gradient from outside applies to the requested rows only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 Rows = npt.NDArray[np.int64]
 
-_NOTHING = Interval(0, 0)
+_EMPTY = Interval(0, 0)
 
 
 def independent_tile(
@@ -44,12 +44,12 @@ def independent_tile(
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     extents: Mapping[str, int],
-    wanted: Mapping[str, Interval],
+    owned: Mapping[str, Interval],
     *,
     axis: int = 0,
     index: int = 0,
 ) -> StripStep:
-    """What a tile computes and reads along one axis.
+    """The rows that a tile computes and reads along one axis.
 
     Args:
         graph: the graph, ``names`` in its order.
@@ -57,20 +57,20 @@ def independent_tile(
         rows: the operator table's row of each operator.
         streamed: the values that are tiled.
         extents: extent along the axis of every streamed value.
-        wanted: the part of each result that the tile is for. A reduction takes of its operand exactly the part wanted, not the
-            halo that other readers add to it, so that the tiles of an image count each element once.
-        axis: of the image; "rows" are columns along the second one.
+        owned: the rows of each result that belong to the tile. A reduction reads exactly these rows of its operand, without the halo that
+            further readers add, so the tiles of an image count each element once.
+        axis: axis of the image; "rows" are columns along the second one.
         index: the tile's number.
     """
-    needed, taken = _required_rows(graph, names, rows, streamed, extents, wanted, axis)
+    needed, spans_of = _required_rows(graph, names, rows, streamed, extents, owned, axis)
     reads: dict[str, tuple[OperandRead, ...]] = {}
-    for name, spans in taken.items():
+    for name, spans in spans_of.items():
         phase = rows[name].access(graph[name], axis).phase(needed[name].start) if rows[name].is_phased and name in needed else 0
         reads[name] = tuple(OperandRead.clipped(operand, span, extents[operand], phase) for operand, span in spans)
     nodes = []
     for name in (*graph.sources(names, streamed), *names):
-        own = wanted[name].clip(extents[name]) if name in wanted else _NOTHING
-        nodes.append(_uncarried_rows(name, needed.get(name, _NOTHING), own, reads.get(name, ())))
+        owned_rows = owned[name].clip(extents[name]) if name in owned else _EMPTY
+        nodes.append(_uncarried_rows(name, needed.get(name, _EMPTY), owned_rows, reads.get(name, ())))
     return StripStep(index=index, nodes=tuple(nodes))
 
 
@@ -80,15 +80,13 @@ def tile_lengths(
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     extents: Mapping[str, int],
-    wanted: Mapping[str, Interval],
+    owned: Mapping[str, Interval],
     *,
     axis: int = 0,
 ) -> dict[str, int]:
-    """How many rows the tile of :func:`independent_tile` computes of each value, and needs of each source; values without any are left
-    out.
-    """
-    needed, _ = _required_rows(graph, names, rows, streamed, extents, wanted, axis)
-    return {name: len(part) for name, part in needed.items() if part}
+    """Number of rows of each value that :func:`independent_tile` computes or, of a source, reads; values without any are left out."""
+    needed, _ = _required_rows(graph, names, rows, streamed, extents, owned, axis)
+    return {name: len(interval) for name, interval in needed.items() if interval}
 
 
 def _required_rows(
@@ -97,31 +95,31 @@ def _required_rows(
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     extents: Mapping[str, int],
-    wanted: Mapping[str, Interval],
+    owned: Mapping[str, Interval],
     axis: int,
 ) -> tuple[dict[str, Interval], dict[str, list[tuple[str, Interval]]]]:
-    """The rows needed of each value, and what each operator reads of its operands, borders ignored."""
-    needed = {name: interval.clip(extents[name]) for name, interval in wanted.items()}
-    taken: dict[str, list[tuple[str, Interval]]] = {}
+    """The rows needed of each value, and the operands' rows that each operator reads, borders ignored."""
+    needed = {name: interval.clip(extents[name]) for name, interval in owned.items()}
+    spans_of: dict[str, list[tuple[str, Interval]]] = {}
     for name in reversed(names):
         node, row = graph[name], rows[name]
         operands = dict.fromkeys(row.streamed_operands(node, streamed))
         if row.role == "reduce":
-            spans = [(operand, wanted[operand]) for operand in operands if wanted.get(operand)]
-        elif part := needed.get(name, _NOTHING):
-            part = needed[name] = row.computed(node, axis, part)
-            span = row.access(node, axis).read(part)
+            spans = [(operand, owned[operand]) for operand in operands if owned.get(operand)]
+        elif interval := needed.get(name, _EMPTY):
+            interval = needed[name] = row.computed(node, axis, interval)
+            span = row.access(node, axis).read(interval)
             spans = [(operand, span) for operand in operands] if span else []
         else:
             spans = []
-        taken[name] = spans
+        spans_of[name] = spans
         for operand, span in spans:
-            needed[operand] = needed.get(operand, _NOTHING).hull(span.clip(extents[operand]))
-    return needed, taken
+            needed[operand] = needed.get(operand, _EMPTY).hull(span.clip(extents[operand]))
+    return needed, spans_of
 
 
-def _uncarried_rows(name: str, rows: Interval, wanted: Interval, reads: tuple[OperandRead, ...]) -> NodeRows:
-    return NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=wanted, reads=reads)
+def _uncarried_rows(name: str, rows: Interval, owned: Interval, reads: tuple[OperandRead, ...]) -> NodeRows:
+    return NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=owned, reads=reads)
 
 
 def tile_lengths_at(
@@ -134,15 +132,18 @@ def tile_lengths_at(
     *,
     axis: int,
 ) -> dict[str, int]:
-    """What :func:`tile_lengths` tells of the tile of :func:`independent_tile_at`."""
-    wanted = _proportional_rows(graph, names, rows, streamed, extents)(span)
-    return tile_lengths(graph, names, rows, streamed, extents, wanted, axis=axis)
+    """The :func:`tile_lengths` of the tile that corresponds to the pixels ``span`` of the largest source.
+
+    Every result, and every operand of a reduction, is divided among tiles in proportion, so each row belongs to one tile.
+    """
+    owned = _proportional_rows(graph, names, rows, streamed, extents)(span)
+    return tile_lengths(graph, names, rows, streamed, extents, owned, axis=axis)
 
 
 def _proportional_rows(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], extents: Mapping[str, int]
 ) -> Callable[[Interval], dict[str, Interval]]:
-    """For pixels of the largest source what is wanted of each result, and of everything that a reduction takes."""
+    """A function from pixels of the largest source to the rows of each result, and of each operand of a reduction."""
     extent = max(extents[name] for name in graph.sources(names, streamed))
     reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
     ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
@@ -159,20 +160,20 @@ def independent_tiles(
     *,
     axis: int,
 ) -> tuple[StripStep, ...]:
-    """The tiles along one axis that stand for ``tile_px`` pixels of the largest source each; tiles without any result are left out."""
+    """The tiles of ``tile_px`` pixels of the largest source each, along one axis; tiles without any result are left out."""
     extent = max(extents[name] for name in graph.sources(names, streamed))
-    wanted_in = _proportional_rows(graph, names, rows, streamed, extents)
+    owned_rows = _proportional_rows(graph, names, rows, streamed, extents)
     steps: list[StripStep] = []
     for start in range(0, extent, tile_px):
-        wanted = wanted_in(Interval(start, min(start + tile_px, extent)))
-        step = independent_tile(graph, names, rows, streamed, extents, wanted, axis=axis, index=len(steps))
+        owned = owned_rows(Interval(start, min(start + tile_px, extent)))
+        step = independent_tile(graph, names, rows, streamed, extents, owned, axis=axis, index=len(steps))
         if any(node.owned for node in step.nodes):
             steps.append(step)
     return tuple(steps)
 
 
 def distinct_steps(steps: Sequence[StripStep]) -> tuple[Rows, Rows]:
-    """Indices of steps with pairwise different signatures, and for each step which of them it equals."""
+    """Indices of tiles with pairwise different signatures, and for each tile the position of its own among them."""
     if len(steps) == 1:
         return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     numbers: dict[tuple[Hashable, ...], int] = {}
@@ -188,13 +189,13 @@ def distinct_steps(steps: Sequence[StripStep]) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True, kw_only=True)
 class TileSchedule:
-    """Steps that carry nothing: every tile computes its own halo. In other respects what :class:`Schedule` is.
+    """A schedule of tiles that carry no rows: every tile computes its own halo. The interface is that of :class:`StripSchedule`.
 
     Attributes:
-        sources: the values that enter the run from outside, whole.
+        sources: the values that enter the run from outside, untiled.
         names: sources, then the run's operators in order.
         steps: the tiles.
-        strip_rows: rows of the tallest source that a tile stands for.
+        strip_rows: rows of the tallest source per tile.
     """
 
     sources: tuple[str, ...]
@@ -212,37 +213,37 @@ class TileSchedule:
         return self.steps[index]
 
     def node_rows(self, name: str, index: int) -> NodeRows:
-        """One value in tile ``index``."""
+        """Rows of one value in tile ``index``."""
         return self.steps[index][name]
 
     def first_row(self, name: str, index: int) -> int:
-        """The first row of a value in tile ``index``."""
+        """First available row of a value in tile ``index``."""
         return self.steps[index][name].available.start
 
     def signatures(self, index: int) -> Sequence[Hashable]:
-        """For each value, in order, what a tile's program depends on of its rows and reads."""
+        """For each value, in order, the geometry that a tile's program depends on."""
         return self.steps[index].signature
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:
-        """Tile indices with pairwise different signatures, and for each tile which of them it equals."""
+        """Tile indices with pairwise different signatures, and for each tile the position of its own among them."""
         return distinct_steps(self.steps)
 
     @cached_property
     def frontier(self) -> Mapping[str, Rows]:
-        """Nothing is at hand before a tile."""
+        """All zero: no rows are available before a tile."""
         return dict.fromkeys(self.names, np.zeros(self.num_steps + 1, dtype=np.int64))
 
     @property
     def kept(self) -> Mapping[str, Rows]:
-        """Nothing is kept behind one."""
+        """All zero: no rows are kept after a tile."""
         return self.frontier
 
     def rows_read(self, name: str, readers: Collection[str]) -> tuple[Rows, Rows]:
-        """First row, and the one behind the last, that some operators read of a value in each tile; both 0 where they read none."""
+        """First and end row of a value that some operators read in each tile; both 0 if they read none."""
         spans = []
         for step in self.steps:
-            rows = _NOTHING
+            rows = _EMPTY
             for node in step.nodes:
                 for read in node.reads:
                     if read.operand == name and node.name in readers:
@@ -251,5 +252,5 @@ class TileSchedule:
         return np.array([start for start, _ in spans], dtype=np.int64), np.array([stop for _, stop in spans], dtype=np.int64)
 
     def carried_rows(self, index: int) -> dict[str, Interval]:
-        """Nothing is carried."""
+        """Empty: tiles carry no rows."""
         return {}

@@ -1,19 +1,25 @@
-"""Which values come in strips, what has no exact rule, and the order in which operators run.
+"""Phases: classification of values (streamed or untiled), and the execution order between reduction barriers.
 
-A reduction over the image (a mean over height and width) is a barrier: whoever reads its result waits for the whole image.
-Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a strip walk may fuse from the
-first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
-value with a global value of phase ``p`` belongs to phase ``p + 1``. It may wait for a later one, where less is kept whole then
-(:mod:`sft.analysis.tiling.retiming`).
+A reduction over the image (a mean over height and width) is a barrier: readers of its result wait for the full image. Operators are
+therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a sweep may fuse from the first to the last, followed by
+the operators on untiled tensors that depend on it (the tail). An operator that mixes a streamed value with a global value of phase ``p``
+belongs to phase ``p + 1``::
 
-An operator that cannot stream runs in the tail of its phase, on whole tensors. If what comes out is an image of the same size, it is
-streamed again from there on: it is a source of the next phase, as an input is of the first.
+    y = conv(x); m = mean(y); s = sigmoid(m); z = y * s
 
-Images stream together, so many samples at a time. Where inputs have different numbers of samples (one reference for all), those with
-most are images, and the others whole tensors.
+    phase 0   streamed: conv, mean    tail: sigmoid
+    phase 1   streamed: mul
 
-What follows from no input (a weight in another type, a mask drawn from the seed) waits for no image: it runs first, in a phase that
-streams nothing.
+An operator may move to a later phase if less memory crosses the barriers then (:mod:`sft.analysis.tiling.retiming`).
+
+An operator that cannot stream runs in the tail of its phase, on untiled tensors. If its result is an image of the same size, it is streamed
+again afterwards: it is a source of the next phase, as an input is of the first.
+
+Images stream together, with the same number of samples at a time. If inputs have different numbers of samples (one reference for all),
+those with most are images, and the remaining ones untiled tensors.
+
+Values that depend on no input (a weight in another type, a mask from the seed) wait for no image: they are computed first, in a phase
+without streamed operators.
 """
 
 from __future__ import annotations
@@ -31,7 +37,12 @@ __all__ = ["Phase", "PhasedGraph", "find_phases"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One streamed run and its tail, as operator names in execution order."""
+    """One streamed run and its tail.
+
+    Attributes:
+        streamed: operators of the run, in execution order.
+        tail: operators on untiled tensors after it, in execution order.
+    """
 
     streamed: tuple[str, ...]
     tail: tuple[str, ...]
@@ -39,15 +50,15 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasedGraph:
-    """The sorted graph.
+    """A graph sorted into phases.
 
     Attributes:
         graph: the graph, its operators in execution order.
         phases: the phases in order.
-        streamed: names of the values that can come in strips.
+        streamed: names of the values that can be streamed in strips.
         rows: the operator table's row for each operator.
-        prologue: operators on parameters alone that others read; where there are any, they are the first phase.
-        whole_reasons: why an operator that reads a streamed value runs whole, by operator.
+        prologue: operators on parameters only that later operators read; if not empty, they are the first phase.
+        whole_reasons: for each operator that runs untiled although it reads a streamed value, the reason.
     """
 
     graph: Graph
@@ -59,23 +70,23 @@ class PhasedGraph:
 
 
 def find_phases(graph: Graph) -> PhasedGraph:
-    """Classify every value and sort the operators.
+    """Classify every value and sort the operators into phases.
 
     Raises:
-        UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
+        UnsupportedError: lists every operator without an exact rule, with its module path and a remedy.
     """
-    found = _classify_values(graph, has_pixels=True)
-    if _broadcasts_single_pixel(graph, *found[:2]):
-        found = _classify_values(graph, has_pixels=False)
-    return _sort_into_phases(graph, frozenset(found[0]), found[1], found[2])
+    classes = _classify_values(graph, has_pixels=True)
+    if _broadcasts_single_pixel(graph, *classes[:2]):
+        classes = _classify_values(graph, has_pixels=False)
+    return _sort_into_phases(graph, frozenset(classes[0]), classes[1], classes[2])
 
 
 def _classify_values(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, Operator], dict[str, str]]:
-    """The values that come in strips, the table's row of each operator, and why it runs whole although it reads one of these.
+    """The streamed values, the table's row of each operator, and reasons of operators that run untiled although they read images.
 
     Args:
         graph: the graph.
-        has_pixels: whether an image of a single pixel, made of a larger one, is an image; else it is whole.
+        has_pixels: True if an image of a single pixel, computed from a larger one, counts as an image; otherwise it is untiled.
 
     Raises:
         UnsupportedError: as :func:`find_phases`.
@@ -91,16 +102,18 @@ def _classify_values(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[
             if refused not in problems:  # an operator with several results is as many nodes
                 problems.append(refused)
             continue
-        row, why = operator_of(node, graph, streamed)
+        row, reason = operator_of(node, graph, streamed)
         if not has_pixels and row.role == "stream" and _is_single_pixel(graph, node.name):
-            row, why = WHOLE, [f"{node.label}: makes a single pixel of the image"]
-        if why:
-            reasons[node.name] = why[0]
+            row, reason = WHOLE, [f"{node.label}: makes a single pixel of the image"]
+        if reason:
+            reasons[node.name] = reason[0]
         rows[node.name] = row
-        touched = [name for name in node.operands if name in streamed]
-        # A global value spread over the image (the pooled branch of a DeepLab) is one, too.
-        beside = touched or (streamed if node.name in depends else ())
-        if (touched and row.role == "stream") or (row.role == "whole" and not row.is_extra_result and _is_image_like(graph, node, beside)):
+        streamed_operands = [name for name in node.operands if name in streamed]
+        # A global value broadcast over the image (the pooled branch of a DeepLab) is an image, too.
+        references = streamed_operands or (streamed if node.name in depends else ())
+        if (streamed_operands and row.role == "stream") or (
+            row.role == "whole" and not row.is_extra_result and _is_image_like(graph, node, references)
+        ):
             streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)
@@ -108,7 +121,7 @@ def _classify_values(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[
 
 
 def _broadcasts_single_pixel(graph: Graph, streamed: Collection[str], rows: Mapping[str, Operator]) -> bool:
-    """Whether a single pixel that comes in strips is spread over a larger image (a gate made by a convolution as large as the image)."""
+    """True if a streamed single pixel broadcasts to a larger image (a gate from a convolution with a kernel of the image's size)."""
     for node in graph.operators:
         if rows[node.name].role == "stream":
             pixels = [_is_single_pixel(graph, name) for name in rows[node.name].streamed_operands(node, streamed)]
@@ -118,12 +131,12 @@ def _broadcasts_single_pixel(graph: Graph, streamed: Collection[str], rows: Mapp
 
 
 def _is_single_pixel(graph: Graph, name: str) -> bool:
-    """Whether a value is as small as a single pixel along all axes, at every size."""
+    """True if a value has extent 1 along all axes, at every size."""
     return graph.axes.is_image_shape(graph[name].shape) and all(extent == 1 for extent in graph.axes.of(graph[name].shape))
 
 
 def _streamed_inputs(graph: Graph) -> set[str]:
-    """The inputs that are images, with as many samples as any of them has; a single pixel beside larger ones is none."""
+    """The inputs that are images, with the largest number of samples; single pixels are none if larger images exist."""
     images = [node for node in graph.nodes if node.kind == "input" and graph.axes.is_image_shape(node.shape)]
     images = [node for node in images if any(extent != 1 for extent in graph.axes.of(node.shape))] or images
     num_batch = max((node.shape[0] for node in images), default=0)
@@ -131,7 +144,7 @@ def _streamed_inputs(graph: Graph) -> set[str]:
 
 
 def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:
-    """Whether a value is laid out like one of these images, so that it can be streamed too; a single pixel is none."""
+    """True if a value has the batch and spatial extents of one of these images, so that it can be streamed; a single pixel has not."""
     axes = graph.axes
     if node.target in STATISTICS or all(extent == 1 for extent in axes.of(node.shape)):
         return False
@@ -144,17 +157,17 @@ def _sort_into_phases(graph: Graph, streamed: frozenset[str], rows: dict[str, Op
     prologue = _prologue(graph)
     level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
     level.update(dict.fromkeys(prologue, -1))
-    runs: dict[str, bool] = {}  # whether an operator runs in its phase's streamed run
+    runs: dict[str, bool] = {}  # True if an operator belongs to its phase's streamed run
     for node in graph.operators:
         if node.name in level:
             runs[node.name] = False
             continue
         runs[node.name] = rows[node.name].role != "whole"
         waits_for = [name for name in node.operands if graph[name].kind == "operator"]
-        # What streams waits for global values, for images that are made whole, and for those that it does not read in strips.
-        strips = rows[node.name].streamed_operands(node, streamed)
-        late = [runs[node.name] and not (runs[name] and name in strips) for name in waits_for]
-        level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, late, strict=True)), default=0)
+        # A streamed operator waits for global values, untiled images, and images that it does not read in strips.
+        in_strips = rows[node.name].streamed_operands(node, streamed)
+        is_late = [runs[node.name] and not (runs[name] and name in in_strips) for name in waits_for]
+        level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, is_late, strict=True)), default=0)
     level = retime(graph, level, runs, streamed, lambda name: rows[name].streamed_operands(graph[name], streamed))
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
@@ -166,12 +179,12 @@ def _sort_into_phases(graph: Graph, streamed: frozenset[str], rows: dict[str, Op
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
-    found = replace(graph, nodes=ordered)
-    return PhasedGraph(graph=found, phases=phases, streamed=streamed, rows=rows, prologue=prologue, whole_reasons=reasons)
+    sorted_graph = replace(graph, nodes=ordered)
+    return PhasedGraph(graph=sorted_graph, phases=phases, streamed=streamed, rows=rows, prologue=prologue, whole_reasons=reasons)
 
 
 def _prologue(graph: Graph) -> tuple[str, ...]:
-    """The operators that depend on no input, and that an operator which does depends on."""
+    """The operators that depend on no input and that an operator on inputs depends on."""
     depends = graph.descendants(graph.inputs)
-    wanted = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
-    return tuple(node.name for node in graph.operators if node.name in wanted and node.name not in depends)
+    needed = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
+    return tuple(node.name for node in graph.operators if node.name in needed and node.name not in depends)

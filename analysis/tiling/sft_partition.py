@@ -1,24 +1,23 @@
-"""The paper's partition of a network into fused-tiled segments and operators that keep their results whole.
+"""The partition of the SFT paper: fused-tileable dimensions, and the division of a network into fused-tiled segments.
 
-Source: Xu et al., CC 2022, section 4.2 and Listing 3. A value that does not fit into memory *must* be tiled; any other *may* be, and
-is a possible checkpoint. Every must-tile operator starts or joins a segment that reads checkpoints only and ends with a checkpoint:
-the segment grows until it holds the post-dominator of each of its operators but the last, since whoever reads an unstored value has
-to run in the same tiles.
+Source: Xu et al., "Training of Deep Learning Pipelines on Memory-Constrained GPUs via Segmented Fused-Tiled Execution", CC 2022.
 
-The listing is read with its text where the two differ. It marks as must-tile what is *smaller* than the memory (line 4); a segment
-ends *with* the first may-tile operator at or behind the post-dominators (the text: it "ends at a checkpoint"; line 36 leaves that
-operator out); and its loop (line 5) stands still at a may-tile operator.
+*Fused-tileable dimensions* (section 4.1 and Listing 2). An operator is FT-compatible along a dimension if a slice of its result needs only
+a slice of its operand. Take every dimension of every value as a vertex and join the operand's dimension with the result's as given by the
+operator's dimension map. Tiling one vertex then tiles its whole connected component, and a run is fused-tileable along exactly those
+components that contain every operator of it. The paper uses the operator's loop indices between the two; as each loop indexes at most one
+dimension of any tensor, composing the two maps loses no information.
 
-Fused-tileable dimensions: along which dimensions a run of operators can be tiled from its first to its last value.
+*Partition* (section 4.2 and Listing 3). A value that does not fit into memory *must* be tiled; any other *may* be, and is a possible
+checkpoint. Every must-tile operator starts or joins a segment that reads checkpoints only and ends with a checkpoint: the segment grows
+until it contains the post-dominator of each of its operators but the last, since every reader of an unstored value has to run in the same
+tiles.
 
-Source: Xu et al., "Training of Deep Learning Pipelines on Memory-Constrained GPUs via Segmented Fused-Tiled Execution", CC 2022,
-section 4.1 and Listing 2.
+Where listing and text of the paper differ, we follow the text:
 
-An operator is FT-compatible along a dimension if a slice of its result needs a slice of its operand only. Take every dimension of
-every value as a vertex and join the operand's dimension to the result's wherever the operator's dimension map joins them. Tiling one
-vertex then tiles its whole connected component, and a run is fused-tileable along exactly those components that every operator of
-it lies in. The paper goes through the operator's loop indices, which lie between the two; as each loop indexes at most one
-dimension of any tensor, composing the two maps loses nothing.
+* line 4 marks as must-tile the values that are *smaller* than the memory;
+* line 36 excludes the may-tile operator that ends a segment (text: it "ends at a checkpoint"); here the segment includes it;
+* the loop of line 5 does not advance at a may-tile operator.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ __all__ = [
 
 
 def dimension_names(axes: Axes) -> tuple[str, ...]:
-    """The dimensions of a value by name: batch, channels, and the image's axes."""
+    """Names of a value's dimensions: batch, channels, and the image's axes."""
     return ("batch", "channel", *axes.names)
 
 
 class ValueDimension(NamedTuple):
-    """One dimension of one value, an index into `dimension_names`."""
+    """One dimension of one value, an index into :func:`dimension_names`."""
 
     value: str
     dimension: int
@@ -80,34 +79,34 @@ class DimensionComponent:
 
     @cached_property
     def dimension_of(self) -> dict[str, int]:
-        """For each value the dimension of it that is tiled."""
+        """For each value its tiled dimension."""
         return {vertex.value: vertex.dimension for vertex in self.vertices}
 
     @property
     def is_tileable(self) -> bool:
-        """Whether no value has two of its dimensions here (``x + x.transpose(2, 3)``): such a tile would be a diagonal block."""
+        """False if a value has two dimensions in it (``x + x.transpose(2, 3)``): such a tile would be a diagonal block."""
         return len(self.dimension_of) == len(self.vertices)
 
 
 def dimension_components(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
 ) -> tuple[DimensionComponent, ...]:
-    """The connected components of the dimension maps of the operators ``names`` (Listing 2), those without an operator left out.
+    """The connected components of the dimension maps of the operators ``names`` (Listing 2), without those that have no operator.
 
     Args:
         graph: the graph.
-        names: operators; what lies outside them joins nothing.
+        names: operators; operators outside them join no dimensions.
         rows: the operator table's row of each operator.
-        streamed: the images among the values. Dimension maps speak of them; parameters and global values are whole at any tile.
+        streamed: the images among the values. Dimension maps describe them; parameters and global values are read in full by any tile.
     """
     joined: UnionFind[ValueDimension] = UnionFind()
-    at: dict[ValueDimension, str] = {}
+    operator_of: dict[ValueDimension, str] = {}
     operators: dict[ValueDimension, set[str]] = {}
     for name in names:
         for before, after in _mapped_dimensions(graph, name, rows[name], streamed):
             joined.union(before, after)
-            at[after] = name
-    for vertex, name in at.items():
+            operator_of[after] = name
+    for vertex, name in operator_of.items():
         operators.setdefault(joined[vertex], set()).add(name)
     return tuple(
         DimensionComponent(vertices=frozenset(vertices), operators=frozenset(operators[joined[next(iter(vertices))]]))
@@ -118,22 +117,22 @@ def dimension_components(
 def fused_components(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
 ) -> tuple[DimensionComponent, ...]:
-    """The components along which the run ``names`` is fused-tileable: every one of its operators lies in each of them."""
-    found = dimension_components(graph, names, rows, streamed)
-    return tuple(component for component in found if component.is_tileable and len(component.operators) == len(set(names)))
+    """The components along which the run ``names`` is fused-tileable: each contains every one of its operators."""
+    components = dimension_components(graph, names, rows, streamed)
+    return tuple(component for component in components if component.is_tileable and len(component.operators) == len(set(names)))
 
 
 def fused_dimensions(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> tuple[str, ...]:
-    """The names of the run's fused-tileable dimensions, as its sources have them.
+    """Names of the run's fused-tileable dimensions, as dimensions of its sources.
 
-    A run may hold chains that share no value (two images that meet later). A walk tiles them side by side, so what counts is
-    what all of them allow.
+    A run may consist of chains that share no value (two images that meet later). A sweep tiles them together, so the result is the
+    intersection over the chains.
     """
     dimensions = dimension_names(graph.axes)
     allowed = set(range(len(dimensions))) if names else set()
-    for part in _connected_operators(graph, names, streamed):
-        source = next((o for o in rows[part[0]].streamed_operands(graph[part[0]], streamed)), None)
-        allowed &= {c.dimension_of[source] for c in fused_components(graph, part, rows, streamed)} if source is not None else set()
+    for chain in _connected_operators(graph, names, streamed):
+        source = next((o for o in rows[chain[0]].streamed_operands(graph[chain[0]], streamed)), None)
+        allowed &= {c.dimension_of[source] for c in fused_components(graph, chain, rows, streamed)} if source is not None else set()
     return tuple(dimensions[dimension] for dimension in sorted(allowed))
 
 
@@ -148,20 +147,20 @@ def _mapped_dimensions(
 
 
 def _connected_operators(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> list[list[str]]:
-    """The operators grouped by whether images connect them, each group in order."""
+    """The operators grouped by connection through images, each group in order."""
     linked = nx.Graph()
     linked.add_nodes_from(names)
     linked.add_edges_from((operand, name) for name in names for operand in graph[name].operands if operand in streamed)
-    return [[name for name in names if name in part] for part in nx.connected_components(linked)]
+    return [[name for name in names if name in group] for group in nx.connected_components(linked)]
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionGraphCache:
-    """What partitions of one graph have in common, whatever the size and their limit.
+    """Intermediate results shared by all partitions of one graph, at any size and limit.
 
     Attributes:
-        dimensions: fused-tileable dimensions of the operators of a tiled segment.
-        post_dominators: of runs.
+        dimensions: fused-tileable dimensions, by the operators of a tiled segment.
+        post_dominators: immediate post-dominators, by run.
     """
 
     dimensions: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -170,11 +169,11 @@ class PartitionGraphCache:
 
 @dataclass(frozen=True, slots=True)
 class PartitionShapeCache:
-    """What partitions of one graph at one size have in common, whatever their limit.
+    """Intermediate results shared by all partitions of one graph at one size, with any limit.
 
     Attributes:
-        runs: what those at other sizes have in common with them.
-        tile_bytes: of the smallest tile of a tiled segment.
+        runs: the results that are independent of the size.
+        tile_bytes: bytes of the smallest tile, by the operators of a tiled segment.
     """
 
     runs: PartitionGraphCache = field(default_factory=PartitionGraphCache)
@@ -183,14 +182,14 @@ class PartitionShapeCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSegment:
-    """Consecutive operators that are executed alike.
+    """Consecutive operators with the same execution mode.
 
     Attributes:
         names: the operators, in order.
-        tiled: whether they run fused and tiled, keeping only the last result (may-tile operators keep each of theirs).
+        tiled: True if they run fused and tiled, storing only the last result; may-tile operators store each of theirs.
         dimensions: the fused-tileable dimensions of a tiled segment.
         tile_bytes: of a tiled segment, the bytes of all its values in the smallest tile.
-        problem: why a tiled segment cannot run within the limit; empty when it can.
+        problem: reason why a tiled segment cannot run within the limit; empty if it can.
     """
 
     names: tuple[str, ...]
@@ -202,13 +201,13 @@ class PartitionSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A network cut into segments, in order."""
+    """A network divided into segments, in order."""
 
     segments: tuple[PartitionSegment, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What the paper's algorithm reports as out of memory; empty when every segment can run."""
+        """The segments that the paper's algorithm reports as out of memory; empty if every segment can run."""
         return tuple(segment.problem for segment in self.segments if segment.problem)
 
 
@@ -219,11 +218,11 @@ def partition(
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
-    known: PartitionShapeCache | None = None,
+    cache: PartitionShapeCache | None = None,
 ) -> Partition:
-    """Cut the operators ``names`` so that no value of ``limit_bytes`` or more is ever whole (Listing 3).
+    """Divide the operators ``names`` so that no value of ``limit_bytes`` or more is ever stored untiled (Listing 3).
 
-    As in the paper the limit holds for each segment by itself; that all checkpoints together fit is the caller's to check.
+    As in the paper the limit applies to each segment separately; the caller checks that all checkpoints together fit.
 
     Args:
         graph: the graph.
@@ -231,15 +230,15 @@ def partition(
         rows: the operator table's row of each operator.
         streamed: the images among the values.
         shapes: shape of every value.
-        limit_bytes: the memory; a value that fills it does not fit.
-        known: keeps what does not depend on the limit, for others at the same shapes. Default: `None`
+        limit_bytes: the memory; a value of exactly this size does not fit.
+        cache: results that do not depend on the limit, for further calls at the same shapes. Default: `None`
     """
-    known = known or PartitionShapeCache()
+    cache = cache or PartitionShapeCache()
     must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
     run = tuple(names)
-    after = known.runs.post_dominators.get(run)
-    if after is None:
-        after = known.runs.post_dominators[run] = _post_dominators(graph, run)
+    post_dominators = cache.runs.post_dominators.get(run)
+    if post_dominators is None:
+        post_dominators = cache.runs.post_dominators[run] = _post_dominators(graph, run)
     segments: list[PartitionSegment] = []
     kept: list[str] = []
     position = 0
@@ -248,11 +247,11 @@ def partition(
             kept.append(names[position])
             position += 1
             continue
-        end = _segment_end(position, must_tile, after)
+        end = _segment_end(position, must_tile, post_dominators)
         if kept:
             segments.append(PartitionSegment(names=tuple(kept), tiled=False))
             kept = []
-        segments.append(_tiled_segment(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, known))
+        segments.append(_tiled_segment(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, cache))
         position = end + 1
     if kept:
         segments.append(PartitionSegment(names=tuple(kept), tiled=False))
@@ -269,18 +268,18 @@ def least_tile_bytes(
 ) -> int:
     """Bytes of all values of a segment in a tile of one element of its results along batch, height and width.
 
-    The tile lies in the middle, where its halo is whole on both sides. Of ``dimensions`` the channels stay whole, as in every
-    tile that we run.
+    The tile is in the middle of the image, with a complete halo on both sides. Channels are never tiled, even if ``dimensions`` contains
+    them, as in every tile that we run.
     """
-    ends = [name for name in graph.live_out(names) if name in streamed]
+    results = [name for name in graph.live_out(names) if name in streamed]
     inside = [name for name in names if name in streamed]
     axes, values = graph.axes, dict.fromkeys((*graph.sources(names, streamed), *inside))
     spans: list[Mapping[str, int]] = []
     for axis, axis_name in enumerate(axes.names):
         extents = {name: axes.extent(shapes[name], axis) for name in values}
-        if axis_name in dimensions and ends:
-            wanted = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in ends}
-            spans.append(tile_lengths(graph, inside, rows, streamed, extents, wanted, axis=axis))
+        if axis_name in dimensions and results:
+            owned = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in results}
+            spans.append(tile_lengths(graph, inside, rows, streamed, extents, owned, axis=axis))
         else:
             spans.append(extents)
     total = 0
@@ -296,30 +295,30 @@ def least_tile_bytes(
 
 
 def _post_dominators(graph: Graph, names: Sequence[str]) -> list[int]:
-    """For each operator the place of its immediate post-dominator; the place behind the last is the exit."""
-    place = {name: i for i, name in enumerate(names)}
-    leave = len(names)
+    """For each operator the position of its immediate post-dominator; the position after the last is the exit."""
+    position_of = {name: i for i, name in enumerate(names)}
+    exit_position = len(names)
     backwards = nx.DiGraph()
     for name in names:
         users = graph.users[name]
-        backwards.add_edges_from((place.get(user, leave), place[name]) for user in users)
+        backwards.add_edges_from((position_of.get(user, exit_position), position_of[name]) for user in users)
         if name in graph.results or not users:
-            backwards.add_edge(leave, place[name])
-    found = nx.immediate_dominators(backwards, leave) if names else {}
-    return [found[i] for i in range(len(names))]
+            backwards.add_edge(exit_position, position_of[name])
+    dominators = nx.immediate_dominators(backwards, exit_position) if names else {}
+    return [dominators[i] for i in range(len(names))]
 
 
-def _segment_end(start: int, must_tile: Sequence[bool], after: Sequence[int]) -> int:
-    """The place of the may-tile operator that ends the segment from ``start``; behind the last one if there is none."""
-    end, waiting = start, [start]
-    while waiting:
-        wanted = after[waiting.pop()]
-        if wanted <= end:
+def _segment_end(start: int, must_tile: Sequence[bool], post_dominators: Sequence[int]) -> int:
+    """Position of the may-tile operator that ends the segment from ``start``; after the last operator if no such operator exists."""
+    end, pending = start, [start]
+    while pending:
+        dominator = post_dominators[pending.pop()]
+        if dominator <= end:
             continue
-        before, end = end, wanted
+        previous, end = end, dominator
         while end < len(must_tile) and must_tile[end]:
             end += 1
-        waiting.extend(range(before, end))
+        pending.extend(range(previous, end))
     return end
 
 
@@ -330,19 +329,19 @@ def _tiled_segment(
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
-    known: PartitionShapeCache,
+    cache: PartitionShapeCache,
 ) -> PartitionSegment:
-    dimensions = known.runs.dimensions.get(names)
+    dimensions = cache.runs.dimensions.get(names)
     if dimensions is None:
-        dimensions = known.runs.dimensions[names] = fused_dimensions(graph, names, rows, streamed)
-    tile_bytes = known.tile_bytes.get(names)
+        dimensions = cache.runs.dimensions[names] = fused_dimensions(graph, names, rows, streamed)
+    tile_bytes = cache.tile_bytes.get(names)
     if tile_bytes is None:
-        tile_bytes = known.tile_bytes[names] = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
-    whole_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.live_out(names)}
+        tile_bytes = cache.tile_bytes[names] = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
+    result_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.live_out(names)}
     span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
     problem = ""
-    if max(whole_bytes.values()) >= limit_bytes:
-        problem = f"{span}: the result holds {max(whole_bytes.values())} bytes, not below {limit_bytes}, and nothing smaller follows"
+    if max(result_bytes.values()) >= limit_bytes:
+        problem = f"{span}: the result holds {max(result_bytes.values())} bytes, not below {limit_bytes}, and no smaller value follows"
     elif not dimensions:
         problem = f"{span}: its values do not fit into {limit_bytes} bytes and no dimension is fused-tileable"
     elif tile_bytes >= limit_bytes:

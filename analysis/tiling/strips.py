@@ -1,18 +1,21 @@
-"""A run of streamed operators + a size + a strip height -> Steps.
+"""Strip schedules: the rows of every value that each strip of a run computes, reads and carries.
 
-The run is walked in strips of rows of its tallest input. After the input has advanced to row ``R`` every value ``v`` has
-grown to its frontier ``F_v(R)``: all rows that can be computed from what is there. Frontiers follow the access maps with the
-image's borders ignored, and are clipped to ``[0, extent]`` only when rows are counted. That lets ``R`` run past the last row:
-the rows that the operators' delays hold back come out in further steps of the same size instead of one tall last step, and
-what lies beyond the border is padding, which is known in advance.
+A run of streamed operators is swept in strips of rows of its tallest input. After the input has advanced to row ``R``, every value ``v``
+has grown to its frontier ``F_v(R)``: all rows that can be computed from the rows available. Frontiers follow the access maps
+(:mod:`sft.analysis.ir.access`) with the image's borders ignored, and are clipped to ``[0, extent]`` only when rows are counted. ``R`` can
+therefore run past the last row: rows held back by the operators' halos are computed in further strips of the same size instead of one tall
+last strip, and rows beyond the border are padding, known in advance.
 
-After a step the rows of ``v`` from ``K_v = min(lo(F_w))`` over its readers ``w`` up to ``F_v`` are *carried*: later rows still
-read them. A step thus computes each row of each value exactly once. All positions are kept as integer arrays over the steps,
-so that a schedule of thousands of steps costs as many NumPy operations as there are operators.
+After a strip the rows of ``v`` from ``K_v = min(lo(F_w))`` over its readers ``w`` up to ``F_v`` are *carried*: later rows still read them
+(the halo). Each row of each value is thus computed exactly once::
 
-One strip of a run: which rows every value gains, holds, reads and keeps.
+    3x3 convolution y of x, padding 1, strips of 4 rows
+    strip   rows of x read     rows of y computed     rows of x carried
+    0       [-1, 4)            [0, 3)                 [2, 4)
+    1       [2, 8)             [3, 7)                 [6, 8)
 
-All rows are global: those of the whole image at that layer, whatever strip or band they are computed in.
+Positions are integer arrays over the strips, so a schedule of thousands of strips takes as many NumPy operations as a short one. All rows
+are global: they count in the full image at that layer, independent of the strip or band that computes them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import numpy.typing as npt
 
 from sft.analysis.ir.graph import Graph
 from sft.analysis.ir.ops import Operator
-from sft.analysis.tiling.frontier_walk import FrontierOperator, operand_reads, propagate_frontiers, walked_rows
+from sft.analysis.tiling.frontier_walk import FrontierOperator, operand_reads, propagate_frontiers, swept_rows
 from sft.common.interval import Interval
 
 __all__ = [
@@ -48,11 +51,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBand:
-    """The part of an image that one of several walks is for, its halo above and below included.
+    """The share of an image that one rank's sweep computes, halo above and below included.
 
     Attributes:
-        computed: for each value the rows that the walk computes (of a source: reads); values that it has nothing to do with have none.
-        own: for each result, and for each value that a reduction takes, the rows that are this walk's and no other's.
+        computed: for each value the rows that the sweep computes (of a source: reads); empty for values that it does not need.
+        owned: for each result, and for each operand of a reduction, the rows that belong to this sweep only.
     """
 
     computed: Mapping[str, Interval]
@@ -61,14 +64,14 @@ class RowBand:
 
 @dataclass(frozen=True, slots=True)
 class OperandRead:
-    """What one operator reads of one operand in one step.
+    """The rows of one operand that one operator reads in one strip.
 
     Attributes:
         operand: the value read.
         rows: its rows, inside the image.
         pad_low: border rows above them.
         pad_high: border rows below them.
-        phase: where the first row computed stands among those that one row of the operand is spread to, for operators that ask for it.
+        phase: index of the first computed row among the output rows of one operand row, for phased operators; otherwise 0.
     """
 
     operand: str
@@ -82,7 +85,7 @@ class OperandRead:
         """The read of ``span``, borders ignored, of a value of ``extent`` rows.
 
         >>> OperandRead.clipped("x", Interval(-1, 8), 6)
-        Read(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2, phase=0)
+        OperandRead(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2, phase=0)
         """
         rows = span.clip(extent)
         pad_low = min(max(0, -span.start), len(span))
@@ -91,16 +94,16 @@ class OperandRead:
 
 @dataclass(frozen=True, slots=True)
 class NodeRows:
-    """One value in one step.
+    """The rows of one value in one strip.
 
     Attributes:
         name: the value.
-        new: rows computed in this step (for an input of the run: rows that arrive).
-        held: rows that are at hand during the step: carried ones, then new ones.
-        kept: rows carried into the next step.
-        wanted: the part of ``new`` that is this step's own: all of it, unless neighbouring steps compute it too. Only this part is
-            written out, takes a gradient from outside, and is reduced.
-        reads: what the operator reads, one entry for each streamed operand.
+        new: rows computed in this strip (of a source: rows that arrive).
+        available: rows in memory during the strip: carried ones, then new ones.
+        kept: rows carried into the next strip.
+        owned: the rows of ``new`` that belong to this strip only: all of them, unless neighbouring tiles compute them too. Only these rows
+            are written out, receive a gradient from outside, and are reduced.
+        reads: the operator's reads, one entry for each streamed operand.
     """
 
     name: str
@@ -112,18 +115,18 @@ class NodeRows:
 
     @property
     def carried(self) -> Interval:
-        """Rows that earlier steps left."""
+        """Rows carried in from earlier strips."""
         return Interval(self.available.start, self.new.start)
 
     @property
     def appended(self) -> Interval:
-        """Rows of this step that later steps need: what the row store gains."""
+        """New rows that later strips need: the growth of the row store."""
         return Interval(max(self.kept.start, self.new.start), self.kept.stop)
 
 
 @dataclass(frozen=True)
 class StripStep:
-    """One strip: what every value gains, holds and keeps, in global rows."""
+    """One strip: the rows of every value, in global rows."""
 
     index: int
     nodes: tuple[NodeRows, ...]
@@ -133,7 +136,7 @@ class StripStep:
 
     @cached_property
     def signature(self) -> tuple[Hashable, ...]:
-        """For each value what the program depends on of it: positions count from each value's own first row."""
+        """For each value the geometry that the strip's program depends on; positions count from each value's first available row."""
         first = {node.name: node.available.start for node in self.nodes}
         return tuple(
             (
@@ -151,23 +154,23 @@ class StripStep:
 
 Rows = npt.NDArray[np.int64]
 
-_NOTHING = Interval(0, 0)
+_EMPTY = Interval(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripSchedule:
-    """All steps of one run, as arrays over the steps.
+    """All strips of one run, as arrays over the strips.
 
     Attributes:
-        sources: the values that enter the run from outside, whole.
+        sources: the values that enter the run from outside, untiled.
         names: sources, then the run's operators in order.
-        extents: each value's rows in the whole image (0 for global values).
-        frontier: for each value its rows at hand before step ``i`` (index ``num_steps`` is the end).
+        extents: each value's rows in the full image (0 for global values).
+        frontier: for each value its rows available before strip ``i`` (index ``num_steps`` is the end).
         kept: for each value the first row still needed at that point.
-        reads: for each operator its streamed operands with access maps' first and last rows, before clipping.
-        phases: for each operator that asks for it the phase of its first new row in each step; see :class:`OperandRead`.
-        strip_rows: rows of the tallest source that one step advances by.
-        own: of a band (:class:`RowBand`), for each result the rows that are its own.
+        reads: for each operator its streamed operands with the access maps' first and end rows, before clipping.
+        phases: for each phased operator the phase of its first new row in each strip; see :class:`OperandRead`.
+        strip_rows: rows of the tallest source that one strip advances by.
+        owned: for a band (:class:`RowBand`) the rows of each result that belong to it.
     """
 
     sources: tuple[str, ...]
@@ -186,11 +189,11 @@ class StripSchedule:
         return len(next(iter(self.frontier.values()))) - 1
 
     def step(self, index: int) -> StripStep:
-        """Step ``index``."""
+        """Strip ``index``."""
         return StripStep(index=index, nodes=tuple(self.node_rows(name, index) for name in self.names))
 
     def node_rows(self, name: str, index: int) -> NodeRows:
-        """One value in step ``index``."""
+        """Rows of one value in strip ``index``."""
         frontier, kept, end = self.frontier[name], self.kept[name], index + 1
         new = Interval(int(frontier[index]), int(frontier[end]))
         phase = int(self.phases[name][index]) if name in self.phases else 0
@@ -200,7 +203,7 @@ class StripSchedule:
             new=new,
             available=Interval(int(kept[index]), new.stop),
             kept=Interval(int(kept[end]), new.stop),
-            owned=(new.intersect(self.owned[name]) or _NOTHING) if name in self.owned else new,
+            owned=(new.intersect(self.owned[name]) or _EMPTY) if name in self.owned else new,
             reads=tuple(
                 OperandRead.clipped(operand, Interval(low, high), self.extents[operand], phase)
                 for operand, low, high in spans
@@ -209,16 +212,16 @@ class StripSchedule:
         )
 
     def first_row(self, name: str, index: int) -> int:
-        """The first row that is held of a value in step ``index``."""
+        """First available row of a value in strip ``index``."""
         return int(self.kept[name][index])
 
     @cached_property
     def _signatures(self) -> Rows:
-        """For each step its geometry, counted from each value's own first row: all that its program depends on."""
+        """Geometry of each strip, the input of its program; positions count from each value's first available row."""
         return np.stack([column for name in self.names for column in self._columns(name)], axis=1)
 
     def _columns(self, name: str) -> list[Rows]:
-        """Those of one value."""
+        """Columns of the signature matrix for one value."""
         frontier, kept = self.frontier[name], self.kept[name]
         new = frontier[1:] - frontier[:-1]
         columns = [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
@@ -235,51 +238,51 @@ class StripSchedule:
         return columns
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, int], ...]:
-        """For each value where its part of a signature begins and ends, in bytes."""
+    def _signature_spans(self) -> tuple[tuple[int, int], ...]:
+        """For each value the byte range of its columns in a signature."""
         counts = (3 + 2 * (name in self.owned) + (name in self.phases) + 4 * len(self.reads.get(name, ())) for name in self.names)
         ends = [0, *accumulate(8 * count for count in counts)]
         return tuple(pairwise(ends))
 
     def signatures(self, index: int) -> Sequence[Hashable]:
-        """The signature of a step taken apart: for each value, in order, what the program depends on of its own rows and reads."""
-        whole = self.signature(index)
-        return [whole[start:stop] for start, stop in self._places]
+        """The signature of a strip split by value: the geometry of the value's rows and reads."""
+        signature = self.signature(index)
+        return [signature[start:stop] for start, stop in self._signature_spans]
 
     def signature(self, index: int) -> bytes:
-        """All of a step that its program depends on."""
+        """The geometry of a strip, which determines its program."""
         return bytes(self._signatures[index].tobytes())
 
     def geometry(self, index: int) -> bytes:
-        """What the signature of one step says, without those of the others."""
-        found: list[int] = []
+        """The information of :meth:`signature` for a single strip, computed without the signatures of all strips."""
+        entries: list[int] = []
         ends = {name: self._ends(name, index) for name in self.names}
         for name in self.names:
             start, stop, base, keeps = ends[name]
-            found += (stop - start, start - base, stop - keeps)
+            entries += (stop - start, start - base, stop - keeps)
             if name in self.owned:
-                found += (self.owned[name].start - start, self.owned[name].stop - start)
+                entries += (self.owned[name].start - start, self.owned[name].stop - start)
             if name in self.phases:
-                found.append(int(self.phases[name][index]))
+                entries.append(int(self.phases[name][index]))
             for operand, low, high in self.reads.get(name, ()):
                 first, end, extent = low.item(index), high.item(index), self.extents[operand]
                 if end > first:
-                    held = ends[operand][2]
-                    found += (max(0, min(first, extent)) - held, max(0, min(end, extent)) - held, end - first, max(0, -first))
-        return np.array(found, dtype=np.int64).tobytes()
+                    base_row = ends[operand][2]
+                    entries += (max(0, min(first, extent)) - base_row, max(0, min(end, extent)) - base_row, end - first, max(0, -first))
+        return np.array(entries, dtype=np.int64).tobytes()
 
     def _ends(self, name: str, index: int) -> tuple[int, int, int, int]:
-        """Where a value's new rows begin and end in a step, and where those that it holds begin before and after."""
+        """Start and stop of a value's new rows in a strip, and its first kept row before and after it."""
         frontier, kept = self.frontier[name], self.kept[name]
         return frontier.item(index), frontier.item(index + 1), kept.item(index), kept.item(index + 1)
 
     def structural_hash(self) -> bytes:
-        """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
+        """Hash of the geometry of all strips, which determines their cost; independent of the position in the image."""
         return hashlib.sha256(self._signatures.tobytes()).digest()
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:
-        """Step indices with pairwise different signatures, and for each step which of them it equals."""
+        """Indices of strips with pairwise different signatures, and for each strip the position of its own among them."""
         first: list[int] = []
         numbers: dict[bytes, int] = {}
         kinds = np.empty(self.num_steps, dtype=np.int64)
@@ -291,7 +294,7 @@ class StripSchedule:
         return np.array(first, dtype=np.int64), kinds
 
     def rows_read(self, name: str, readers: Collection[str]) -> tuple[Rows, Rows]:
-        """First row, and the one behind the last, that some operators read of a value in each step; both 0 where they read none."""
+        """First and end row of a value that some operators read in each strip; both 0 if they read none."""
         extent = self.extents[name]
         start = np.full(self.num_steps, extent, dtype=np.int64)
         stop = np.zeros(self.num_steps, dtype=np.int64)
@@ -305,7 +308,7 @@ class StripSchedule:
         return np.where(stop > start, start, 0), stop
 
     def carried_rows(self, index: int) -> dict[str, Interval]:
-        """The rows carried into step ``index``: the state of the walk, a checkpoint from which it can restart."""
+        """The rows carried into strip ``index``: the state of the sweep, a checkpoint from which it can restart."""
         return {
             name: Interval(int(self.kept[name][index]), int(self.frontier[name][index]))
             for name in self.names
@@ -314,13 +317,13 @@ class StripSchedule:
 
 
 def source_rates(heights: Mapping[str, int]) -> dict[str, Fraction]:
-    """Rows of each source per row of the tallest; sources of one image stand in whole ratios up to rounding at the border."""
+    """Rows of each source per row of the tallest. Sources of one image have integer ratios, up to rounding at the border."""
     tallest = max(heights.values(), default=1)
     return {name: Fraction(1, max(1, round(tallest / height))) for name, height in heights.items()}
 
 
 def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:
-    """Rows of each value per row of the walked input, given the sources' rates (global values have none)."""
+    """Rows of each value per row of the swept input, given the sources' rates; global values have none."""
     rates = dict(sources)
     for name in names:
         row = rows[name]
@@ -333,7 +336,7 @@ def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction
 
 
 def total_stride(rates: Mapping[str, Fraction]) -> int:
-    """Rows of the walked input after which the pattern of every value repeats."""
+    """Rows of the swept input after which the pattern of every value repeats."""
     return lcm(*(rate.denominator for rate in rates.values()))
 
 
@@ -346,32 +349,32 @@ def build_schedule(
     strip_rows: int,
     band: RowBand | None = None,
 ) -> StripSchedule:
-    """Walk the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
+    """Sweep the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
 
     Args:
         graph: the graph, ``names`` in its order.
         names: the operators of the run: streamed ones and reductions.
         rows: the operator table's row of each operator.
-        streamed: the values that come in strips.
+        streamed: the values that are streamed in strips.
         extents: rows of every streamed value.
         strip_rows: at least 1; clipped to the image.
-        band: the part of the image that the walk is for; all of it by default. A band of no rows has no steps.
+        band: the share of the image to sweep; all of it by default. A band without rows has no strips.
     """
     sources = graph.sources(names, streamed)
     height = max(extents[name] for name in sources)
     computed = {
         name: Interval(0, extents[name]) if band is None else band.computed[name] for name in (*sources, *names) if name in streamed
     }
-    own = computed if band is None else band.owned
-    walked = walked_rows(sources, computed, extents, height)
-    strip = max(1, min(strip_rows, len(walked)))
+    owned = computed if band is None else band.owned
+    swept = swept_rows(sources, computed, extents, height)
+    strip = max(1, min(strip_rows, len(swept)))
     operators = [FrontierOperator.of(graph[name], rows[name], streamed) for name in names]
-    unclipped = propagate_frontiers(operators, streamed, extents, sources, computed, walked, strip)
+    unclipped = propagate_frontiers(operators, streamed, extents, sources, computed, swept, strip)
     frontier: dict[str, Rows] = {}
     clipped: dict[tuple[int, Interval], Rows] = {}
     for name in (*sources, *names):
         if name in streamed:
-            # What is computed pixel by pixel is as far as what it is computed of, and shares its array.
+            # A per-pixel operator has the frontier of its operand, and shares its array.
             key = (id(unclipped[name]), computed[name])
             if key not in clipped:
                 clipped[key] = np.minimum(np.maximum(unclipped[name], computed[name].start), computed[name].stop)
@@ -387,7 +390,7 @@ def build_schedule(
         entries = []
         window = operator.window(frontier)
         for operand in operator.operands:
-            low, high, floor_row = operand_reads(operator, window, frontier, operand, computed, own)
+            low, high, floor_row = operand_reads(operator, window, frontier, operand, computed, owned)
             entries.append((operand, low, high))
             if floor_row is not frontier[operand]:
                 kept[operand] = np.minimum(kept[operand], floor_row)
@@ -404,5 +407,5 @@ def build_schedule(
         reads=reads,
         phases=phases,
         strip_rows=strip,
-        owned={} if band is None else {name: own[name] for name in names if name in own and name in streamed},
+        owned={} if band is None else {name: owned[name] for name in names if name in owned and name in streamed},
     )

@@ -24,6 +24,7 @@ from sft.common.errors import SftError as SftError
 from sft.common.errors import SkipSlideError as SkipSlideError
 from sft.common.errors import SourceError as SourceError
 from sft.common.errors import UnsupportedError as UnsupportedError
+from sft.common.legacy_names import install as _install_legacy_names
 from sft.common.memory import Peak as Peak
 from sft.common.memory import measure_peak as measure_peak
 from sft.optim.streamed import StreamedOptimizer as StreamedOptimizer
@@ -39,3 +40,5 @@ from sft.torch_runtime.input_streaming import Reading as Reading
 from sft.torch_runtime.skip_constant import PassSkipping as PassSkipping
 from sft.torch_runtime.skip_constant import Skipping as Skipping
 from sft.weights.disk_store import WeightsFile as WeightsFile
+
+_install_legacy_names()

@@ -17,6 +17,7 @@ from sft.analysis.ir.repeat_op import RepeatCapture, current_repeat_capture
 from sft.common.byte_units import parse_bytes
 from sft.common.call_guards import dynamo_disabled, refuse_tracing
 from sft.common.errors import InputError, UnsupportedError
+from sft.common.legacy_names import renamed
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.kernels.rng.philox import draw_seed
@@ -419,3 +420,8 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def __getattr__(name: str) -> Any:
+    """Old names of classes in pickles."""
+    return renamed(__name__, name)

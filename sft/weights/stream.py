@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError, SourceError
+from sft.common.legacy_names import renamed
 from sft.weights.record import RecordPart
 from sft.weights.store import Store
 
@@ -396,3 +397,8 @@ def _next_reads(plan: Sequence[int]) -> list[int]:
         following[position] = latest.get(plan[position], _NEVER)
         latest[plan[position]] = position
     return following
+
+
+def __getattr__(name: str) -> Any:
+    """Old names of classes in pickles."""
+    return renamed(__name__, name)

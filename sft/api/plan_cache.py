@@ -210,7 +210,7 @@ class PlanCache:
         try:
             return self._planned(kind, problem, captured, search)
         finally:
-            problem.forget()
+            problem.clear_memo()
 
     def _planned(self, kind: CallSignature, problem: PlanningProblem, captured: CapturedModel, search: PlanSearch) -> PreparedPlan:
         """The plan for a problem."""

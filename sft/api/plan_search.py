@@ -268,7 +268,7 @@ def _has_device_overhead(device: torch.device) -> bool:
 def _with_measured_overhead(overheads: OverheadEstimator, problem: PlanningProblem, planned: ProjectedPlan) -> ProjectedPlan:
     """A plan with what the device takes besides."""
     with autocast_disabled(overheads.device):
-        overhead_bytes = overheads.of(problem, planned.region, planned.projection.peak_bytes)
+        overhead_bytes = overheads.overhead_bytes(problem, planned.region, planned.projection.peak_bytes)
     return replace(planned, projection=replace(planned.projection, overhead_bytes=overhead_bytes))
 
 

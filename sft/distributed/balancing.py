@@ -98,7 +98,7 @@ class _RunPartitioner:
         if self.shares.num_bands == 1:
             return 0.0
         first, last = self.positions[start], self.positions[stop]
-        return self.problem.remembered(("computed twice", self.shares, self.names[first], last), lambda: self._count(first, last))
+        return self.problem.memoize(("computed twice", self.shares, self.names[first], last), lambda: self._count(first, last))
 
     def _count(self, first: int, last: int) -> float:
         problem, shares, names = self.problem, self.shares, self.names[first:last]
@@ -124,7 +124,7 @@ def _operator_flops(problem: PlanningProblem) -> dict[str, int]:
                 found[instruction.owner] = found.get(instruction.owner, 0) + weight * instruction.flops
         return found
 
-    return problem.remembered("FLOPs of operators", count)
+    return problem.memoize("FLOPs of operators", count)
 
 
 #: Corrections of the bounds that are tried, one after the other.

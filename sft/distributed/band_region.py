@@ -385,7 +385,7 @@ class BandRegionBuilder:
             contiguous=segment.contiguous,
             first_rows={name: held.rows[band].start for name, held in layout.held.items()},
             synchronized=self.synchronized,
-            shared=problem.remembered(("programs of bands", lowered, segment.scope.outputs), dict),
+            shared=problem.memoize(("programs of bands", lowered, segment.scope.outputs), dict),
         )
 
 

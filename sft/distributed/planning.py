@@ -356,7 +356,7 @@ def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num
 
 def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
     graph, phases = problem.graph, problem.phases
-    return problem.remembered(
+    return problem.memoize(
         ("footprint", names, batch),
         lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, batch),
     )
@@ -405,4 +405,4 @@ def _undivided(bands: BandRegionBuilder) -> BandRegionBuilder:
 
 def _tiled_flops(bands: BandRegionBuilder, projection: Projection) -> int:
     """FLOPs of segments in strips."""
-    return sum(lap.flops for lap in projection.laps if lap.move.kind != "loss" and bands.choices[lap.move.segment].mode == "tiled")
+    return sum(op.flops for op in projection.op_records if op.move.kind != "loss" and bands.choices[op.move.segment].mode == "tiled")

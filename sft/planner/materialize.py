@@ -1,10 +1,8 @@
-"""Decisions carried out: the region that runs them, and what it costs exactly.
+"""Materialization: decisions become a region with an exact projection.
 
-Whole segments in stages, where weights are streamed.
-
-A segment has all of its weights on the device while it runs, and the gradients of all of them when it has run back. Of operators that are
-kept whole nothing is lost by running them in more segments, cut where few values cross (``sft.planner.stages``): what crosses is kept
-either way. So wherever weights are streamed, whole segments are as small as these stages.
+Where weights are streamed, untiled segments are split into stages first (``sft.planner.stages``). While a segment runs, all of its weights
+are on the device, and when it has run back, so are the gradients of all of them. Splitting an untiled segment costs no memory: it is cut
+where few values cross, and these are kept in either case. So with streamed weights every untiled segment is as small as a stage.
 """
 
 from __future__ import annotations
@@ -24,34 +22,23 @@ from sft.runtime.region import Region
 
 __all__ = ["CERTAIN_SHARE", "MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "ProjectedPlan", "materialize", "split_into_stages"]
 
-
-def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:
-    """The same decisions, with whole segments cut into stages; those that are stages already stay as they are."""
-    return tuple(part for choice in choices for part in (_stage_groups(problem, choice) if choice.mode == "whole" else (choice,)))
-
-
-def _stage_groups(problem: PlanningProblem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
-    staged = problem.remembered(
-        "stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu"))
-    )  # the rates do not matter here
-    behind = (group for pair in zip(staged.stages, staged.asides, strict=True) for group in pair)
-    inside = set(choice.nodes)
-    for group in (problem.phases.prologue, *behind):
-        nodes = tuple(name for name in group if name in inside)
-        if nodes:
-            yield SegmentChoice(nodes=nodes, mode="whole")
-
-
-#: Exact projections of one search at most; and the share of the best one's cost that another proposal must not exceed to be looked at.
+#: Exact projections per search.
 MAX_PROJECTIONS = 8
+#: A further proposal is projected only if its estimated cost is below this share of the best plan's.
 WORTH_ANOTHER_LOOK = 0.98
-#: Of what operators that are kept whole should need, this they surely do.
+#: Lower bound of the bytes that untiled operators need, as a share of their estimate.
 CERTAIN_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedPlan:
-    """Decisions, the region that carries them out (in its order), and what it costs."""
+    """Decisions with the region that executes them and its projection.
+
+    Attributes:
+        choices: the decisions, one per segment.
+        region: the region of these segments, with its schedule.
+        projection: exact bytes and FLOPs of a step.
+    """
 
     choices: tuple[SegmentChoice, ...]
     region: Region
@@ -59,10 +46,12 @@ class ProjectedPlan:
 
 
 def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:
-    """Build the region for given decisions and project it. Where weights are streamed and no order is given, whole segments run in stages.
+    """Build the region of these decisions and project it.
+
+    If weights are streamed and no order is given, untiled segments are split into stages.
 
     Raises:
-        InputError: the order runs a segment back that has not kept what it needs for that.
+        InputError: the order runs a segment back without its residuals, or a copy of it cannot run.
     """
     if problem.weights is not None and order is None:
         choices = split_into_stages(problem, choices)
@@ -70,12 +59,29 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
     if any(move.is_copy for move in region.schedule):
         region = region.without_skipping()
     unsaved_segments = region.liveness.unsaved_segments() if order is not None and problem.training else ()
-    misplaced = region.liveness.copy_error() if order is not None and problem.training else None
+    copy_error = region.liveness.copy_error() if order is not None and problem.training else None
     if unsaved_segments:
         raise InputError(
             f"the plan's order runs segments {list(unsaved_segments)} back without F{unsaved_segments[0]}+ before; "
             "make a new one with sft.plan(...)"
         )
-    if misplaced is not None:
-        raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
+    if copy_error is not None:
+        raise InputError(f"the plan's order cannot run: {copy_error}; make a new one with sft.plan(...)")
     return ProjectedPlan(tuple(choices), region, project_step(problem, region))
+
+
+def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:
+    """Split untiled segments into stages; tiled segments and single stages stay as they are."""
+    groups = (_stage_groups(problem, choice) if choice.mode == "whole" else (choice,) for choice in choices)
+    return tuple(segment for group in groups for segment in group)
+
+
+def _stage_groups(problem: PlanningProblem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
+    # The stages do not depend on the rates.
+    staged = problem.memoize("stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu")))
+    stages_with_updates = (group for pair in zip(staged.stages, staged.buffer_updates, strict=True) for group in pair)
+    inside = set(choice.nodes)
+    for group in (problem.phases.prologue, *stages_with_updates):
+        nodes = tuple(name for name in group if name in inside)
+        if nodes:
+            yield SegmentChoice(nodes=nodes, mode="whole")

@@ -1,4 +1,4 @@
-"""What a plan says about several ranks."""
+"""Mesh plans: bytes, FLOPs and messages of each rank of a plan over several ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from sft.common.byte_units import format_bytes
 
 __all__ = ["MeshPlan", "RankPlan"]
 
-#: Bands that are listed one by one.
+#: Bands listed one by one in the report.
 _MAX_SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One band's part in a step.
+    """Share of one band in a step.
 
     Attributes:
-        rows: first row of the tallest input that the band owns, and the one behind the last.
-        projected_peak_bytes: most bytes that its step makes, as `sft.Plan.projected_peak_bytes`.
-        flops: what it computes.
-        repeated_flops: of these, what all bands compute: on whole tensors (0 for the first band).
-        sent_row_bytes: rows of cuts and of their gradients that it sends.
+        rows: half-open range of the rows of the tallest input that the band owns.
+        projected_peak_bytes: peak bytes of its step, as `sft.Plan.projected_peak_bytes`.
+        flops: its FLOPs.
+        repeated_flops: part of these that all bands compute: untiled operators (0 for the first band).
+        sent_row_bytes: rows of segment boundary tensors and of their gradients that it sends.
         sent_global_bytes: running reductions and gradients of global values that it sends.
         sent_parameter_bytes: gradients of parameters that it sends.
-        received_bytes: all that it receives.
-        sent_beside_bytes: of what it sends that which is under way while strips run: it computes between posting it and waiting for it.
-        received_beside_bytes: likewise, of what it receives.
+        received_bytes: all bytes that it receives.
+        sent_beside_bytes: part of the sent bytes that are in flight while strips run: the band computes between posting and waiting.
+        received_beside_bytes: the same part of the received bytes.
     """
 
     rows: tuple[int, int]
@@ -42,7 +42,7 @@ class RankPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """All that it sends."""
+        """All bytes that it sends."""
         return self.sent_row_bytes + self.sent_global_bytes + self.sent_parameter_bytes
 
 
@@ -51,11 +51,11 @@ class MeshPlan:
     """A step on a mesh of ranks.
 
     Attributes:
-        num_replicas: images that are worked on at once.
-        ranks: one for each band of an image; those of other replicas are the same.
-        halo_flops: what bands compute together beyond what one band would that is the whole image: rows at their borders, computed by both
+        num_replicas: images that are processed at once.
+        ranks: one entry per band of an image; those of other replicas are equal.
+        halo_flops: FLOPs that all bands compute in addition to one band of the whole image: rows at the borders, computed by both
             neighbours.
-        outputs_in_bands: whether each rank returns its own rows of outputs that are images.
+        outputs_in_bands: true if each rank returns its own rows of outputs that are images.
     """
 
     num_replicas: int
@@ -70,32 +70,32 @@ class MeshPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """What all ranks of an image send in a step."""
+        """Bytes that all ranks of an image send in a step."""
         return sum(rank.sent_bytes for rank in self.ranks)
 
     @property
     def beside_share(self) -> float:
-        """Which part of what all ranks send is under way while they compute; 1 where nothing is sent."""
+        """Share of the sent bytes that are in flight during computation; 1 if no bytes are sent."""
         return sum(rank.sent_beside_bytes for rank in self.ranks) / self.sent_bytes if self.sent_bytes else 1.0
 
     @property
     def halo_share(self) -> float:
-        """What is computed twice at the bands' borders, over what is computed once."""
+        """FLOPs computed twice at the borders of bands, over those computed once."""
         once = sum(rank.flops - rank.repeated_flops for rank in self.ranks) - self.halo_flops
         return self.halo_flops / once if once else 0.0
 
     @property
     def balance(self) -> float:
-        """The mean of the ranks' FLOPs over the largest: 1 where all work alike."""
-        most = max((rank.flops for rank in self.ranks), default=0)
-        return sum(rank.flops for rank in self.ranks) / (most * len(self.ranks)) if most else 1.0
+        """Mean of the ranks' FLOPs over the largest: 1 if all compute the same."""
+        largest = max((rank.flops for rank in self.ranks), default=0)
+        return sum(rank.flops for rank in self.ranks) / (largest * len(self.ranks)) if largest else 1.0
 
     def link_seconds(self, bytes_per_second: float) -> float:
-        """How long the busiest rank's messages take on a link of its own, in each direction, if nothing else hides them."""
+        """Seconds of the busiest rank's messages on a link of its own in each direction, without overlap."""
         return max((max(rank.sent_bytes, rank.received_bytes) for rank in self.ranks), default=0) / bytes_per_second
 
     def lines(self) -> list[str]:
-        """The mesh for people: what the ranks do together, then one line for each of the first ranks and the last."""
+        """Report lines: totals of all ranks, then one line for each of the first ranks and the last."""
         total = sum(rank.flops for rank in self.ranks)
         lines = [
             f"Mesh: {self.num_replicas} replica(s) of {self.num_bands} band(s)",

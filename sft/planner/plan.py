@@ -1,4 +1,4 @@
-"""Plans: frozen, printable, JSON."""
+"""Execution plans: frozen dataclasses with a text report and a JSON form."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
 
-#: How a strip gets the rows around it.
+#: Source of a strip's halo rows: kept from the strip before, or computed again.
 HaloMode = Literal["carry", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentChoice:
-    """What the planner decides about one segment.
+    """Planner decisions for one segment.
 
     Attributes:
-        nodes: its operators in order.
-        mode: ``"tiled"`` (strips, recomputed in the backward pass) or ``"whole"`` (everything kept).
-        strip_rows: rows of the segment's tallest source to a strip.
-        state_every: a state of the walk is kept every so many strips.
-        state_slots: if not 0, so many states at most are held instead, and the others restored from them (Revolve).
-        batch_tile: batch elements that walk together.
-        panel_cols: columns of the widest source to a panel; 0 is the full width.
-        halo: how a strip gets the rows around it: carried from its neighbour, or computed again.
-        restart: of several walks (panels, batch elements) only the last keeps its states in the forward pass; each other one runs
+        nodes: operators in execution order.
+        mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept).
+        strip_rows: rows of the segment's tallest source per strip.
+        state_every: a state of the sweep is kept every so many strips.
+        state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve).
+        batch_tile: batch elements per sweep.
+        panel_cols: columns of the widest source per panel; 0 is the full width.
+        halo: source of the halo rows of a strip: carried from its neighbour, or recomputed.
+        restart: of several sweeps (panels, batch elements) only the last keeps its states in the forward pass; every earlier one runs
             forward once more before its backward pass.
-        streamed: values that it hands on over the host, strip by strip.
+        streamed: output values that pass to later segments through host memory, strip by strip.
     """
 
     nodes: tuple[str, ...]
@@ -52,31 +52,30 @@ class SegmentChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlan:
-    """A segment as planned.
+    """One segment of a plan: decisions with projected numbers.
 
     Attributes:
-        nodes: its operators in order.
-        layers: first and last operator for people.
+        nodes: operators in execution order.
+        layers: readable names of the first and the last operator.
         mode: ``"tiled"`` or ``"whole"``.
-        placement: where its outputs live: ``"device"``; ``"host"`` where all of them leave strip by strip, ``"device and host"`` where
-            some do.
-        strip_rows: rows of the tallest source to a strip (0 when whole).
-        panel_cols: columns of the widest source to a panel.
+        placement: memory of its outputs: ``"device"``; ``"host"`` if all of them leave strip by strip, ``"device and host"`` if some do.
+        strip_rows: rows of the tallest source per strip (0 if untiled).
+        panel_cols: columns of the widest source per panel.
         num_panels: panels side by side.
-        halo: how a strip gets the rows around it.
-        restart: whether walks run forward once more before their backward pass, instead of keeping their states.
-        state_every: a state of the walk is kept every so many strips.
-        state_slots: if not 0, so many states at most are held instead (Revolve).
-        batch_tile: batch elements that walk together.
-        num_steps: strips to a walk.
-        num_forwards: how often the plan runs it forward; more than once where what it made is recomputed.
-        state_bytes: bytes of all states kept at once, for all walks.
-        working_bytes: most bytes that one strip's program adds.
-        output_bytes: bytes of the values it hands on.
-        flops: forward, recomputations and backward.
-        kernels: operators that run as Triton kernels, with what is fused into them; all others run by ATen.
-        formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
-        streamed: values that it hands on over the host, strip by strip: they are never whole on the device.
+        halo: source of the halo rows of a strip.
+        restart: true if sweeps run forward once more before their backward pass, instead of keeping their states.
+        state_every: a state of the sweep is kept every so many strips.
+        state_slots: if not 0, at most so many states are kept instead (Revolve).
+        batch_tile: batch elements per sweep.
+        num_steps: strips per sweep.
+        num_forwards: forward runs of the segment in the plan; more than one if its outputs are recomputed.
+        state_bytes: bytes of all states kept at once, for all sweeps.
+        working_bytes: peak bytes that one strip's program adds.
+        output_bytes: bytes of its output values.
+        flops: FLOPs of forward, recomputation and backward.
+        kernels: operators that run as Triton kernels, with the operators fused into them; the remaining ones run on ATen.
+        formulas: results of the symbolic analysis: halo, receptive field, carried rows, footprint.
+        streamed: output values that pass through host memory, strip by strip: no full tensor of them exists on the device.
     """
 
     nodes: tuple[str, ...]
@@ -103,20 +102,20 @@ class SegmentPlan:
 
     def __post_init__(self) -> None:
         tiled = self.mode == "tiled"
-        least = {"strip_rows": tiled, "state_every": 1, "state_slots": 0, "batch_tile": tiled, "panel_cols": 0}
-        given = {name: getattr(self, name) for name in least}
-        wrong = [f"{name} is {given[name]}, expected at least {low:d}" for name, low in least.items() if given[name] < low]
-        if wrong or not self.nodes:
-            raise InputError(f"a segment of a plan: {'; '.join(wrong) or 'it has no operators'}")
+        minimum = {"strip_rows": tiled, "state_every": 1, "state_slots": 0, "batch_tile": tiled, "panel_cols": 0}
+        values = {name: getattr(self, name) for name in minimum}
+        violations = [f"{name} is {values[name]}, expected at minimum {bound:d}" for name, bound in minimum.items() if values[name] < bound]
+        if violations or not self.nodes:
+            raise InputError(f"a segment of a plan: {'; '.join(violations) or 'it has no operators'}")
 
     @property
     def backend(self) -> Literal["aten", "mixed"]:
-        """What runs its operators: ``"aten"`` alone, or kernels as well."""
+        """Backend of its operators: ``"aten"`` alone, or ``"mixed"`` with Triton kernels."""
         return "mixed" if self.kernels else "aten"
 
     @property
     def choice(self) -> SegmentChoice:
-        """The decisions alone."""
+        """The decisions without projected numbers."""
         return SegmentChoice(
             nodes=self.nodes,
             mode=self.mode,
@@ -133,38 +132,38 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model runs on inputs of one shape inside a byte budget.
+    """Execution of a model on inputs of one shape inside a byte budget.
 
     Attributes:
         input_shapes: shapes of the model's inputs.
-        input_placements: where each of them is: ``"device"``, whole, or ``"source"``, read strip by strip.
-        output_placements: where each output is: ``"device"`` or ``"host"``.
-        dtype: the inputs' element type.
-        training: whether a backward pass is planned.
+        input_placements: location of each input: ``"device"`` (full tensor) or ``"source"`` (read strip by strip).
+        output_placements: location of each output: ``"device"`` or ``"host"``.
+        dtype: element type of the inputs.
+        training: true if a backward pass is planned.
         budget_bytes: the budget.
-        resident_bytes: parameters, their gradients, buffers, optimizer state; without those of streamed weights.
-        projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs and their
-            gradients (where they are on the device), cuts, states, strips, new parameter gradients, streamed weights while they are there,
-            and ``overhead_bytes``.
-        flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
-        plain_flops: what plain PyTorch computes for the same step.
-        projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for. Every plan has
-            `estimated_seconds`, which nobody measured.
-        timeline: what is held and done, move by move.
-        segments: in order.
-        order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
-            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back. ``">add"`` begins to
-            copy the value ``add`` to the host, ``"~add"`` gives its bytes on the device back, ``"<add"`` begins to copy it back; ``">3+"``
-            and so on do that with what segment 3 kept.
-        host_bytes: what leaves the device during a step takes so much of the host's memory.
-        skips_repeats: whether a step may leave out strips that would make what a neighbour made, and take less than ``flops``.
-        notes: why operators that read an image run on whole tensors, one line each.
-        repeat_budgets: most bytes that repeated blocks may hold which have no budget of their own, in order; empty where they keep all.
-        streamed_weights: how many parameters are streamed; 0 where all are resident.
-        weights_peak_bytes: most bytes of streamed weights on the device at once, which are part of the projected peak.
-        overhead_bytes: on a GPU, what its allocator rounds up and libraries take as workspaces, measured there; part of the projected peak.
-        mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
-            but for ``flops``, which are those of all bands of an image together.
+        resident_bytes: parameters, their gradients, buffers, optimizer state; streamed weights excluded.
+        projected_peak_bytes: peak bytes above the resident ones: inputs (for streamed ones their buffers), outputs and their gradients
+            (those on the device), segment boundary tensors, states, strips, new parameter gradients, streamed weights while loaded, and
+            ``overhead_bytes``.
+        flops: FLOPs of a step (convolutions and matrix products, counted as ``torch.utils.flop_counter`` does).
+        plain_flops: FLOPs of plain PyTorch for the same step.
+        projected_seconds: seconds of a step, from timing its programs on the device; ``None`` unless ``Options(profile="measure")``. Every
+            plan has `estimated_seconds`, which is never measured.
+        timeline: bytes, FLOPs and seconds of each schedule op.
+        segments: the segments in execution order.
+        order: the schedule, if it is not the default one (each segment once forward, then each back): ``"F3"`` runs segment 3 forward,
+            ``"F3+"`` keeps its residuals, too, ``"L"`` yields to the caller for the loss, ``"B3"`` runs segment 3 back. ``">add"`` begins
+            to copy the value ``add`` to the host, ``"~add"`` frees its bytes on the device, ``"<add"`` begins to copy it back; ``">3+"``
+            and so on do the same with the residuals of segment 3.
+        host_bytes: peak bytes of host memory for values that leave the device during a step.
+        skips_repeats: true if a step may skip strips that equal a neighbour's, and then take less than ``flops``.
+        notes: reasons why operators that read an image run untiled, one line each.
+        repeat_budgets: byte budgets of the repeats that have none of their own, in order; empty if they keep all residuals.
+        streamed_weights: number of streamed parameters; 0 if all are resident.
+        weights_peak_bytes: peak bytes of streamed weights on the device, which are part of the projected peak.
+        overhead_bytes: on a GPU, measured bytes of allocator rounding and library workspaces; part of the projected peak.
+        mesh: for a plan over several ranks, the bytes, FLOPs and messages of each rank. The numbers above are then those of the rank with
+            the largest peak, except ``flops``, which sums all bands of an image.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -192,41 +191,41 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Resident bytes and the projected peak: what the card must hold."""
+        """Resident bytes and the projected peak: the memory that the device must have."""
         return self.resident_bytes + self.projected_peak_bytes
 
     @property
     def redundancy(self) -> float:
-        """FLOPs over those of plain PyTorch; recomputing one forward pass makes about 4/3."""
+        """FLOPs over those of plain PyTorch; recomputing one forward pass gives about 4/3."""
         return self.flops / self.plain_flops if self.plain_flops else 1.0
 
     @property
     def estimated_seconds(self) -> float:
-        """Of a step, at rates that are known of a kind of device to the nearest power of ten: for comparing plans with each other.
+        """Seconds of a step at rates known to the nearest power of ten for the kind of device: for comparing plans with each other.
 
-        A model on the meta device is taken for one on a GPU.
+        A model on the meta device is rated as on a GPU.
         """
         return self.timeline.estimated_seconds
 
     def explain(self, *, costs: bool = False) -> str:
-        """The plan for people: one block a segment, and where the bytes go.
+        """Text report: the split of the budget, then one block per segment.
 
         Args:
-            costs: whether to say what each segment takes of the step's time. Default: `False`
+            costs: add the seconds of each segment. Default: `False`
         """
         from sft.planner.report import plan_report
 
         return plan_report(self, costs=costs)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw what the step holds over time, and what it does meanwhile. Needs the extra ``plot``.
+        """Draw memory over time and the segments that run. Needs the extra ``plot``.
 
         Args:
-            path: a file with an ending that matplotlib knows: ``.png``, ``.svg``, ``.pdf``, ...
+            path: a file with a suffix that matplotlib supports: ``.png``, ``.svg``, ``.pdf``, ...
 
         Raises:
-            InputError: matplotlib is missing or knows no such ending, or the plan has no operators.
-            SourceError: the file cannot be written; what was there before is untouched.
+            InputError: matplotlib is missing or does not support the suffix, or the plan has no operators.
+            SourceError: the file cannot be written; an existing file stays untouched.
         """
         from sft.planner.report import plan_figure
         from sft.solvers.plot import save_figure
@@ -237,12 +236,12 @@ class Plan:
         return self.explain()
 
     def to_json(self) -> str:
-        """The plan as JSON text; :meth:`from_json` reads it back."""
+        """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan.
+        """Parse a plan.
 
         Raises:
             InputError: the text is not a plan.

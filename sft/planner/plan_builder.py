@@ -1,4 +1,4 @@
-"""The finished plan: decisions with their projected numbers and the analysis' formulas."""
+"""Plan builder: decisions and their projection become a `sft.Plan` with the formulas of the analysis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["build_plan"]
 
 
 def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
-    """Write down a plan; its seconds are estimated by these rates."""
+    """Build the plan; its seconds are estimated at these rates."""
     graph = problem.graph
     return Plan(
         input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
@@ -52,16 +52,18 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
 
 
 def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
-    """The schedules of repeated blocks, a line each."""
+    """Schedules of the repeats, one line each."""
     calls = repeated_calls(problem)
     return tuple(f"{problem.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.training else ()
 
 
 def _schedule_text(region: Region) -> tuple[str, ...]:
-    """The moves as text, none where they are the plain ones; what is light needs not be kept."""
-    found, plain = region.schedule, default_schedule(len(region.segments))
-    light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
-    return () if tuple(light) == plain else tuple(map(str, found))
+    """The schedule as text; empty for the default one. Segments without residuals have no use for ``keep``, so it is ignored for them."""
+    moves, default = region.schedule, default_schedule(len(region.segments))
+    normalized = [
+        replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in moves
+    ]
+    return () if tuple(normalized) == default else tuple(map(str, moves))
 
 
 def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
@@ -77,13 +79,13 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
             graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
         )
         spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
-        tallest = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
-        rows = "-" if tallest is None else f"{min(tallest, problem.run_height(choice.nodes))} rows"
-        at_all_sizes = problem.memoize_across_sizes(
+        max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
+        rows = "-" if max_rows is None else f"{min(max_rows, problem.run_height(choice.nodes))} rows"
+        size_formulas = problem.memoize_across_sizes(
             ("formulas", choice.nodes), lambda: run_formulas(graph, choice.nodes, phases.rows, phases.streamed)
         )
         formulas = (
-            *((*at_all_sizes, *footprint_formulas(footprint)) if at_all_sizes else ()),
+            *((*size_formulas, *footprint_formulas(footprint)) if size_formulas else ()),
             ("tallest strip for this budget, by the footprint", rows),
         )
         num_steps = segment.schedule.num_steps
@@ -117,14 +119,14 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
 
 
 def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> str:
-    """Where a segment's outputs are when it is done."""
+    """Memory of a segment's outputs after it has run."""
     if not segment.to_host:
         return "device"
     return "host" if segment.to_host.issuperset(makes) else "device and host"
 
 
 def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
-    """Bytes of the rows that the kept states hold at once, each row once."""
+    """Bytes of the rows in all kept states, each row counted once."""
     schedule = segment.schedule
     if not schedule.num_steps:
         return 0
@@ -137,7 +139,7 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
         before = np.concatenate([[0], stop[:-1]])
         rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
         row_bytes = [segment.row_bytes(name, sweep) for sweep in segment.sweeps]
-        # Where walks restart, the states of one exist at a time.
+        # With restart only the states of one sweep exist at a time.
         total += rows * (max(row_bytes) if segment.restart else sum(row_bytes))
     return total
 

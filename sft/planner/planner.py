@@ -1,7 +1,7 @@
-"""The planner: from a byte budget to segments, strip heights and kept states, by the strategy that was asked for.
+"""Planner entry point: from a byte budget and options to segments with strip heights and state policies.
 
-What it returns has always been projected exactly; when nothing fits, it says what the smallest plan it knows needs, and that budget will
-work.
+Every returned plan has an exact projection. If no plan fits, the error names the peak of the smallest known plan, and a budget of that size
+works.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["check_device", "check_host", "plan_segments"]
 
 
 def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options, device_type: str) -> ProjectedPlan:
-    """Choose segments for a budget.
+    """Choose segments for a budget by the strategy of the options.
 
     Raises:
-        BudgetError: nothing found fits; names the segment that needs most and the smallest budget found to work.
+        BudgetError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
     """
     room_bytes = budget_bytes - problem.occupied_bytes
     if options.strategy == "sft":
@@ -34,14 +34,14 @@ def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options,
     if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
         return _published_plan(problem, budget_bytes, options.strategy, DeviceRates(device_type))
     search = AutoSearch(problem, options, device_type)
-    found = search.fastest(room_bytes) or search.smallest()
-    if found.projection.peak_bytes <= room_bytes:
-        return found
-    raise _too_small(problem, found, budget_bytes)
+    plan = search.fastest(room_bytes) or search.smallest()
+    if plan.projection.peak_bytes <= room_bytes:
+        return plan
+    raise _budget_error(problem, plan, budget_bytes)
 
 
 def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) -> ProjectedPlan:
-    """The plan with the fewest FLOPs among the SFT paper's that fit."""
+    """The plan with the fewest FLOPs among the SFT paper's plans that fit."""
     room_bytes = budget_bytes - problem.occupied_bytes
     best: ProjectedPlan | None = None
     smallest: ProjectedPlan | None = None
@@ -61,30 +61,30 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
         return best
     if smallest is None:
         raise UnsupportedError(["strategy 'sft': no segment of the model can run in tiles; choose strategy 'auto'"])
-    raise _too_small(problem, smallest, budget_bytes)
+    raise _budget_error(problem, smallest, budget_bytes)
 
 
 def _published_plan(problem: PlanningProblem, budget_bytes: int, name: str, rates: DeviceRates) -> ProjectedPlan:
-    """The published schedule of that name."""
+    """The plan of a published schedule, by name."""
     room_bytes = budget_bytes - problem.occupied_bytes
     staged = StagedModel(problem, rates)
-    if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
+    if not problem.training or len(staged.stages) < 2:  # no stage to recompute
         planned = materialize(problem, staged.choices)
         fits = planned.projection.peak_bytes <= room_bytes
     else:
-        found, fits = solve_staged(staged, name, room_bytes)
-        planned = scheduled_plan(staged, found)
+        schedule, fits = solve_staged(staged, name, room_bytes)
+        planned = scheduled_plan(staged, schedule)
     if not fits:
         check_host(planned, problem.host_budget_bytes)
-        raise _too_small(problem, planned, budget_bytes)
+        raise _budget_error(problem, planned, budget_bytes)
     return planned
 
 
 def check_host(planned: ProjectedPlan, host_budget_bytes: int | None) -> None:
-    """Refuse a plan that takes more of the host than it may; ``None`` is no limit.
+    """Check a plan against the host budget; ``None`` is no limit.
 
     Raises:
-        BudgetError: it does.
+        BudgetError: the plan needs more host memory.
     """
     needed = planned.projection.host_bytes
     if host_budget_bytes is not None and needed > host_budget_bytes:
@@ -97,10 +97,10 @@ def check_host(planned: ProjectedPlan, host_budget_bytes: int | None) -> None:
 
 
 def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes: int) -> None:
-    """Refuse a plan that takes more of the device than it may.
+    """Check a plan that the user passed in against the device budget.
 
     Raises:
-        BudgetError: it does.
+        BudgetError: the plan needs more device memory.
     """
     needed = problem.occupied_bytes + planned.projection.peak_bytes
     if needed > budget_bytes:
@@ -112,7 +112,7 @@ def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes:
         )
 
 
-def _too_small(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int) -> BudgetError:
+def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int) -> BudgetError:
     needed = problem.occupied_bytes + smallest.projection.peak_bytes
     scopes = [segment.scope for segment in smallest.region.segments]
     worst = max(scopes, key=lambda s: sum(problem.value_bytes(n) for n in s.outputs + s.sources), default=None)
@@ -129,36 +129,36 @@ def _too_small(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: 
 
 
 def _occupied_text(problem: PlanningProblem) -> str:
-    """What of a budget is taken, whatever is decided."""
-    besides = f", {format_bytes(problem.overhead_bytes)} for blocks and workspaces of the device" if problem.overhead_bytes else ""
-    return f"{format_bytes(problem.resident_bytes)} resident{besides}"
+    """Text of the bytes that every plan takes."""
+    overhead = f", {format_bytes(problem.overhead_bytes)} for blocks and workspaces of the device" if problem.overhead_bytes else ""
+    return f"{format_bytes(problem.resident_bytes)} resident{overhead}"
 
 
 def _host_remedy(problem: PlanningProblem) -> str:
-    """A remedy where values could wait on the host for their backward pass, and may not."""
+    """Remedy if values could wait on the host for their backward pass, but are not allowed to."""
     if problem.host_budget_bytes != 0 or not problem.training:
         return ""
     return "let values wait on the host with Options(host_budget=...), "
 
 
 def _weights_remedy(problem: PlanningProblem, needed_bytes: int) -> str:
-    """A remedy where most of what a step needs are weights and what belongs to them."""
+    """Remedy if weights and their gradients take most of the needed bytes."""
     if problem.weights is not None or 2 * problem.resident_bytes < needed_bytes:
         return ""
     return "stream the weights with Options(weights='stream'), "
 
 
 def _repeats_remedy(problem: PlanningProblem) -> str:
-    """A remedy where repeated blocks have budgets of their own."""
+    """Remedy if repeats have budgets of their own."""
     if problem.training and any(node.target == REPEAT and node.argument("which").given_bytes for node in problem.graph.operators):
         return "leave out the budget of repeated blocks, so that it follows this one, "
     return ""
 
 
 def _outputs_remedy(problem: PlanningProblem, smallest: ProjectedPlan) -> str:
-    """A remedy where most of what a step needs are its outputs and their gradients."""
+    """Remedy if outputs and their gradients take most of the needed bytes."""
     outputs = [name for name in problem.graph.results if name not in problem.host_outputs and problem.graph[name].kind == "operator"]
-    held = sum(map(problem.value_bytes, outputs)) + sum(problem.value_bytes(name) for name in outputs if name in problem.requires_grad)
-    if 2 * held < smallest.projection.peak_bytes:
+    num_bytes = sum(map(problem.value_bytes, outputs)) + sum(problem.value_bytes(name) for name in outputs if name in problem.requires_grad)
+    if 2 * num_bytes < smallest.projection.peak_bytes:
         return ""
-    return f"keep the outputs on the host ({format_bytes(held)} with their gradients) with output='host', "
+    return f"keep the outputs on the host ({format_bytes(num_bytes)} with their gradients) with output='host', "

@@ -1,4 +1,4 @@
-"""What the planner is asked: a sorted graph at one input size, and which values need gradients."""
+"""Planning problem: a phased graph at one input size, its gradients, placements and resident bytes."""
 
 from __future__ import annotations
 
@@ -26,32 +26,37 @@ from sft.solvers.chain import HostLink
 
 __all__ = ["PlanningProblem", "specialize_graph", "specialize_phases"]
 
-#: Rows of the table whose operators slide a weight over an image.
+#: Names of the operator rules that slide a weight over an image.
 _CONVOLUTIONS = ("convolution", "transposed_convolution")
 
-MadeT = TypeVar("MadeT")
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningProblem:
-    """A model at one input size.
+    """A model at one input size, on one device.
 
     Attributes:
-        phases: the sorted graph at that size.
+        phases: the phased graph at that size.
         requires_grad: values that need a gradient; empty for inference.
-        channels_last: model inputs and outputs that are laid out channels last.
-        weights_in_layout: parameters that lie in memory as programs lay what they make
-        (:func:`sft.analysis.frontend.capture.is_in_program_layout`). resident_bytes: parameters, their gradients, buffers and optimizer
-        state. overhead_bytes: what the device is known to take besides all tensors: an allocator's rounding, libraries' workspaces.
-        from_source: model inputs that are read strip by strip, and never resident. outputs_on_host: whether the model's outputs go to the
-        host. splits_batch: whether the batch may be taken in parts. on_host: whether the device's memory is the host's. host_budget_bytes:
-        most bytes that a step may take on the host for what leaves the device meanwhile; ``None`` is no limit. link: how fast that goes.
-        backend: what runs parts of programs in its own way; ``None`` for ATen alone. skips_repeats: whether strips are left out that would
-        make what a neighbour made. deterministic: whether sums must be made in an order that PyTorch's own derivatives do not keep on the
-        device. weights: the parameters that are streamed; ``None`` where all are resident. memo: what has been derived from all of this,
-        by those who derived it: segments with their lowered programs, samples. A problem
-            that differs in anything starts with none (``dataclasses.replace``).
-        shared: what has been derived that holds at other sizes, too; the same for all problems of a capture.
+        channels_last: model inputs and outputs in channels-last layout.
+        resident_bytes: bytes of parameters, their gradients, buffers and optimizer state.
+        weights_in_layout: parameters in the memory layout that programs give to their results
+            (:func:`sft.analysis.frontend.capture.is_in_program_layout`).
+        overhead_bytes: bytes that the device takes in addition to all tensors: rounding of the allocator, workspaces of libraries.
+        from_source: model inputs that are read strip by strip, and never resident.
+        outputs_on_host: true if the model's outputs are stored on the host.
+        splits_batch: true if the batch may be split.
+        on_host: true if the device's memory is the host's.
+        host_budget_bytes: most bytes of host memory for values that leave the device during a step; ``None`` is no limit.
+        link: transfer rates between device and host.
+        backend: rewrites parts of programs into kernels; ``None`` for ATen alone.
+        skips_repeats: true if constant strips are skipped.
+        deterministic: true if sums must be computed in a fixed order, which PyTorch's own derivatives do not keep on the device.
+        weights: the streamed parameters; ``None`` if all are resident.
+        memo: results derived from this problem, by key: segments with their lowered programs, samples. ``dataclasses.replace`` starts an
+            empty one.
+        shared: results that also hold at other image sizes; shared by all problems of one capture.
     """
 
     phases: PhasedGraph
@@ -75,33 +80,39 @@ class PlanningProblem:
 
     @property
     def occupied_bytes(self) -> int:
-        """Bytes of the budget that no decision can use."""
+        """Bytes of the budget that are taken for every plan."""
         return self.resident_bytes + self.overhead_bytes
 
     def with_overhead(self, num_bytes: int) -> PlanningProblem:
-        """The same problem where the device takes so much besides; nothing that has been derived depends on that, so it is shared."""
-        other = replace(self, overhead_bytes=num_bytes)
-        object.__setattr__(other, "memo", self.memo)
-        return other
+        """The same problem with this device overhead; no derived result depends on it, so the memo is shared."""
+        problem = replace(self, overhead_bytes=num_bytes)
+        object.__setattr__(problem, "memo", self.memo)
+        return problem
 
     def fits_host(self, num_bytes: int) -> bool:
-        """Whether a step may take so many bytes of the host."""
+        """True if a step may take so many bytes of the host."""
         return self.host_budget_bytes is None or num_bytes <= self.host_budget_bytes
 
-    def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """What ``make`` returned when it was first asked for under this key."""
+    def memoize(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
+        """Result of ``make``, computed at the first call with this key."""
         if key not in self.memo:
             self.memo[key] = make()
-        found: MadeT = self.memo[key]
-        return found
+        value: ValueT = self.memo[key]
+        return value
 
-    def memoize_across_sizes(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
-        """The same for what images of other sizes have in common with this one: it was made for the first of them."""
-        return self.shared.get_or_make((self.likeness, key), make, weight)
+    def memoize_across_sizes(self, key: Hashable, make: Callable[[], ValueT], weight: int = 1) -> ValueT:
+        """Like :meth:`memoize`, shared with problems of equal :attr:`structural_key` at other image sizes.
+
+        Args:
+            key: identifies the result among those of one structural key.
+            make: computes it.
+            weight: its size, in operators, for the eviction of old results.
+        """
+        return self.shared.get_or_make((self.structural_key, key), make, weight)
 
     @cached_property
-    def likeness(self) -> Hashable:
-        """All that a problem has in common with those that differ in the extents of images alone, along the axes that are tiled."""
+    def structural_key(self) -> Hashable:
+        """Key shared by problems that differ only in image extents along the tiled axes."""
         axes, streamed = self.graph.axes, self.phases.streamed
         nodes = hashlib.sha256()
         for node in self.graph.nodes:
@@ -112,16 +123,17 @@ class PlanningProblem:
         weights = None if self.weights is None else frozenset(self.weights.num_bytes)
         laid_out = (self.channels_last, self.weights_in_layout, self.keeps_torch_layouts)
         facts = (self.requires_grad, *laid_out, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
-        # A method is the same where its object is.
+        # Bound methods are equal if their objects are.
         return (nodes.digest(), *facts, weights, None if self.backend is None else self.backend.rewrite)
 
     @cached_property
     def keeps_torch_layouts(self) -> bool:
-        """Whether segments that run whole leave layouts to torch, instead of making images channels last.
+        """True if untiled segments keep torch's layouts, instead of converting images to channels last.
 
-        Kernels like channels last best, but of each weight of a convolution that lies in order torch then makes two copies a step on
-        the CPU, and one of its gradient. Where nobody asks for channels last, and these weights are more numbers than the images that
-        convolutions read and write, the copies take longer than they save. It holds for all plans at a size: they compute the same bits.
+        Kernels prefer channels last, but for each convolution weight in default layout torch then makes two copies per step on the CPU,
+        and one of its gradient. If no input or output is channels last, and these weights have more elements than the images that
+        convolutions read and write, the copies cost more time than they save. The choice holds for all plans at a size, so that all
+        compute the same bits.
         """
         if not self.on_host or self.backend is not None or self.channels_last:
             return False
@@ -134,8 +146,8 @@ class PlanningProblem:
                     copied += math.prod(self.shapes[weight])
         return copied > touched
 
-    def forget(self) -> None:
-        """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""
+    def clear_memo(self) -> None:
+        """Drop derived results. Most refer to the problem itself, so only the garbage collector would free them otherwise."""
         self.memo.clear()
 
     @property
@@ -155,7 +167,7 @@ class PlanningProblem:
 
     @property
     def training(self) -> bool:
-        """Whether a backward pass follows."""
+        """True if a backward pass follows."""
         return bool(self.requires_grad)
 
     @cached_property
@@ -165,61 +177,61 @@ class PlanningProblem:
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
-        """Element type in which every value's gradient is summed up."""
+        """Element type in which every value's gradient is accumulated."""
         return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
 
     @cached_property
     def num_batch(self) -> int:
-        """Batch elements of the first image; where no input is one, of the first input that has any."""
+        """Batch elements of the first image input, or of the first input with any dimension."""
         images = [name for name in self.graph.inputs if name in self.phases.streamed]
         return next(self.shapes[name][0] for name in (*images, *self.graph.inputs) if self.shapes[name])
 
     @cached_property
     def per_sample(self) -> frozenset[str]:
-        """Whole values with an entry for each batch element in their first dimension; empty when there is only one element."""
+        """Values that are not images and have one entry per batch element in their first dimension; empty for a batch of one."""
         if self.num_batch == 1:
             return frozenset()
-        found = set()
+        names = set()
         depends = self.graph.descendants({*self.graph.inputs, SEED_NAME})
         for node in (*(self.graph[name] for name in self.graph.inputs), *self.graph.operators):
             if node.name in self.phases.streamed or node.name not in depends or self.shapes[node.name][:1] != (self.num_batch,):
                 continue
-            # Beside an image the first dimension of as many is the batch; that of fewer is channels, however many there are.
+            # The first dimension of a value of an image's rank is the batch; that of a value of lower rank is channels, of any number.
             is_reduction = node.kind == "operator" and self.phases.rows[node.name].role == "reduce"
             if len(node.shape) >= self.graph.axes.rank or is_reduction or node.target == "sft.scale_shift":
-                found.add(node.name)
-        return frozenset(found)
+                names.add(node.name)
+        return frozenset(names)
 
-    def batch_tile(self, wished: int | None) -> int:
-        """Batch elements that walk together, where so many were asked for (``None``: one)."""
-        return min(wished or 1, self.num_batch) if self.splits_batch and not self._needs_whole_batch else self.num_batch
+    def batch_tile(self, requested: int | None) -> int:
+        """Batch elements per sweep for a requested number (``None``: one)."""
+        return min(requested or 1, self.num_batch) if self.splits_batch and not self._needs_whole_batch else self.num_batch
 
     @cached_property
     def _needs_whole_batch(self) -> bool:
-        """Whether a streamed operator reads what cannot be cut with the batch.
+        """True if a streamed operator reads a value that cannot be split with the batch.
 
-        A weight with as many entries may be made of all elements; matrices for each sample may be parameters, or made of some.
+        A weight with ``num_batch`` entries may be computed from all elements; per-sample matrices may be parameters, or computed from some.
         """
         nodes = [self.graph[name] for name in self.phases.streamed]
         weights = {name for node in nodes for key in ("weight", "bias") for name in refs_in(node.argument(key))}
         matrices = {name for node in nodes if node.target == "sft.mix_channels" for name in refs_in(node.argument("matrix"))}
-        many = {name for name in matrices if self.shapes[name][0] == self.num_batch > 1}
-        return not self.per_sample.isdisjoint(weights) or not many <= self.per_sample
+        batched = {name for name in matrices if self.shapes[name][0] == self.num_batch > 1}
+        return not self.per_sample.isdisjoint(weights) or not batched <= self.per_sample
 
     def value_bytes(self, name: str) -> int:
-        """Bytes of a whole value."""
+        """Bytes of a full value."""
         size = self.graph[name].itemsize_bytes
         for extent in self.shapes[name]:
             size *= extent
         return size
 
     def grad_bytes(self, name: str) -> int:
-        """Bytes of the sum that a whole value's gradient is collected in."""
+        """Bytes of the accumulator of a full value's gradient."""
         return self.value_bytes(name) // self.dtypes[name].itemsize * self.grad_dtypes[name].itemsize
 
     @cached_property
     def resident_leaves(self) -> frozenset[str]:
-        """Inputs, parameters and so on whose gradients are on the device when a step is over."""
+        """Inputs, parameters and buffers with gradients on the device at the end of a step."""
         streamed = frozenset() if self.weights is None else frozenset(self.weights.num_bytes)
         return frozenset(node.name for node in self.graph.nodes if node.kind != "operator") - streamed
 
@@ -228,8 +240,8 @@ class PlanningProblem:
         """Bytes of the resident inputs, of the outputs on the device and, in training, of these outputs' gradients."""
         outputs = [name for name in self.graph.results if name not in self.host_outputs]
         grads = [name for name in outputs if name in self.requires_grad]
-        whole = dict.fromkeys((*self.resident_inputs, *outputs))
-        return sum(map(self.value_bytes, whole)) + sum(map(self.value_bytes, grads))
+        values = dict.fromkeys((*self.resident_inputs, *outputs))
+        return sum(map(self.value_bytes, values)) + sum(map(self.value_bytes, grads))
 
     @cached_property
     def resident_input_bytes(self) -> int:
@@ -243,30 +255,30 @@ class PlanningProblem:
 
     @cached_property
     def streamed_grad_bytes(self) -> int:
-        """Bytes of the gradients of all streamed weights, which are never there together."""
+        """Bytes of the gradients of all streamed weights, which never exist at once."""
         names = frozenset() if self.weights is None else self.requires_grad.intersection(self.weights.num_bytes)
         return sum(map(self.grad_bytes, names))
 
     @property
     def input_placements(self) -> tuple[str, ...]:
-        """Where each input is; see `sft.Plan`."""
+        """Location of each input; see `sft.Plan`."""
         return tuple("source" if name in self.from_source else "device" for name in self.graph.inputs)
 
     @cached_property
     def host_outputs(self) -> frozenset[str]:
-        """Outputs that are computed and then on the host; an input or a parameter that the model returns stays where it is."""
+        """Outputs that are computed and stored on the host; an input or a parameter that the model returns stays in place."""
         if not self.outputs_on_host:
             return frozenset()
         return frozenset(name for name in self.graph.outputs if self.graph[name].kind == "operator")
 
     @property
     def output_placements(self) -> tuple[str, ...]:
-        """Where each output is; see `sft.Plan`."""
+        """Location of each output; see `sft.Plan`."""
         return ("host" if self.outputs_on_host else "device",) * len(self.graph.outputs)
 
     @property
     def resident_inputs(self) -> tuple[str, ...]:
-        """The model's inputs that are whole on the device."""
+        """Model inputs that are full tensors on the device."""
         return tuple(name for name in self.graph.inputs if name not in self.from_source)
 
     def extent(self, name: str, axis: int) -> int:
@@ -275,12 +287,12 @@ class PlanningProblem:
 
     def extents(self, axis: int) -> Mapping[str, int]:
         """Extent of every streamed value along an axis."""
-        return self.remembered(("extents", axis), lambda: {name: self.extent(name, axis) for name in self.phases.streamed})
+        return self.memoize(("extents", axis), lambda: {name: self.extent(name, axis) for name in self.phases.streamed})
 
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Streamed values that a run reads from outside."""
+        """Streamed values outside a run that it reads."""
         run = tuple(names)
-        return self.remembered(("sources", run), lambda: self.graph.sources(run, self.phases.streamed))
+        return self.memoize(("sources", run), lambda: self.graph.sources(run, self.phases.streamed))
 
     def run_height(self, names: Sequence[str]) -> int:
         """Rows of the tallest source of a run."""
@@ -291,18 +303,18 @@ class PlanningProblem:
         return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
 
     def num_panels(self, names: Sequence[str], panel_cols: int) -> int:
-        """Panels of a run; 0 columns to a panel are all of them."""
+        """Panels of a run; a ``panel_cols`` of 0 is the full width."""
         return -(-self.run_width(names) // panel_cols) if panel_cols else 1
 
     def stride(self, names: Sequence[str]) -> int:
-        """Rows of the run's tallest source after which the pattern of every value repeats, or nearly does.
+        """Rows of the run's tallest source after which the row pattern of every value repeats, exactly or nearly.
 
-        An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
+        An interpolation by an odd ratio has a period longer than any strip; it is replaced by a ratio close to it.
         """
         run = tuple(names)
-        return self.remembered(("stride", run), lambda: self._new_stride(run))
+        return self.memoize(("stride", run), lambda: self._stride(run))
 
-    def _new_stride(self, names: tuple[str, ...]) -> int:
+    def _stride(self, names: tuple[str, ...]) -> int:
         known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
         if not known:
             return 1
@@ -311,20 +323,20 @@ class PlanningProblem:
         return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 
 
-def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> PhasedGraph:
-    """The sorted graph at one size, shapes and arguments as numbers.
+def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], input_shapes: Mapping[str, tuple[int, ...]]) -> PhasedGraph:
+    """Substitute one input size into a phased graph: shapes and arguments become numbers.
 
     Args:
-        phases: the sorted graph.
+        phases: the phased graph with symbolic sizes.
         symbols: the value of every symbol in it.
-        given: the inputs' shapes.
+        input_shapes: shape of each input.
 
     Raises:
         InputError: an operator's output would be empty, or operands differ in size.
         UnsupportedError: an operand broadcasts along the image, or a size depends on values.
     """
     phases = _resort_phases(phases, symbols)
-    shapes: dict[str, tuple[int, ...]] = dict(given)
+    shapes: dict[str, tuple[int, ...]] = dict(input_shapes)
     nodes: list[Node] = []
     for node in phases.graph.nodes:
         numbers = _evaluate_argument(node.arguments, symbols, node)
@@ -345,7 +357,7 @@ def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], giv
 
 
 def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
-    """A graph at one size.
+    """Substitute one input size into a graph.
 
     Raises:
         UnsupportedError: a size depends on values.
@@ -358,7 +370,7 @@ def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
 
 
 def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> PhasedGraph:
-    """The graph sorted anew where an operator that streams at other sizes does not stream at this one."""
+    """Find phases anew if an operator that streams at other sizes does not stream at this one."""
     sized = [name for name, row in phases.rows.items() if row.is_sized]
     if not sized:
         return phases
@@ -369,7 +381,7 @@ def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> Pha
 def _specialize_streamed(
     phases: PhasedGraph, node: Node, symbols: Mapping[sp.Symbol, int], operands: Sequence[tuple[int, ...]]
 ) -> tuple[Node, tuple[int, ...]]:
-    """A node whose rows stream, with what its row of the table wants to know of its operands, and its shape."""
+    """Specialize a node with streamed rows: resolve its rule for the operands' extents, and compute its shape."""
     axes, row = phases.graph.axes, phases.rows[node.name]
     sizes = {axes.of(shape) for shape in operands}
     if len(sizes) > 1:
@@ -380,8 +392,8 @@ def _specialize_streamed(
     node = row.resolved(node, axes.of(operands[0]))
     extents = [row.extent(node, axis, extent) for axis, extent in enumerate(axes.of(operands[0]))]
     if min(extents) < 1:
-        size, found = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
-        raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
+        size, result = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
+        raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {result}); give a larger image")
     # The exporter may know channels only as an expression of the image's size: those of a pixel_unshuffle.
     channels = (_evaluate_extent(extent, symbols, node) for extent in node.shape[1 : len(node.shape) - axes.count])
     return node, (operands[0][0], *channels, *extents)
@@ -400,12 +412,12 @@ def _evaluate_extent(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) 
 
 
 def _evaluate_argument(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
-    """An argument with the sizes in it as numbers; itself where there are none."""
+    """Substitute sizes into an argument; an argument without any is returned as it is."""
     if isinstance(value, SymbolicNumber):
         return value.at(lambda size: _evaluate_extent(size, symbols, node))
     if isinstance(value, sp.Basic):
         return _evaluate_extent(value, symbols, node)
     if not isinstance(value, (tuple, list)):
         return value
-    found = [_evaluate_argument(item, symbols, node) for item in value]
-    return value if all(map(operator.is_, found, value)) else type(value)(found)
+    values = [_evaluate_argument(item, symbols, node) for item in value]
+    return value if all(map(operator.is_, values, value)) else type(value)(values)

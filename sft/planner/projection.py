@@ -1,12 +1,11 @@
-"""Projected bytes and FLOPs of a step: the region's own code on the phantom machine.
+"""Projected peak memory: bytes, FLOPs and host traffic of a step, computed by running its region on simulated buffers.
 
-Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which is the same sweep summed up in arrays; ``exactly``
-sweeps them strip by strip instead and is what the profile is tested against.
+The projection runs the region's own code on a machine with byte counts for buffers. So the bytes that a plan promises and the bytes that
+its execution allocates come from one piece of code. The machine records one entry per schedule op: allocating the segment's outputs,
+running it, and freeing values after their last use. The peak of a step is the largest peak of its records, and its FLOPs are their sum.
 
-What a step does between one move of its order and the next, noted by the machine that projects it.
-
-A lap is a move with all that belongs to it: making room for what the segment hands on, running it, and dropping what nobody reads again.
-The laps of a projection are the projection, taken apart: the highest of their peaks is the step's peak, and their FLOPs sum to the step's.
+Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which sums up the same sweep in arrays; with ``exactly``
+they run strip by strip instead, and the profile is tested against that.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ __all__ = ["Projection", "ScheduleOpRecord", "TracingMachine", "plain_programs",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOpRecord:
-    """One move of a step.
+    """Projected bytes and FLOPs of one schedule op.
 
     Attributes:
-        move: what is done.
-        begin_bytes: held when it begins.
-        peak_bytes: most that is held while it lasts.
-        end_bytes: held when it is through.
-        flops: what it computes.
-        runs: the programs that it runs, and how often.
-        copied_bytes: what it begins to copy to the host, or back.
-        waits_for: what is on its way back and has to be there, as targets of moves.
-        up_bytes: of streamed weights, and of what their updates read, what it brings to the device.
-        down_bytes: of their gradients and updates what leaves it.
+        move: the schedule op.
+        begin_bytes: bytes alive when it begins.
+        peak_bytes: peak bytes while it runs.
+        end_bytes: bytes alive when it has completed.
+        flops: its FLOPs.
+        runs: its programs, with the number of runs of each.
+        copied_bytes: bytes that it begins to copy to the host, or back.
+        waits_for: prefetched values that must have arrived before it begins, as targets of schedule ops.
+        up_bytes: bytes that it loads to the device: streamed weights, and the inputs of their updates.
+        down_bytes: bytes that it sends to the host: gradients and updates of streamed weights.
     """
 
     move: ScheduleOp
@@ -64,15 +63,15 @@ class ScheduleOpRecord:
 
 @dataclass(slots=True)
 class TracingMachine(SimulatedMachine):
-    """A machine of byte counts that takes down laps.
+    """Simulated machine that records every schedule op.
 
     Attributes:
-        laps: those that are through.
-        peak_bytes: most bytes so far, as of the end of the last lap.
-        weights_peak_bytes: most bytes of streamed weights at once.
+        op_records: records of completed schedule ops.
+        peak_bytes: peak bytes up to the end of the last record.
+        weights_peak_bytes: peak bytes of streamed weights.
     """
 
-    laps: list[ScheduleOpRecord] = field(default_factory=list)
+    op_records: list[ScheduleOpRecord] = field(default_factory=list)
     peak_bytes: int = 0
     weights_peak_bytes: int = 0
     _weights_bytes: int = 0
@@ -90,11 +89,11 @@ class TracingMachine(SimulatedMachine):
         self._move, self._begin_bytes, self._begin_flops = move, self.memory.live_bytes, self.memory.flops
 
     def end(self) -> None:
-        """Close the lap that is open; what was held before the first one counts as its own."""
+        """Close the open record; bytes allocated before the first schedule op count towards it."""
         memory = self.memory
         self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
         if self._move is not None:
-            lap = ScheduleOpRecord(
+            record = ScheduleOpRecord(
                 move=self._move,
                 begin_bytes=self._begin_bytes,
                 peak_bytes=memory.peak_bytes,
@@ -106,14 +105,14 @@ class TracingMachine(SimulatedMachine):
                 up_bytes=self._up_bytes,
                 down_bytes=self._down_bytes,
             )
-            self.laps.append(lap)
+            self.op_records.append(record)
             self._move = None
             memory.peak_bytes = memory.live_bytes
         self._runs, self._copied_bytes, self._waits_for = {}, 0, []
         self._up_bytes = self._down_bytes = 0
 
     def note(self, runs: ProgramRuns) -> None:
-        """Take down programs that ran, as often as they did."""
+        """Count runs of programs."""
         for program, count in runs:
             self._runs[id(program)] = (program, count + self._runs.get(id(program), (program, 0))[1])
 
@@ -154,21 +153,21 @@ class TracingMachine(SimulatedMachine):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What a step costs.
+    """Projected cost of a step.
 
     Attributes:
-        peak_bytes: most bytes alive: inputs, outputs and their gradients, cuts, states, strips, new parameter gradients.
+        peak_bytes: peak bytes: inputs, outputs and their gradients, segment boundary tensors, states, strips, new parameter gradients.
         flops: counted floating-point operations.
-        laps: the same, taken apart: one for each move of the step.
-        host_bytes: most bytes on the host, for what leaves the device meanwhile.
-        slab_bytes: those of the slab, for copies; the others are streamed cuts.
-        weights_peak_bytes: most bytes of streamed weights at once; they are in ``peak_bytes``.
-        overhead_bytes: what the device takes besides, where that has been found out (``sft.planner.measured.allocator_overhead``).
+        op_records: the same numbers for each schedule op of the step.
+        host_bytes: peak bytes of host memory for values that leave the device.
+        slab_bytes: part of ``host_bytes`` in the slab, for copies; the remainder holds streamed segment boundary tensors.
+        weights_peak_bytes: peak bytes of streamed weights; included in ``peak_bytes``.
+        overhead_bytes: bytes that the device takes in addition, where measured (``sft.planner.measured.allocator_overhead``).
     """
 
     peak_bytes: int
     flops: int
-    laps: tuple[ScheduleOpRecord, ...] = field(repr=False)
+    op_records: tuple[ScheduleOpRecord, ...] = field(repr=False)
     host_bytes: int = 0
     slab_bytes: int = 0
     weights_peak_bytes: int = 0
@@ -178,16 +177,16 @@ class Projection:
 def project_step(
     problem: PlanningProblem, region: Region, *, exactly: bool = False, machine: TracingMachine | None = None, retains: bool = False
 ) -> Projection:
-    """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
+    """Project one step: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
 
-    Inputs that are not resident are read while it runs; outputs on the host have no bytes here, only their strips have.
+    Inputs that are not resident are read during the step; outputs on the host have no bytes here, only their strips do.
 
     Args:
-        problem: what is planned.
-        region: the decisions.
-        exactly: whether to sweep tiled segments strip by strip.
-        machine: what counts, where it is not the plain machine of byte counts.
-        retains: whether what the forward pass kept outlasts the backward pass (``retain_graph=True``).
+        problem: the planning problem.
+        region: the decisions as a region.
+        exactly: run tiled segments strip by strip.
+        machine: the machine that records, instead of a new :class:`TracingMachine`.
+        retains: true if the residuals of the forward pass outlast the backward pass (``retain_graph=True``).
     """
     if not exactly:
         segments = [_AnalyticSegment(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
@@ -197,7 +196,7 @@ def project_step(
     return Projection(
         peak_bytes=machine.peak_bytes,
         flops=machine.memory.flops,
-        laps=tuple(machine.laps),
+        op_records=tuple(machine.op_records),
         host_bytes=machine.host_arena.num_bytes + machine.host_memory.peak_bytes,
         slab_bytes=machine.host_arena.num_bytes,
         weights_peak_bytes=machine.weights_peak_bytes,
@@ -205,36 +204,39 @@ def project_step(
 
 
 def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine, *, retains: bool = False) -> None:
-    """Take a step on a machine of byte counts, forward and, in training, back; ``retains`` as of :func:`project_step`."""
-    memory = machine.memory
+    """Run a step on a simulated machine, forward and, in training, backward; ``retains`` as in :func:`project_step`."""
+    meter = machine.memory
     inputs = set(problem.resident_inputs)
-    given = {
-        node.name: SimulatedBuffer(memory, problem.value_bytes(node.name) if node.name in inputs else 0)
+    leaves = {
+        node.name: SimulatedBuffer(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
         if node.kind != "operator"
     }
-    outputs, tape = region.forward(machine, given, keep=problem.training, hosts=dict.fromkeys(problem.host_outputs))
-    # Running statistics are copied into their buffers and gone before the backward pass begins.
+    outputs, tape = region.forward(machine, leaves, keep=problem.training, hosts=dict.fromkeys(problem.host_outputs))
+    # Running statistics are copied into their buffers and freed before the backward pass begins.
     outputs = {name: handle for name, handle in outputs.items() if name in problem.graph.outputs}
     if problem.training:
-        wanted = [name for name in region.outputs if name in problem.requires_grad]
         hosts = problem.host_outputs
-        arriving = {n: None if n in hosts else machine.allocate(region.output_shape(n), problem.dtypes[n], zero=False) for n in wanted}
-        # That of an input that the model returns does not pass through the region: autograd adds it to what the region finds, or copies it.
-        grads = {name: grad for name, grad in arriving.items() if name not in given}
-        around = {name: grad for name, grad in arriving.items() if name in given}
-        arriving.clear()
+        output_grads = {
+            name: None if name in hosts else machine.allocate(region.output_shape(name), problem.dtypes[name], zero=False)
+            for name in region.outputs
+            if name in problem.requires_grad
+        }
+        # The gradient of an input that the model returns bypasses the region: autograd adds it to the region's gradient, or copies it.
+        grads = {name: grad for name, grad in output_grads.items() if name not in leaves}
+        bypassing = {name: grad for name, grad in output_grads.items() if name in leaves}
+        output_grads.clear()
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
-        found = region.backward(machine, tape, grads, sinks=sinks, consume=not retains) if grads else {}
-        sums = [machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in around]
-        del found, around, sums
+        leaf_grads = region.backward(machine, tape, grads, sinks=sinks, consume=not retains) if grads else {}
+        sums = [machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in bypassing]
+        del leaf_grads, bypassing, sums
     machine.end()
-    del outputs, given
+    del outputs, leaves
 
 
 def plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
-    """The model as plain PyTorch runs it: the forward program and, in training, the backward program."""
-    return problem.remembered("plain programs", lambda: _plain_programs(problem))
+    """Programs of the untiled model as plain PyTorch runs it: forward and, in training, backward."""
+    return problem.memoize("plain programs", lambda: _plain_programs(problem))
 
 
 def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
@@ -246,7 +248,7 @@ def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
 
 
 class _AnalyticSegment:
-    """A tiled segment that is only added up."""
+    """Tiled segment that adds the numbers of its profile instead of running strips."""
 
     accumulates = True
     saves = True
@@ -254,7 +256,7 @@ class _AnalyticSegment:
     def __init__(self, segment: TiledSegment, problem: PlanningProblem) -> None:
         self.segment = segment
         differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
-        # Of a segment that is not differentiated the forward pass keeps nothing; the region says so when it runs it.
+        # The forward pass of a segment that is not differentiated keeps no states; the region passes keep=False then.
         self.profiles = {
             keep: SweepProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.on_host) for keep in (False, True)
         }
@@ -310,7 +312,7 @@ class _AnalyticSegment:
     ) -> None:
         assert isinstance(machine, TracingMachine)
         if not consume:
-            stores = list(stores)  # they last; a sweep that hands on rows of its own copy counts them twice
+            stores = list(stores)  # the caller's list stays; a sweep that passes rows on from its own copy counts them twice
         for sweep in reversed(self.segment.sweeps):
             del stores[-1]
             profile = self.profiles[True][sweep]

@@ -1,4 +1,4 @@
-"""From decisions to a region that runs: schedules, scopes, and who reads and makes which value."""
+"""Region builder: decisions become a region with schedules, scopes, and the values that each segment reads and makes."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ __all__ = ["build_region", "can_stream", "full_extent_step", "segment_borders"]
 
 
 def segment_borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """For each segment the values that it takes from outside, and those that others or the caller need of it."""
-    found = []
+    """Values that each segment reads from outside, and those of its own that later segments or the caller read."""
+    borders = []
     for choice in choices:
         inside = set(choice.nodes)
         reads = tuple(o for o in dict.fromkeys(o for name in choice.nodes for o in graph[name].operands) if o not in inside)
-        found.append((reads, graph.live_out(choice.nodes)))
-    return found
+        borders.append((reads, graph.live_out(choice.nodes)))
+    return borders
 
 
 def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> Region:
-    """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs.
+    """Build the region of these decisions. Programs are lowered when first used, and shared by segments with equal ones.
 
     Raises:
-        InputError: a value is to be streamed that cannot be.
+        InputError: a value is marked as streamed that cannot be.
     """
     graph = problem.graph
-    ends = segment_borders(graph, choices)
+    borders = segment_borders(graph, choices)
     streamed = frozenset(name for choice in choices for name in choice.streamed)
-    _check_streamed(problem, choices, ends)
-    leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
+    _check_streamed(problem, choices, borders)
+    leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in borders))
     return Region(
         graph=graph,
-        segments=[_segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, ends, strict=True)],
-        reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
-        writes=[makes for _, makes in ends],
+        segments=[
+            _segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, borders, strict=True)
+        ],
+        reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, borders, strict=True)],
+        writes=[makes for _, makes in borders],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
         grad_dtypes=problem.grad_dtypes,
@@ -65,24 +67,24 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
 
 
 def can_stream(problem: PlanningProblem, name: str) -> bool:
-    """Whether a value may be on the host between two segments: an image (a signal, a volume) that is none of the model's outputs."""
+    """True if a value may pass through the host between two segments: an image (signal, volume) that is not an output of the model."""
     return name in problem.phases.streamed and name not in problem.graph.results
 
 
 def _check_streamed(
-    problem: PlanningProblem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], borders: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
 ) -> None:
-    for choice, (_, makes) in zip(choices, ends, strict=True):
-        wrong = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not can_stream(problem, name)]
-        if wrong:
+    for choice, (_, makes) in zip(choices, borders, strict=True):
+        invalid = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not can_stream(problem, name)]
+        if invalid:
             raise InputError(
-                f"{', '.join(wrong)} cannot be handed on strip by strip: only images that a tiled segment makes for others can; make a new "
-                "plan with sft.plan(...)"
+                f"{', '.join(invalid)} cannot pass to later segments strip by strip: only images made by a tiled segment can; "
+                "make a new plan with sft.plan(...)"
             )
 
 
 def _reread_globals(problem: PlanningProblem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
-    """Global values of a tiled segment's own that its backward pass reads."""
+    """Global values made by a tiled segment that its own backward pass reads."""
     if choice.mode != "tiled":
         return ()
     return tuple(
@@ -100,23 +102,23 @@ def _segment(
     leaving: frozenset[str],
     streamed: frozenset[str],
 ) -> TiledSegment | WholeSegment:
-    """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again.
+    """The segment of one decision; ``leaving`` are the outputs that may go to the host strip by strip, as no segment reads them again.
 
-    Segments that differ in the states that they keep, or in which of their borders are streamed, share their programs.
+    Segments that differ only in their kept states, or in which of their borders are streamed, share programs.
     """
     shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
     key = ("segment", shared, outputs, outside, leaving)
-    segment = problem.remembered(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
+    segment = problem.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
     arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
-    # What its walks cost is remembered with it: of many segments few differ from one proposal to the next.
+    # The segment object caches the cost of its sweeps: of many segments few differ from one proposal to the next.
     states = (choice.state_every, choice.state_slots, choice.restart)
-    return problem.remembered((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
+    return problem.memoize((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
 
 
 def _with_borders(
     segment: TiledSegment | WholeSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
 ) -> TiledSegment | WholeSegment:
-    """The segment that keeps these states, and of whose borders these are streamed."""
+    """The segment with these state policies and streamed borders."""
     if isinstance(segment, WholeSegment):
         return replace(segment, from_source=segment.from_source | arrives)
     return replace(
@@ -180,8 +182,8 @@ def _build_segment(
 
 
 def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
-    """The strips, which are the same for all ways to divide the width and the batch."""
-    return problem.remembered(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
+    """The strips, which do not depend on the division of the width and the batch."""
+    return problem.memoize(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
 
 
 def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
@@ -198,17 +200,17 @@ def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> St
 
 
 def _tile_steps(problem: PlanningProblem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
-    def found() -> tuple[StripStep, ...]:
+    def compute() -> tuple[StripStep, ...]:
         phases = problem.phases
         return independent_tiles(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
 
-    return problem.remembered(("tiles", tuple(names), tile_px, axis), found)
+    return problem.memoize(("tiles", tuple(names), tile_px, axis), compute)
 
 
 def full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> StripStep:
-    """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
+    """Step of the full extent along an axis: every value gains all its rows (columns) at once and keeps none."""
     key = ("whole step", tuple(names), tuple(sources), axis)
-    return problem.remembered(key, lambda: _build_full_extent_step(problem, names, sources, axis))
+    return problem.memoize(key, lambda: _build_full_extent_step(problem, names, sources, axis))
 
 
 def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], axis: int) -> StripStep:

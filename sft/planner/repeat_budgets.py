@@ -1,13 +1,11 @@
-"""Budgets for repeated blocks that were given none of their own.
+"""Budgets of repeats, and the memory check of retained graphs.
 
-In a model that is compiled such blocks (``sft.nn.Repeat``) follow the model's budget. At first they keep everything, as plain PyTorch does;
-where no plan fits then, they get half as many bytes, and half of that, down to what their smallest schedule needs. The first plan that fits
-is the one with the fewest blocks run again, of those that were looked at.
+Repeats (``sft.nn.Repeat``) without a budget of their own follow the model's. At first they keep all residuals, as plain PyTorch does. If no
+plan fits, their bytes are halved, again and again, down to the need of their smallest schedule. Of the budgets tried, the first that gives
+a fitting plan recomputes the fewest blocks.
 
-What a backward pass needs that retains the graph, for another one behind it.
-
-A plan's projection is that of a step whose backward pass frees what the forward pass kept while it goes. With ``retain_graph=True`` all of
-that stays to the end. Whether it will be asked for is known when the backward pass begins, so that is where it is judged.
+A plan's projection assumes that the backward pass frees the residuals of the forward pass as it proceeds. With ``retain_graph=True`` all of
+them stay to the end. That is known only when a backward pass begins, so :class:`RetainedGraphCheck` runs at that point.
 """
 
 from __future__ import annotations
@@ -29,50 +27,50 @@ __all__ = ["RetainedGraphCheck", "extra_flops", "free_budgets", "repeated_calls"
 
 
 def repeated_calls(problem: PlanningProblem) -> dict[str, RepeatSite]:
-    """The places where blocks are repeated, by the operator that stands for them."""
-    found: dict[str, RepeatSite] = {}
+    """Call sites of repeats, by the name of their operator."""
+    sites: dict[str, RepeatSite] = {}
     for program in plain_programs(problem):
         for instruction in program.instructions:
             call = getattr(instruction.function, "call", None)
             if isinstance(call, RepeatSite):
-                found[instruction.owner] = call
-    return found
+                sites[instruction.owner] = call
+    return sites
 
 
 def extra_flops(problem: PlanningProblem) -> int:
-    """Of the FLOPs of a model that is kept whole those of repeated blocks that run again, which plain PyTorch does not."""
+    """FLOPs of blocks that run again within repeats of the untiled model; plain PyTorch does not compute them."""
     return sum(call.extra_flops for call in repeated_calls(problem).values()) if problem.training else 0
 
 
 def with_smaller_repeats(problem: PlanningProblem) -> Iterator[PlanningProblem]:
-    """The same model with smaller and smaller budgets for repeated blocks that have none."""
+    """The same problem with smaller and smaller budgets of the repeats that have none of their own."""
     free = _unbudgeted_repeats(problem)
     if not free or not problem.training:
         return
     calls = repeated_calls(problem)
     budgets = [calls[name].plan.projected_peak_bytes for name in free]
-    least = [min(calls[name].least_bytes, most) for name, most in zip(free, budgets, strict=True)]
-    while budgets != least:
-        budgets = [max(num_bytes // 2, fewest) for num_bytes, fewest in zip(budgets, least, strict=True)]
+    minima = [min(calls[name].least_bytes, largest) for name, largest in zip(free, budgets, strict=True)]
+    while budgets != minima:
+        budgets = [max(num_bytes // 2, minimum) for num_bytes, minimum in zip(budgets, minima, strict=True)]
         yield with_free_budgets(problem, budgets)
 
 
 def _unbudgeted_repeats(problem: PlanningProblem) -> list[str]:
-    """The repetitions without a budget of their own."""
+    """Names of the repeats without a budget of their own."""
     return [node.name for node in problem.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
 
 
 def free_budgets(problem: PlanningProblem) -> tuple[int, ...]:
-    """The budgets that repetitions without one have got, in order; empty where they keep everything."""
-    found = [problem.graph[name].argument("which").budget_bytes for name in _unbudgeted_repeats(problem)]
-    return tuple(num_bytes for num_bytes in found if num_bytes is not None)
+    """Current budgets of the repeats without one of their own, in order; empty if they keep all residuals."""
+    budgets = [problem.graph[name].argument("which").budget_bytes for name in _unbudgeted_repeats(problem)]
+    return tuple(num_bytes for num_bytes in budgets if num_bytes is not None)
 
 
 def with_free_budgets(problem: PlanningProblem, num_bytes: Sequence[int]) -> PlanningProblem:
-    """The problem with these budgets for the repetitions that have none of their own.
+    """The problem with these budgets for the repeats that have none of their own.
 
     Raises:
-        InputError: they are not as many.
+        InputError: the number of budgets differs from the number of such repeats.
     """
     free = _unbudgeted_repeats(problem)
     if len(num_bytes) != len(free):
@@ -90,7 +88,13 @@ def with_free_budgets(problem: PlanningProblem, num_bytes: Sequence[int]) -> Pla
 
 @dataclass(frozen=True, eq=False)
 class RetainedGraphCheck:
-    """A plan's step whose graph is retained."""
+    """Memory check of a backward pass that retains the graph of a plan's step.
+
+    Attributes:
+        problem: the planning problem.
+        region: the plan's region.
+        plan: the plan.
+    """
 
     problem: PlanningProblem
     region: Region
@@ -98,16 +102,16 @@ class RetainedGraphCheck:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """What the device holds at most, also in the last backward pass, which finds the input's gradients of those before."""
+        """Peak bytes of the device, including the input gradients of earlier backward passes of the same graph."""
         plain, retained = (project_step(self.problem, self.region, retains=retains).peak_bytes for retains in (False, True))
-        self.problem.forget()
+        self.problem.clear_memo()
         return self.plan.total_bytes + max(0, retained + self.problem.input_grad_bytes - plain)
 
     def check(self) -> None:
-        """Refuse what the budget has no room for.
+        """Check the retained graph against the budget.
 
         Raises:
-            BudgetError: it has none.
+            BudgetError: it needs more bytes.
         """
         budget_bytes = self.plan.budget_bytes
         if self.needed_bytes > budget_bytes:

@@ -1,11 +1,9 @@
-"""Plans for people.
+"""Plan reports: the text of ``plan.explain()`` and the figure of ``plan.plot()``.
 
-The picture of a plan: above, the bytes that the device holds over time; below, which segment runs. Needs the extra ``plot``.
-
-A segment's strips are not drawn one by one: a move is a block, as high as the most that it holds, with a line in it from what is held when
-it begins to what is held when it is through. Below, segments are rows and the caller's turn is a line; copies to the host and back have a
-row each. Where stages run again the
-picture is the staircase of the checkpointing literature.
+The figure (extra ``plot``) has two panels: device memory over time above, and the running segments below. A schedule op is one block: its
+height is the peak while it runs, and the line in it leads from the bytes at its begin to those at its end; strips are not drawn one by one.
+Below, each segment is a row, the caller's turn is a line, and copies to the host and back have a row each. For a recomputation schedule
+the picture is the staircase of the checkpointing literature.
 """
 
 from __future__ import annotations
@@ -30,11 +28,15 @@ _HALO = {"carry": "carried", "recompute": "recomputed"}
 
 
 def _states_text(segment: SegmentPlan) -> str:
-    return f"{segment.state_slots} at most, the others restored" if segment.state_slots else f"kept every {segment.state_every} strip(s)"
+    return (
+        f"{segment.state_slots} at most, the remaining ones restored"
+        if segment.state_slots
+        else f"kept every {segment.state_every} strip(s)"
+    )
 
 
 def plan_report(plan: Plan, *, costs: bool = False) -> str:
-    """The plan as text: the split of the budget, then one block a segment; with ``costs`` what each takes of the time, too."""
+    """Text of a plan: the split of the budget, then one block per segment; ``costs`` adds the seconds of each segment."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
     kind = "a training step" if plan.training else "inference"
     num_read = sum(placement == "source" for placement in plan.input_placements)
@@ -49,7 +51,7 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
         *_weights_lines(plan),
         *_overhead_lines(plan),
-        *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
+        *([f"  host              {format_bytes(plan.host_bytes):>12}  for values that leave the device"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
     if plan.skips_repeats:
@@ -74,14 +76,14 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
 
 
 def _overhead_lines(plan: Plan) -> list[str]:
-    """What a GPU takes besides tensors."""
+    """Line of the device's overhead in addition to tensors."""
     if not plan.overhead_bytes:
         return []
     return [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's rounding, libraries' workspaces"]
 
 
 def _weights_lines(plan: Plan) -> list[str]:
-    """What streamed weights take on the device, and of the link."""
+    """Line of the streamed weights: device memory and link traffic."""
     if not plan.streamed_weights:
         return []
     passed = format_bytes(sum(entry.weight_bytes for entry in plan.timeline.entries))
@@ -92,7 +94,7 @@ def _weights_lines(plan: Plan) -> list[str]:
 
 
 def _costs_lines(plan: Plan) -> list[str]:
-    """What each segment takes of a step's time; a rate of FLOPs only where it is not the one that was assumed."""
+    """Table of the seconds per segment; the FLOP rate is listed only if it was measured."""
     timeline = plan.timeline
     rate = "  GFLOP/s" if timeline.is_measured else ""
     lines = [
@@ -137,7 +139,7 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _COLOURS = {"tiled": "tab:blue", "whole": "tab:orange", "link": "tab:green"}
-#: How strongly a segment's colour is drawn, and the pattern over it.
+#: Opacity and hatch of a segment's bar by kind of schedule op.
 _STYLES: dict[TimelineKind, tuple[float, str]] = {
     "forward": (0.45, ""),
     "recompute": (0.45, "////"),
@@ -145,20 +147,20 @@ _STYLES: dict[TimelineKind, tuple[float, str]] = {
     "offload": (0.45, ""),
     "prefetch": (1.0, ""),
 }
-#: The rows below the segments, of copies to the host and back.
+#: Rows of the copies to the host and back, below the segments.
 _LANES: dict[TimelineKind, int] = {"offload": -1, "prefetch": -2}
 _MAX_TICKS = 10
-_RESIDENT, _HELD = "0.75", "tab:green"
+_RESIDENT_COLOUR, _ALIVE_COLOUR = "0.75", "tab:green"
 
 
 def plan_figure(plan: Plan) -> Figure:
-    """Memory over time with the budget, and what runs.
+    """Draw memory over time with the budget, and the running segments.
 
     Raises:
         InputError: matplotlib is missing, or the plan has no operators.
     """
     if not plan.timeline.entries:
-        raise InputError("there is nothing to draw: the plan has no operators")
+        raise InputError("nothing to draw: the plan has no operators")
     figure = new_figure()
     memory, moves = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_memory(memory, plan)
@@ -176,22 +178,22 @@ def _title(plan: Plan) -> str:
 
 
 def _draw_memory(axes: Axes, plan: Plan) -> None:
-    # Of a budget far above the plan the line would leave nothing else to see.
+    # A budget far above the plan would squeeze the curve into the bottom of the panel.
     with_budget = plan.budget_bytes <= 3 * plan.total_bytes
     unit, size = next((pair for pair in _UNITS if plan.total_bytes >= pair[1]), _UNITS[-1])
     resident = plan.resident_bytes / size
     seconds: list[float] = []
     peaks: list[float] = []
-    held: list[float] = []
+    alive: list[float] = []
     for entry, (start, stop) in zip(plan.timeline.entries, plan.timeline.spans, strict=True):
-        if entry.copied_bytes:  # beside the others, which say what is held
+        if entry.copied_bytes:  # copies overlap the other schedule ops, whose entries hold the bytes
             continue
         seconds += [start, stop]
         peaks += [resident + entry.peak_bytes / size] * 2
-        held += [resident + entry.begin_bytes / size, resident + entry.end_bytes / size]
-    axes.fill_between([0, plan.timeline.seconds], 0, resident, color=_RESIDENT, linewidth=0, label="resident")
-    axes.fill_between(seconds, resident, peaks, color=_HELD, alpha=0.3, linewidth=0, label="at most, during a move")
-    axes.plot(seconds, held, color=_HELD, linewidth=1, label="between moves")
+        alive += [resident + entry.begin_bytes / size, resident + entry.end_bytes / size]
+    axes.fill_between([0, plan.timeline.seconds], 0, resident, color=_RESIDENT_COLOUR, linewidth=0, label="resident")
+    axes.fill_between(seconds, resident, peaks, color=_ALIVE_COLOUR, alpha=0.3, linewidth=0, label="at most, during a move")
+    axes.plot(seconds, alive, color=_ALIVE_COLOUR, linewidth=1, label="between moves")
     if with_budget:
         axes.axhline(plan.budget_bytes / size, color="tab:red", linestyle="--", label="budget")
     else:
@@ -203,16 +205,16 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
 
 def _draw_moves(axes: Axes, plan: Plan) -> None:
     timeline = plan.timeline
-    drawn: dict[tuple[str, TimelineKind], list[tuple[int, float, float]]] = {}
+    bars_of: dict[tuple[str, TimelineKind], list[tuple[int, float, float]]] = {}
     lanes = _LANES if any(entry.copied_bytes for entry in timeline.entries) else {}
     for entry, kind, (start, stop) in zip(timeline.entries, timeline.kinds, timeline.spans, strict=True):
         if kind in lanes:
-            drawn.setdefault(("link", kind), []).append((lanes[kind], start, stop))
+            bars_of.setdefault(("link", kind), []).append((lanes[kind], start, stop))
         elif kind == "loss":
             axes.axvline(start, color="black", linestyle=":", label="loss")
         elif entry.segment is not None and stop > start:
-            drawn.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
-    for (mode, kind), bars in drawn.items():
+            bars_of.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
+    for (mode, kind), bars in bars_of.items():
         alpha, hatch = _STYLES[kind]
         numbers, starts, stops = zip(*bars, strict=True)
         axes.barh(

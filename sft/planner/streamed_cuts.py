@@ -1,8 +1,8 @@
-"""Which cuts are streamed: on the host, and never whole on the device (``sft.runtime.region``).
+"""Selection of streamed cuts: segment boundary tensors that pass through host memory (``sft.runtime.region``).
 
-Between two tiled segments (the barrier of a norm over the image, a gate) a cut is whole on the device from its making to its gradient's
-use, or it passes over the host strip by strip. The one costs bytes on the device, the other time on the link. So first everything is
-streamed that can be; then cuts are kept, those first that take longest to stream, as far as they fit.
+A tensor between two tiled segments (at the barrier of a norm over the image, at a gate) either stays on the device from its computation to
+the use of its gradient, or passes through host memory strip by strip. The first costs device bytes, the second link time. The search starts
+with all cuts streamed, then keeps cuts on the device while the plan fits, those with the longest transfer first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sft.solvers.chain import HostLink
 
 __all__ = ["HostTraffic", "host_traffic", "minimize_streamed_cuts", "stream_seconds", "streamable_values", "with_streamed"]
 
-PlannedT = TypeVar("PlannedT")
+PlanT = TypeVar("PlanT")
 
-#: Cuts that are looked at one by one when halving is through.
+#: Cuts that are tried one by one after the bisection.
 _MAX_TRIES = 6
 
 
 def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
-    """The values that one tiled segment hands to others, all of them tiled."""
+    """Values that one tiled segment passes to later segments which are all tiled."""
     ends = segment_borders(problem.graph, choices)
     whole = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode != "tiled" for name in reads}
     tiled = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in reads}
@@ -36,21 +36,21 @@ def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]
 
 
 def with_streamed(choices: Sequence[SegmentChoice], names: Collection[str]) -> tuple[SegmentChoice, ...]:
-    """The decisions with these values streamed, and no others."""
+    """The decisions with exactly these values streamed."""
     return tuple(replace(choice, streamed=tuple(name for name in choice.nodes if name in names)) for choice in choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTraffic:
-    """What passes over the link strip by strip while one segment runs.
+    """Bytes over the link, strip by strip, while one segment runs.
 
-    Each panel reads its strips in full width. Rows that restored strips read once more are left out.
+    Each panel reads its strips in full width. Rows that restored strips read again are not counted.
 
     Attributes:
-        down_bytes: of its forward pass, to the host.
-        up_bytes: from the host.
-        backward_down_bytes: of its backward pass, to the host.
-        backward_up_bytes: from the host.
+        down_bytes: to the host, in the forward pass.
+        up_bytes: from the host, in the forward pass.
+        backward_down_bytes: to the host, in the backward pass.
+        backward_up_bytes: from the host, in the backward pass.
     """
 
     down_bytes: int = 0
@@ -59,69 +59,68 @@ class HostTraffic:
     backward_up_bytes: int = 0
 
     def seconds(self, link: HostLink, *, back: bool) -> float:
-        """Time of the link for one of the passes."""
+        """Link time of one of the passes."""
         if back:
             return link.streamed_seconds(self.backward_down_bytes, self.backward_up_bytes)
         return link.streamed_seconds(self.down_bytes, self.up_bytes)
 
 
 def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[HostTraffic, ...]:
-    """Of each segment."""
+    """Link traffic of each segment."""
     streamed = {name for choice in choices for name in choice.streamed}
     if not streamed:
         return (HostTraffic(),) * len(choices)
-    found = []
+    traffic = []
     for choice, (reads, makes) in zip(choices, segment_borders(problem.graph, choices), strict=True):
-        read, made = (streamed.intersection(names) for names in (reads, makes))
+        inputs, outputs = (streamed.intersection(names) for names in (reads, makes))
         num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
-        up = num_panels * sum(map(problem.value_bytes, read))
-        wanted = problem.requires_grad
-        found.append(
+        up_bytes = num_panels * sum(map(problem.value_bytes, inputs))
+        traffic.append(
             HostTraffic(
-                down_bytes=sum(map(problem.value_bytes, made)),
-                up_bytes=up,
-                backward_down_bytes=num_panels * sum(map(problem.grad_bytes, read & wanted)),
-                backward_up_bytes=up + sum(map(problem.grad_bytes, made & wanted)),
+                down_bytes=sum(map(problem.value_bytes, outputs)),
+                up_bytes=up_bytes,
+                backward_down_bytes=num_panels * sum(map(problem.grad_bytes, inputs & problem.requires_grad)),
+                backward_up_bytes=up_bytes + sum(map(problem.grad_bytes, outputs & problem.requires_grad)),
             )
         )
-    return tuple(found)
+    return tuple(traffic)
 
 
 def stream_seconds(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> float:
-    """Time that the link takes for what is streamed, in a step."""
+    """Link time of the streamed cuts in one step."""
     passes = (False, True) if problem.training else (False,)
     return sum(each.seconds(problem.link, back=back) for each in host_traffic(problem, choices) for back in passes)
 
 
 def minimize_streamed_cuts(
-    problem: PlanningProblem, choices: Sequence[SegmentChoice], carry_out: Callable[[Sequence[SegmentChoice]], PlannedT | None]
-) -> PlannedT | None:
-    """Stream as little as fits.
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], fitting_plan: Callable[[Sequence[SegmentChoice]], PlanT | None]
+) -> PlanT | None:
+    """Stream as few cuts as fit.
 
     Args:
-        problem: the model at one size.
+        problem: the planning problem.
         choices: the decisions.
-        carry_out: the plan for some, ``None`` if it does not fit.
+        fitting_plan: materializes decisions; returns ``None`` if the plan does not fit.
     """
     names = streamable_values(problem, choices)
     num_readers = Counter(name for reads, _ in segment_borders(problem.graph, choices) for name in reads)
     by_cost = sorted(names, key=lambda name: problem.value_bytes(name) * (1 + num_readers[name]), reverse=True)
-    best = carry_out(with_streamed(choices, names))
+    best = fitting_plan(with_streamed(choices, names))
     if best is None:
         return None
-    # The most of the longest that may stay, by halving; then of the rest whatever still does.
+    # Bisect for the longest prefix of costly cuts that may stay on the device, then try a few of the remaining ones.
     low, high = 0, len(by_cost)
     while low < high:
         middle = (low + high + 1) // 2
-        found = carry_out(with_streamed(choices, by_cost[middle:]))
-        if found is None:
+        plan = fitting_plan(with_streamed(choices, by_cost[middle:]))
+        if plan is None:
             high = middle - 1
         else:
-            low, best = middle, found
-    away = by_cost[low:]
+            low, best = middle, plan
+    streamed = by_cost[low:]
     for name in by_cost[low + 1 : low + 1 + _MAX_TRIES]:
-        found = carry_out(with_streamed(choices, [other for other in away if other != name]))
-        if found is not None:
-            away.remove(name)
-            best = found
+        plan = fitting_plan(with_streamed(choices, [other for other in streamed if other != name]))
+        if plan is not None:
+            streamed.remove(name)
+            best = plan
     return best

@@ -1,16 +1,16 @@
-"""A step over time: which move of its order runs when, for how long, and what is held meanwhile.
+"""Timelines: the schedule ops of a step with their times, bytes and FLOPs.
 
-An entry is a move (``sft.runtime.moves``): a segment forward, the caller's turn, a segment back. The strips of a segment are too fine for a
-record that is read, drawn and kept as JSON; what they hold at most is the entry's peak. Bytes and FLOPs come from the run that projects
-the plan, so the highest peak is the plan's and the FLOPs sum to the plan's.
+An entry is one schedule op (``sft.runtime.moves``): a segment forward, the caller's turn, a segment back. Strips are not listed: a record
+that is read, drawn and stored as JSON would become too large. The peak of an entry covers all strips of its segment. Bytes and FLOPs come
+from the plan's projection, so the largest peak is the plan's and the FLOPs sum to the plan's.
 
-Copies to the host and back are moves, too, and run beside the others: each direction of the link has a clock of its own, as in the event
-simulation of a chain (``sft.solvers.simulate``). A copy begins when its direction is free and everything before it in the order is
-through; a release waits for one, and so does the first move that reads what comes back.
+Copies to the host and back are schedule ops, too, and overlap the computation: each direction of the link has a clock of its own, as in the
+event simulation of a chain (``sft.solvers.simulate``). A copy begins when its direction is free and all earlier ops of the schedule have
+completed; a release waits for the copy, and so does the first op that reads a prefetched value.
 
-Seconds are of two kinds, which are never mixed. Estimated ones are there for every plan: FLOPs, and calls, at a rate that is known of the
-kind of device to the nearest power of ten (``sft.planner.cost.roofline``). They say which of two plans is faster and what share of a step
-a segment takes, not how long it takes. Measured ones come from timing the plan's programs on the device.
+Seconds are of two kinds, which are never mixed. Estimated seconds exist for every plan: FLOPs and calls at a rate that is known to the
+nearest power of ten for the kind of device (``sft.planner.cost.roofline``). They rank plans and give the share of a step that a segment
+takes, not its duration. Measured seconds come from timing the plan's programs on the device.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from sft.runtime.moves import COPY_SIGNS
 
 __all__ = ["SegmentCost", "Timeline", "TimelineEntry", "TimelineKind"]
 
-#: What a move does. A forward move behind the loss is a recomputation.
+#: Kind of a schedule op. A forward op after the loss is a recomputation.
 TimelineKind = Literal["forward", "loss", "recompute", "backward", "offload", "release", "prefetch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
-    """One move.
+    """One schedule op.
 
     Attributes:
         move: ``"F3"``, ``"F3+"``, ``"L"``, ``"B3"``, ``">add"``, ``"~add"`` or ``"<add"``; see `sft.Plan`.
-        begin_bytes: held when it begins, above the resident bytes, as everywhere in a timeline.
-        peak_bytes: most that is held while it lasts.
-        end_bytes: held when it is through, and what nobody reads again is gone.
-        flops: what it computes.
-        estimated_seconds: how long it takes at the rates of the kind of device.
-        measured_seconds: how long it took on the device; ``None`` where nobody measured.
-        copied_bytes: what it copies to the host, or back.
-        waits_for: what is on its way back and has to be there: values, or ``"3+"`` for what segment 3 kept.
-        weight_bytes: what passes over the link meanwhile of streamed weights, their gradients, and what updates read and write.
+        begin_bytes: bytes alive when it begins, above the resident bytes, as all bytes of a timeline.
+        peak_bytes: peak bytes while it runs.
+        end_bytes: bytes alive when it has completed and values after their last use are freed.
+        flops: its FLOPs.
+        estimated_seconds: seconds at the rates of the kind of device.
+        measured_seconds: seconds measured on the device; ``None`` if not measured.
+        copied_bytes: bytes that it copies to the host, or back.
+        waits_for: prefetched targets that must have arrived: values, or ``"3+"`` for the residuals of segment 3.
+        weight_bytes: link traffic of streamed weights, their gradients, and the reads and writes of their updates.
     """
 
     move: str
@@ -70,27 +70,27 @@ class TimelineEntry:
 
     @property
     def segment(self) -> int | None:
-        """The number of the segment that runs; none where the caller has its turn, or something is copied."""
+        """Number of the segment that runs; ``None`` for the caller's turn and for copies."""
         return int(self.move.strip("FB+")) if self.move[0] in "FB" else None
 
     @property
     def seconds(self) -> float:
-        """Measured seconds, where there are any; else the estimated ones."""
+        """Measured seconds if known, otherwise estimated ones."""
         return self.estimated_seconds if self.measured_seconds is None else self.measured_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentCost:
-    """What a segment takes of a step.
+    """Seconds and FLOPs of one segment in a step.
 
     Attributes:
         segment: its number.
-        forward_seconds: of its first run forward.
-        recompute_seconds: of its later runs forward, as moves of their own; what a tiled segment computes again within its backward pass
-            is in that one.
-        backward_seconds: of its backward pass.
-        share: of all seconds of the step.
-        flops: of all of these.
+        forward_seconds: seconds of its first forward run.
+        recompute_seconds: seconds of its later forward runs as schedule ops of their own; recomputation within the backward pass of a
+            tiled segment is part of that pass.
+        backward_seconds: seconds of its backward pass.
+        share: share of all seconds of the step.
+        flops: FLOPs of all these runs.
     """
 
     segment: int
@@ -102,102 +102,102 @@ class SegmentCost:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Sum of forward, recomputation and backward."""
         return self.forward_seconds + self.recompute_seconds + self.backward_seconds
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs a second; 0 where it takes no time."""
+        """FLOPs per second; 0 if it takes no time."""
         return self.flops / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The moves of a step in order.
+    """The schedule ops of a step in order.
 
     Attributes:
-        entries: one for each.
+        entries: one entry per schedule op.
     """
 
     entries: tuple[TimelineEntry, ...]
 
     @property
     def is_measured(self) -> bool:
-        """Whether its seconds were measured."""
+        """True if all entries have measured seconds."""
         return bool(self.entries) and all(entry.measured_seconds is not None for entry in self.entries)
 
     @property
     def estimated_seconds(self) -> float:
-        """Of the step, at the rates of the kind of device."""
-        return _end_seconds(self._played([entry.estimated_seconds for entry in self.entries]))
+        """Seconds of the step at the rates of the kind of device."""
+        return _end_seconds(self._simulate_spans([entry.estimated_seconds for entry in self.entries]))
 
     @property
     def seconds(self) -> float:
-        """Of the step: measured, where all of it was; else estimated."""
+        """Seconds of the step: measured if all entries are, otherwise estimated."""
         return _end_seconds(self.spans)
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds of the step in which nothing is computed, because a copy is waited for.
+        """Seconds of the step that only wait for copies, without computation.
 
-        What a segment waits for its streamed cuts is in the seconds of its moves, and not in these.
+        Time that a segment waits for its streamed boundary tensors belongs to the seconds of its ops, and is not included.
         """
-        computing = (taken for entry, taken in zip(self.entries, self._seconds(), strict=True) if entry.move[0] not in COPY_SIGNS)
+        computing = (duration for entry, duration in zip(self.entries, self._seconds(), strict=True) if entry.move[0] not in COPY_SIGNS)
         return max(0.0, self.seconds - sum(computing))
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held."""
+        """Peak bytes of the step."""
         return max((entry.peak_bytes for entry in self.entries), default=0)
 
     @property
     def spans(self) -> tuple[tuple[float, float], ...]:
-        """When each entry begins and ends, in seconds."""
-        return self._played(self._seconds())
+        """Begin and end of each entry, in seconds."""
+        return self._simulate_spans(self._seconds())
 
-    def _played(self, seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-        """When each entry begins and ends if it takes so long: the computation and both ways of the link work at once."""
-        found: list[tuple[float, float]] = []
+    def _simulate_spans(self, durations: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """Begin and end of each entry for these durations; computation and both directions of the link run concurrently."""
+        spans: list[tuple[float, float]] = []
         now = 0.0
         free = {">": 0.0, "<": 0.0}
         done: dict[str, float] = {}
-        for entry, taken in zip(self.entries, seconds, strict=True):
+        for entry, duration in zip(self.entries, durations, strict=True):
             sign, target = entry.move[0], entry.move[1:]
             if sign in free:
                 start = max(now, free[sign])
-                done[target] = free[sign] = start + taken
-                found.append((start, start + taken))
+                done[target] = free[sign] = start + duration
+                spans.append((start, start + duration))
                 continue
-            start = now if sign == "~" else max([now, *(done[other] for other in entry.waits_for)])
-            now = max(now, done[target]) if sign == "~" else start + taken
-            found.append((start, now))
-        return tuple(found)
+            start = now if sign == "~" else max([now, *(done[awaited] for awaited in entry.waits_for)])
+            now = max(now, done[target]) if sign == "~" else start + duration
+            spans.append((start, now))
+        return tuple(spans)
 
     @property
     def kinds(self) -> tuple[TimelineKind, ...]:
-        """What each entry does."""
-        found: list[TimelineKind] = []
-        is_behind = False
+        """Kind of each entry."""
+        kinds: list[TimelineKind] = []
+        is_after_loss = False
         for entry in self.entries:
-            is_behind = is_behind or entry.move == "L"
+            is_after_loss = is_after_loss or entry.move == "L"
             if entry.move == "L":
-                found.append("loss")
+                kinds.append("loss")
             elif entry.move[0] in COPY_SIGNS:
-                found.append(COPY_SIGNS[entry.move[0]])
+                kinds.append(COPY_SIGNS[entry.move[0]])
             elif entry.move.startswith("B"):
-                found.append("backward")
+                kinds.append("backward")
             else:
-                found.append("recompute" if is_behind else "forward")
-        return tuple(found)
+                kinds.append("recompute" if is_after_loss else "forward")
+        return tuple(kinds)
 
     def costs(self) -> tuple[SegmentCost, ...]:
-        """What each segment takes, by number."""
+        """Cost of each segment, by number."""
         seconds: dict[int, dict[TimelineKind, float]] = {}
         flops: dict[int, int] = {}
-        for entry, kind, taken in zip(self.entries, self.kinds, self._seconds(), strict=True):
+        for entry, kind, duration in zip(self.entries, self.kinds, self._seconds(), strict=True):
             if entry.segment is not None:
                 of_kind = seconds.setdefault(entry.segment, {"forward": 0.0, "recompute": 0.0, "backward": 0.0})
-                of_kind[kind] += taken
+                of_kind[kind] += duration
                 flops[entry.segment] = flops.get(entry.segment, 0) + entry.flops
         total = self.seconds
         return tuple(
@@ -216,10 +216,10 @@ class Timeline:
         """The timeline with a measured time for each entry.
 
         Raises:
-            ValueError: there are more or fewer of them.
+            ValueError: the number of times differs from the number of entries.
         """
-        timed = (replace(entry, measured_seconds=taken) for entry, taken in zip(self.entries, seconds, strict=True))
-        return Timeline(entries=tuple(timed))
+        entries = (replace(entry, measured_seconds=measured) for entry, measured in zip(self.entries, seconds, strict=True))
+        return Timeline(entries=tuple(entries))
 
     def _seconds(self) -> tuple[float, ...]:
         if self.is_measured:
@@ -228,5 +228,6 @@ class Timeline:
 
 
 def _end_seconds(spans: Sequence[tuple[float, float]]) -> float:
-    """When the last of them is over."""
+    """End of the last span, in seconds."""
+
     return max((stop for _, stop in spans), default=0.0)

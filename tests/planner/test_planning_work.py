@@ -86,7 +86,7 @@ class _Normed(nn.Sequential):
 
 def test_where_plain_pytorch_fits_nothing_else_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = import_module("sft.planner.search.auto")
-    survey, count = auto.Survey, 0
+    survey, count = auto.CandidateGrid, 0
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal count
@@ -212,7 +212,7 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
         num_asked += 1
         return suffix_peaks(*arguments)
 
-    class Counting(survey.Survey):  # type: ignore[misc, name-defined]
+    class Counting(survey.CandidateGrid):  # type: ignore[misc, name-defined]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             nonlocal num_surveys
             num_surveys += 1
@@ -229,7 +229,7 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
 def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Low strips of a deep network are thousands of programs; others are projected only where the survey was wrong about the first."""
     planner = import_module("sft.planner.search.auto")
-    carry_out, projected = planner.carry_out, []
+    carry_out, projected = planner.materialize, []
 
     def noted(*arguments: Any) -> Any:
         projected.append(carry_out(*arguments).projection.peak_bytes)
@@ -242,7 +242,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
         sft.plan(model, (1, 3, 8192, 8192), budget=1, options=sft.Options(host_budget=0))
     assert len(projected) == 1
     assert refused.value.needed_bytes > projected[0]
-    surveys_of = planner.surveys_of
+    surveys_of = planner.candidate_grids
 
     def too_low(*arguments: Any) -> Any:
         for survey in surveys_of(*arguments):

@@ -84,7 +84,7 @@ def _random_order(staged: StagedModel, seed: int) -> tuple[str, ...]:
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
         return rng.choice([i, *range(i + 1, j)]), 0, 0
 
-    return tuple(map(str, staged.order(reversal(staged.chain, decide))))
+    return tuple(map(str, staged.segment_schedule(reversal(staged.chain, decide))))
 
 
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
@@ -132,7 +132,7 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     """The moves that segments see are the order's, and a value of a cut is there exactly from its making to its last reader."""
     found = staged[name]
-    region = found.ordered(parse_schedule(_random_order(found, seed), len(found.choices)))
+    region = found.with_schedule(parse_schedule(_random_order(found, seed), len(found.choices)))
     log: list[str] = []
 
     class Noting:

@@ -84,7 +84,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
         return rng.choice([i, *range(i + 1, j)]), 0, 0
 
-    moves = staged.order(reversal(staged.chain, decide if recomputes else keep_all))
+    moves = staged.segment_schedule(reversal(staged.chain, decide if recomputes else keep_all))
     region = staged.region
     lives = [(target, life) for target, found in region.liveness.value_lifetimes(moves).items() for life in found if life[0] < life[1]]
     rng.shuffle(lives)
@@ -401,7 +401,7 @@ def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]]
 
 def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) -> None:
     found = staged["unet"]
-    plain = found.order(reversal(found.chain, keep_all))
+    plain = found.segment_schedule(reversal(found.chain, keep_all))
     target, ((made, last),) = next(
         (t, lives) for t, lives in found.region.liveness.value_lifetimes(plain).items() if lives[0][1] < len(plain) - 2
     )

@@ -127,13 +127,13 @@ def test_a_plan_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     file.write_text("\n".join(lines[::2]))
     timed: list[Program] = []
-    time_once = TimingMachine._time
+    time_once = TimingMachine._time_program
 
     def note(watch: TimingMachine, program: Program, before: Program | None) -> float:
         timed.append(program)
         return time_once(watch, program, before)
 
-    monkeypatch.setattr(TimingMachine, "_time", note)
+    monkeypatch.setattr(TimingMachine, "_time_program", note)
     assert _timeless(_measure(_Block())) == _timeless(first)
     assert timed and len(file.read_text().split()) > 3 * len(lines[::2])
 

@@ -1,8 +1,8 @@
-"""What crosses the borders of a survey's candidates: what runs that are tiled hand on, and what of it passes over the host.
+"""Boundary memory: bytes that cross the segment borders of a grid's candidates, on the device and over the host link.
 
-A candidate tiles all operators of runs before a place and keeps those behind it whole. From one place to the next little changes: a value
-is made, its last reader is tiled, too. So candidates are gone through in order, and what changes is counted. To look at each candidate's
-segments would take time in the square of their number, and a batch norm in training ends a run: deep networks have hundreds.
+A candidate tiles all operators of runs before a position and keeps those after it untiled. From one position to the next little changes: a
+value is made, or its last reader becomes tiled. So candidates are visited in order, and changes are counted. Examining the segments of each
+candidate would take time quadratic in their number; a batch norm in training ends a run, so deep networks have hundreds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ __all__ = ["BoundaryMemory", "BoundaryTracker", "UntiledMemory", "untiled_memory
 
 Floats = npt.NDArray[np.float64]
 
+#: Host buffers of a reader of a streamed value.
 _READ_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryMemory:
-    """Of one candidate, for each run of which operators are tiled.
+    """Boundary bytes of one candidate, for each run with tiled operators.
 
     Attributes:
-        made_bytes: of what it hands on, on the device, [run]; outputs aside, which are at the border or leave, unless they are read again.
-        strip_bytes: of the strips of streamed values, and of their gradients, that are on the device while it runs, [run, height].
-        link_seconds: the time of the link in a step, of all together.
+        made_bytes: device bytes of the values that it passes on, [run]; outputs that are not read again are excluded.
+        strip_bytes: device bytes of strips of streamed values and of their gradients while it runs, [run, height].
+        link_seconds: link seconds of a step, over all runs.
     """
 
     made_bytes: Floats
@@ -41,17 +42,17 @@ class BoundaryMemory:
 
 @dataclass(slots=True)
 class _TiledRun:
-    """The operators of a run that are tiled, and what is streamed of what they read and make.
+    """Tiled operators of a run, and the streamed values that they read and make.
 
     Attributes:
         names: all operators of the run.
-        num_tiled: how many are tiled.
-        num_panels: into which the width is divided.
-        down_bytes: of what they make.
-        down_grad_bytes: of its gradients.
-        up_bytes: of what they read, once.
-        up_grad_bytes: of its gradients.
-        seconds: of the link; ``None`` until it is asked for.
+        num_tiled: number of tiled operators.
+        num_panels: panels across the width.
+        down_bytes: bytes of the streamed values that they make.
+        down_grad_bytes: bytes of the gradients of these values.
+        up_bytes: bytes of the streamed values that they read, once.
+        up_grad_bytes: bytes of the gradients of these values.
+        seconds: link seconds; ``None`` until computed.
     """
 
     names: tuple[str, ...]
@@ -66,27 +67,27 @@ class _TiledRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class _BoundaryChange:
-    """What is otherwise as soon as the operator at a place is tiled.
+    """Change of the boundary when the operator at a position becomes tiled.
 
     Attributes:
-        place: of the operator, in the order of all.
-        value: which value is meant.
-        sign: +1 where it is handed on from now on, -1 where no longer, on the device; 0 where it is streamed from now on.
+        position: index of the operator in execution order.
+        value: the value that changes.
+        sign: +1 if its bytes on the device are counted from now on, -1 if no longer; 0 if it is streamed from now on.
     """
 
-    place: int
+    position: int
     value: str
     sign: int
 
 
 class BoundaryTracker:
-    """What crosses, candidate by candidate.
+    """Tracks boundary bytes from candidate to candidate.
 
     Args:
-        problem: the model at one size.
-        tiling: how runs are tiled.
-        strip_rows: the strip heights that are asked for.
-        streams: whether what tiled segments hand to each other passes over the host.
+        problem: the planning problem.
+        tiling: common parameters of the tiled runs.
+        strip_rows: strip heights of the grid.
+        streams: true if values between tiled segments pass through the host.
     """
 
     def __init__(self, problem: PlanningProblem, tiling: Tiling, strip_rows: Sequence[int], *, streams: bool) -> None:
@@ -95,65 +96,65 @@ class BoundaryTracker:
         self._run_of = {name: number for number, run in enumerate(self._runs) for name in run.names}
         self._made_bytes = np.zeros(len(self._runs))
         self._exchanged_bytes = np.zeros(len(self._runs))
-        self._shares = np.zeros((len(self._runs), len(strip_rows)))
-        self._changes = sorted(self._listed())
+        self._strip_shares = np.zeros((len(self._runs), len(strip_rows)))
+        self._changes = sorted(self._list_changes())
 
-    def _listed(self) -> Iterator[_BoundaryChange]:
+    def _list_changes(self) -> Iterator[_BoundaryChange]:
         problem, graph, run_of = self._problem, self._problem.graph, self._run_of
-        place = {name: number for number, name in enumerate(problem.operators)}
+        position_of = {name: number for number, name in enumerate(problem.operators)}
         results = frozenset(graph.results) - problem.host_outputs
         for name, run in run_of.items():
             users = graph.users[name]
             if not users:
                 continue
-            last = max(place[user] for user in users)
-            has_others = any(run_of.get(user) != run for user in users)
-            is_streamed = self._streams and has_others and can_stream(problem, name) and all(user in run_of for user in users)
+            last = max(position_of[user] for user in users)
+            leaves_run = any(run_of.get(user) != run for user in users)
+            is_streamed = self._streams and leaves_run and can_stream(problem, name) and all(user in run_of for user in users)
             if name not in results:
-                yield _BoundaryChange(place=place[name], value=name, sign=1)
-                if is_streamed or not has_others:
-                    yield _BoundaryChange(place=last, value=name, sign=-1)
+                yield _BoundaryChange(position=position_of[name], value=name, sign=1)
+                if is_streamed or not leaves_run:
+                    yield _BoundaryChange(position=last, value=name, sign=-1)
             if is_streamed:
-                yield _BoundaryChange(place=last, value=name, sign=0)
+                yield _BoundaryChange(position=last, value=name, sign=0)
 
-    def until(self, places: Sequence[int]) -> Iterator[BoundaryMemory]:
-        """For each of ascending places what crosses where the operators of runs before it are tiled."""
-        coming, begun = 0, 0
+    def advance(self, positions: Sequence[int]) -> Iterator[BoundaryMemory]:
+        """Boundary memory for each of ascending positions, with all operators of runs before it tiled."""
+        num_applied, num_begun = 0, 0
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._problem.phases.phases)]).tolist()
         starts = [start for start, phase in zip(starts, self._problem.phases.phases, strict=False) if phase.streamed]
-        for place in places:
-            while coming < len(self._changes) and self._changes[coming].place < place:
-                self._apply(self._changes[coming])
-                coming += 1
-            first = max(0, begun - 1)  # the last one that was begun may go on
-            while begun < len(starts) and starts[begun] < place:
-                begun += 1
-            for number in range(first, begun):
-                self._tile(number, min(place - starts[number], len(self._runs[number].names)))
+        for position in positions:
+            while num_applied < len(self._changes) and self._changes[num_applied].position < position:
+                self._apply(self._changes[num_applied])
+                num_applied += 1
+            first = max(0, num_begun - 1)  # the last run that was begun may continue
+            while num_begun < len(starts) and starts[num_begun] < position:
+                num_begun += 1
+            for number in range(first, num_begun):
+                self._set_tiled(number, min(position - starts[number], len(self._runs[number].names)))
             yield BoundaryMemory(
-                made_bytes=self._made_bytes[:begun].copy(),
-                strip_bytes=self._exchanged_bytes[:begun, None] * self._shares[:begun],
-                link_seconds=sum(map(self._seconds, self._runs[:begun])),
+                made_bytes=self._made_bytes[:num_begun].copy(),
+                strip_bytes=self._exchanged_bytes[:num_begun, None] * self._strip_shares[:num_begun],
+                link_seconds=sum(map(self._link_seconds, self._runs[:num_begun])),
             )
 
     def _apply(self, change: _BoundaryChange) -> None:
         problem, name = self._problem, change.value
-        own, num_bytes = self._run_of[name], problem.value_bytes(name)
+        maker, num_bytes = self._run_of[name], problem.value_bytes(name)
         if change.sign:
-            self._made_bytes[own] += change.sign * num_bytes
+            self._made_bytes[maker] += change.sign * num_bytes
             return
         grad_bytes = problem.grad_bytes(name) if name in problem.requires_grad else 0
-        run = self._runs[own]
+        run = self._runs[maker]
         run.down_bytes, run.down_grad_bytes, run.seconds = run.down_bytes + num_bytes, run.down_grad_bytes + grad_bytes, None
-        self._exchanged_bytes[own] += num_bytes
-        for number in {self._run_of[user] for user in problem.graph.users[name]} - {own}:
+        self._exchanged_bytes[maker] += num_bytes
+        for number in {self._run_of[user] for user in problem.graph.users[name]} - {maker}:
             run = self._runs[number]
             run.up_bytes, run.up_grad_bytes, run.seconds = run.up_bytes + num_bytes, run.up_grad_bytes + grad_bytes, None
-            # A reader has two buffers in the host's memory; the strip's gradient is in both cases the device's.
+            # A reader has two buffers if they are in host memory; the strip's gradient is always on the device.
             self._exchanged_bytes[number] += num_bytes * ((_READ_BUFFERS if problem.on_host else 1) + problem.training)
 
-    def _tile(self, number: int, num_tiled: int) -> None:
-        """So many operators of a run are tiled."""
+    def _set_tiled(self, number: int, num_tiled: int) -> None:
+        """Update the number of tiled operators of a run."""
         problem, tiling, run = self._problem, self._tiling, self._runs[number]
         if run.num_tiled == num_tiled or not self._streams:
             return
@@ -161,10 +162,10 @@ class BoundaryTracker:
         run.num_tiled, run.seconds = num_tiled, None
         run.num_panels = problem.num_panels(names, tiling.cols_of(names)) if tiling.num_panels > 1 else 1
         rows, height = np.array(tiling.heights_of(names, self._strip_rows), dtype=np.float64), problem.run_height(names)
-        self._shares[number] = np.minimum(1.0, rows / height) * (tiling.batch_tile / problem.num_batch)
+        self._strip_shares[number] = np.minimum(1.0, rows / height) * (tiling.batch_tile / problem.num_batch)
 
-    def _seconds(self, run: _TiledRun) -> float:
-        """Of the link, in a step: each panel reads in full width; rows that restored strips read once more are left out."""
+    def _link_seconds(self, run: _TiledRun) -> float:
+        """Link seconds of a run in a step: each panel reads in full width; rows that restored strips read again are not counted."""
         if run.seconds is None:
             link, up_bytes = self._problem.link, run.num_panels * run.up_bytes
             run.seconds = link.streamed_seconds(run.down_bytes, up_bytes)
@@ -175,37 +176,37 @@ class BoundaryTracker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntiledMemory:
-    """Of operators that are kept whole.
+    """Device bytes of untiled operators for streamed inputs and host outputs.
 
     Attributes:
-        source_bytes: of inputs that they read of sources.
-        exchanged_bytes: of outputs that they exchange with the host. Of one that they make first the value is on the device, later its
-            gradient; of one that they read the gradient is loaded before their backward pass adds to it.
+        source_bytes: bytes of the streamed inputs that they read.
+        exchanged_bytes: bytes of the host outputs that they make or read. For one that they make, first the value is on the device, later
+            its gradient; for one that they only read, the gradient is loaded before their backward pass adds to it.
     """
 
     source_bytes: int
     exchanged_bytes: int
 
 
-def untiled_memory(problem: PlanningProblem, places: Sequence[int]) -> list[UntiledMemory]:
-    """For each of ascending places what the operators from there on hold where they are kept whole."""
+def untiled_memory(problem: PlanningProblem, positions: Sequence[int]) -> list[UntiledMemory]:
+    """Bytes of the untiled operators from each of ascending positions on."""
     order, exchanged = problem.operators, problem.host_outputs
     read: set[str] = set()
     made: set[str] = set()
-    found: list[UntiledMemory] = []
+    memory: list[UntiledMemory] = []
     end = len(order)
-    for place in reversed(places):
-        for name in order[place:end]:
+    for position in reversed(positions):
+        for name in order[position:end]:
             read.update(problem.from_source.intersection(problem.graph[name].operands))
             read.update(exchanged.intersection(problem.graph[name].operands))
-        made.update(exchanged.intersection(order[place:end]))
-        end = place
+        made.update(exchanged.intersection(order[position:end]))
+        end = position
         loaded = (read & exchanged & problem.requires_grad) - made
-        held = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
-        found.append(
+        made_bytes = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
+        memory.append(
             UntiledMemory(
                 source_bytes=sum(map(problem.value_bytes, read & problem.from_source)),
-                exchanged_bytes=held + sum(map(problem.grad_bytes, loaded)),
+                exchanged_bytes=made_bytes + sum(map(problem.grad_bytes, loaded)),
             )
         )
-    return found[::-1]
+    return memory[::-1]

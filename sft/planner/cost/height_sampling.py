@@ -1,11 +1,11 @@
-"""What a run costs at every strip height, from a few lowered strips of it.
+"""Sampled cost model: cost and bytes of a run at every strip height, interpolated from a few lowered strips.
 
-Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in its height. Their maximum is convex, so
-interpolating between sampled heights errs on the safe side. A strip is lowered once for images of all sizes that have it
-(``sft.planner.cost.strip_memory``). The bytes of the states have a closed form (``sft.planner.cost.state_memory``); at a sampled height
-the rows are counted state by state, and what the closed form is off by there is interpolated, too.
+Between multiples of the run's stride the live bytes of a steady strip at each instruction are affine in its height. Their maximum is
+convex, so interpolation between sampled heights overestimates it. A strip is lowered once for all image sizes that contain it
+(``sft.planner.cost.strip_memory``). State bytes have a closed form (``sft.planner.cost.state_memory``); at a sampled height rows are
+counted state by state, and the ratio to the closed form is interpolated, too.
 
-Runs that do the same: equal blocks of a deep network, told by what their operators do and not by what they are called.
+Runs that differ only in names, as the equal blocks of a deep network, are sampled once: a structural hash identifies them.
 """
 
 from __future__ import annotations
@@ -37,145 +37,92 @@ from sft.sources.strip_reader import reader_bytes_at
 
 __all__ = ["Floats", "RunSampler", "RunSamples", "TiledCosts", "halo_shares", "structural_run_key"]
 
-
-def structural_run_key(problem: PlanningProblem, names: tuple[str, ...], *, any_size: bool) -> Hashable:
-    """What two runs of a problem have in common whose strips differ in nothing but names.
-
-    Args:
-        problem: the model at one size.
-        names: the run's operators, in order.
-        any_size: whether images may differ in their extents along the axes that are tiled, too.
-    """
-    general, values = problem.memoize_across_sizes(("likeness of a run", names), lambda: _structural_key(problem, names), weight=len(names))
-    if any_size:
-        return general
-    return problem.remembered(("likeness of a run", names), lambda: (general, tuple(problem.shapes[name] for name in values)))
-
-
-def _structural_key(problem: PlanningProblem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
-    """That for images of any size, and the run's values, those that it reads from outside included."""
-    graph, phases, axes = problem.graph, problem.phases, problem.graph.axes
-    inputs, outputs, live_out = frozenset(graph.inputs), frozenset(graph.results), frozenset(graph.live_out(names))
-    weights = frozenset() if problem.weights is None else frozenset(problem.weights.num_bytes)
-    placed = (problem.requires_grad, problem.from_source, problem.host_outputs, problem.channels_last, problem.per_sample, weights)
-    number = {name: place for place, name in enumerate(names)}
-    digest = hashlib.sha256()
-
-    def add(name: str, *facts: Hashable) -> None:
-        shape = problem.shapes[name]
-        streamed = name in phases.streamed
-        if streamed:
-            shape = axes.with_extent(axes.with_extent(shape, ROWS, 0), COLUMNS, 0)
-        where = tuple(name in each for each in (*placed, inputs, outputs, live_out))
-        digest.update(repr((streamed, shape, problem.dtypes[name], problem.grad_dtypes[name], where, facts)).encode())
-
-    for name in names:
-        node, row = graph[name], phases.rows[name]
-        for operand in node.operands:
-            if operand not in number:
-                number[operand] = len(number)
-                add(operand, graph[operand].kind)
-        arguments = map_refs(node.arguments, lambda operand: Ref(str(number[operand])))
-        add(name, node.target, arguments, node.effect, row.name, row.role)
-    return digest.digest(), tuple(number)
-
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: At how many cuts, about, it is counted what tiles compute twice.
+#: Cuts of a run, about, at which recomputed halos are counted.
 _NUM_HALO_SAMPLES = 8
-#: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
+#: Strips in which some value has fewer columns (or rows, for a full image) than this do not share a memory profile: borders matter too
+#: much.
 _MIN_ALIKE = 8
-#: Of runs of so few operators these of the sampled heights are lowered: few operators peak one behind the other as strips grow.
+#: Runs of at most so many operators are lowered only at these of the sampled heights: their peak moves between few operators.
 _FEW_OPERATORS, _SAMPLES_OF_FEW = 8, (0, 2, -2, -1)
-#: Of an outline besides its operators, in operators.
-_WEIGHT_OF_OUTLINE = 16
-
-
-def halo_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
-    """How often each operator's rows (columns) are computed, on average, when each tile of ``tile_px`` computes its own halo."""
-
-    def found() -> dict[str, float]:
-        if not names:
-            return {}
-        phases, extents = problem.phases, problem.extents(axis)
-        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
-        num_tiles = -(-extent // tile_px)
-        start = num_tiles // 2 * tile_px
-        span = Interval(start, min(start + tile_px, extent))
-        lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
-        return {name: max(1.0, length / len(span) * extent / extents[name]) for name, length in lengths.items() if name in extents}
-
-    return problem.remembered(("shares", names, tile_px, axis), found)
+#: Weight of a memory profile in the shared cache in addition to its operators, in operators.
+_PROFILE_WEIGHT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSamples:
-    """The streamed run of a phase, sampled at the heights of the survey; arrays are [cut, height]."""
+    """Samples of the streamed run of a phase at all strip heights of a candidate grid.
+
+    Attributes:
+        names: operators of the run.
+        cuts: numbers of operators before each cut.
+        num_steps: strips, [height].
+        peak: peak bytes of one strip, [cut, height].
+        overhead: cost of one strip in addition to its FLOPs, in FLOPs, [cut, height].
+        forward_flops: FLOPs of the forward pass, including recomputed halos, [cut, height].
+        flops: FLOPs of forward and backward pass, including recomputed halos, [cut, height].
+        states: bytes of kept states, [cut, height, policy].
+        restored_share: strips restored in the backward pass, over all strips, [height, policy].
+    """
 
     names: tuple[str, ...]
     cuts: tuple[int, ...]
-    #: [height]
     num_steps: Floats
-    #: [cut, height]: of one strip
     peak: Floats
-    #: of one strip, in FLOPs
     overhead: Floats
-    #: [cut, height]: FLOPs forward and in all, halos computed twice included
     forward_flops: Floats
     flops: Floats
-    #: [cut, height, policy]
     states: Floats
-    #: [height, policy]: strips that are restored in the backward pass, of all strips
     restored_share: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledCosts:
-    """What runs, or the beginning of one, add to a plan when they are tiled; arrays are [height, policy].
+    """Bytes and costs that runs, or the beginning of one, add to a plan when tiled; arrays are [height, policy].
 
     Attributes:
-        states: bytes that are held for states.
-        peaks: of a strip of each run, [height].
-        cost: besides what plain PyTorch costs.
-        read_bytes: of inputs that are not resident.
-        is_wanted: whether no strip is restored too often.
+        states: bytes of kept states.
+        peaks: peak bytes of a strip of each run, [height].
+        cost: cost in addition to plain PyTorch's, in FLOPs.
+        read_bytes: bytes read of inputs that are not resident.
+        is_allowed: true if no strip is restored too often.
     """
 
     states: Floats
     peaks: tuple[Floats, ...]
     cost: Floats
     read_bytes: Floats
-    is_wanted: npt.NDArray[np.bool_]
+    is_allowed: npt.NDArray[np.bool_]
 
     @classmethod
-    def nothing(cls, shape: tuple[int, ...]) -> TiledCosts:
-        """Where nothing is tiled."""
+    def zeros(cls, shape: tuple[int, ...]) -> TiledCosts:
+        """Costs of a plan without tiled runs."""
         zeros = np.zeros(shape)
-        return cls(states=zeros, peaks=(), cost=zeros, read_bytes=zeros, is_wanted=np.ones(shape, dtype=bool))
+        return cls(states=zeros, peaks=(), cost=zeros, read_bytes=zeros, is_allowed=np.ones(shape, dtype=bool))
 
-    def and_run(self, other: TiledCosts) -> TiledCosts:
-        """With another run behind."""
+    def plus(self, run: TiledCosts) -> TiledCosts:
+        """Costs with a further run."""
         return TiledCosts(
-            states=self.states + other.states,
-            peaks=(*self.peaks, *other.peaks),
-            cost=self.cost + other.cost,
-            read_bytes=self.read_bytes + other.read_bytes,
-            is_wanted=self.is_wanted & other.is_wanted,
+            states=self.states + run.states,
+            peaks=(*self.peaks, *run.peaks),
+            cost=self.cost + run.cost,
+            read_bytes=self.read_bytes + run.read_bytes,
+            is_allowed=self.is_allowed & run.is_allowed,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSampler:
-    """Samples runs.
+    """Samples runs at the strip heights of a candidate grid.
 
     Attributes:
-        tiling: how they are tiled.
-        rates: what an instruction costs besides its FLOPs.
-        strip_rows: the heights that are asked for, of the tallest source.
-        sampled: indices of those that are lowered.
-        policies: for states.
+        tiling: common parameters of the tiled runs.
+        rates: cost of instructions in addition to their FLOPs.
+        strip_rows: strip heights, in rows of the tallest source.
+        sampled: indices of the heights that are lowered.
+        policies: state policies.
     """
 
     tiling: Tiling
@@ -184,38 +131,42 @@ class RunSampler:
     sampled: Sequence[int]
     policies: Sequence[Checkpoints]
 
-    def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> RunSamples:
-        """Lower a run's largest strip at the sampled heights, and fill in the others; equal runs are sampled once."""
+    def sample(
+        self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]
+    ) -> RunSamples:
+        """Lower a run's largest strip at the sampled heights, and interpolate the remaining ones; equal runs are sampled once."""
         problem, tiling = self.tiling.problem, replace(self.tiling.choice(names, 1), nodes=(), restart=False)
         heights = (tuple(self.strip_rows), tuple(self.sampled))
-        likeness = structural_run_key(problem, names, any_size=False)
-        key = ("run", likeness, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
-        return replace(problem.remembered(key, lambda: self._run(names, cuts, forward_flops, flops)), names=names)
+        run_key = structural_run_key(problem, names, any_size=False)
+        key = ("run", run_key, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
+        return replace(problem.memoize(key, lambda: self._interpolate(names, cuts, forward_flops, flops)), names=names)
 
-    def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> RunSamples:
+    def _interpolate(
+        self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]
+    ) -> RunSamples:
         problem = self.tiling.problem
         strip_rows, indices = self.tiling.heights_of(names, self.strip_rows), self.sampled
         if len(names) <= _FEW_OPERATORS and len(indices) > len(_SAMPLES_OF_FEW):
             indices = sorted({indices[sample] for sample in _SAMPLES_OF_FEW})
-        sampled = [self._memoized_sample(names, cuts, strip_rows[index]) for index in indices]
-        at = np.array([strip_rows[index] for index in indices], dtype=np.float64)
-        wanted = np.array(strip_rows, dtype=np.float64)
+        samples = [self._memoized_sample(names, cuts, strip_rows[index]) for index in indices]
+        sampled_heights = np.array([strip_rows[index] for index in indices], dtype=np.float64)
+        all_heights = np.array(strip_rows, dtype=np.float64)
 
         def spread(key: str) -> Floats:
-            columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in sampled])  # [sample, ...]
-            flat = columns.reshape(len(at), -1)
-            out = np.array([np.interp(wanted, at, column) for column in flat.T])
-            return out.reshape(*columns.shape[1:], len(wanted))
+            columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in samples])  # [sample, ...]
+            flat = columns.reshape(len(sampled_heights), -1)
+            out = np.array([np.interp(all_heights, sampled_heights, column) for column in flat.T])
+            return out.reshape(*columns.shape[1:], len(all_heights))
 
         carried, gained = spread("carried"), spread("gained")  # [value, height]
-        row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
-        places = np.asarray(sampled[0]["places"])
-        num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
+        row_bytes = np.asarray(samples[0]["row_bytes"], dtype=np.float64)
+        value_index = np.asarray(samples[0]["value_index"])
+        num_steps = np.ceil(problem.run_height(names) / all_heights) + spread("extra_steps")
         rows = closed_form_rows(self.policies, carried, gained, num_steps, training=problem.training)
-        held = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
+        state_bytes = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
-        inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
-        states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
+        inside = value_index[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
+        states = np.einsum("cv,vhk->chk", inside.astype(np.float64), state_bytes)
         return RunSamples(
             names=names,
             cuts=cuts,
@@ -232,108 +183,168 @@ class RunSampler:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
         key = ("sample", structural_run_key(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
-        return problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
+        return problem.memoize(key, lambda: self._lower_sample(names, cuts, strip_rows))
 
-    def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
+    def _lower_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, self.tiling.height), strip_rows=strip_rows)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
-        walk = Sweep(segment.chunks[0], len(segment.panels) // 2)
-        own = [name for name in names if name in problem.phases.streamed]
-        row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
-        frontier, kept, place_of = deduplicate_frontiers(schedule, own)
-        held = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
-        index = int(held.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
-        place = {name: i for i, name in enumerate(names)}
+        sweep = Sweep(segment.chunks[0], len(segment.panels) // 2)
+        values = [name for name in names if name in problem.phases.streamed]
+        row_bytes = np.array([segment.row_bytes(name, sweep) for name in values], dtype=np.int64)
+        frontier, kept, row_of = deduplicate_frontiers(schedule, values)
+        carried_bytes = np.bincount(row_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
+        strip = int(carried_bytes.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
+        index_of = {name: i for i, name in enumerate(names)}
         quarter = schedule.num_steps // 4
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
-        carried = (frontier - kept)[:, steady].max(axis=1)[place_of]
-        gained = np.diff(frontier, axis=1)[:, steady].max(axis=1)[place_of]
-        least = -(-problem.run_height(names) // schedule.strip_rows)
+        carried = (frontier - kept)[:, steady].max(axis=1)[row_of]
+        gained = np.diff(frontier, axis=1)[:, steady].max(axis=1)[row_of]
+        min_steps = -(-problem.run_height(names) // schedule.strip_rows)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
-        outline, extents = self._outline(segment, walk, index, place, cuts, differentiated=differentiated)
-        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
-        places = np.array([place[name] for name in own], dtype=np.int64)
-        incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
-        for port, num_bytes in outline.ports(extents) if segment.to_host else ():
+        profile, extents = self._memory_profile(segment, sweep, strip, index_of, cuts, differentiated=differentiated)
+        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in values], dtype=np.int64)
+        value_index = np.array([index_of[name] for name in values], dtype=np.int64)
+        incoming = np.array([gradients[value_index < cut].sum() for cut in cuts]) + self._reader_bytes(segment, sweep, names, cuts)
+        for port, num_bytes in profile.ports(extents) if segment.to_host else ():
             if segment.is_exchanged(port):
-                incoming = incoming + np.where(np.array(cuts) > place[port.name], num_bytes, 0)
+                incoming = incoming + np.where(np.array(cuts) > index_of[port.name], num_bytes, 0)
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
         return {
             "row_bytes": row_bytes,
-            "places": places,
+            "value_index": value_index,
             "carried": carried,
             "gained": gained,
-            "state_share": state_shares(problem, self.policies, (frontier, kept, place_of), row_bytes, carried, gained),
-            "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
-            "peak": outline.peaks(extents) + incoming,
-            "overhead": passes * outline.overheads(extents, self.rates),
+            "state_share": state_shares(problem, self.policies, (frontier, kept, row_of), row_bytes, carried, gained),
+            "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - min_steps,
+            "peak": profile.peaks(extents) + incoming,
+            "overhead": passes * profile.overheads(extents, self.rates),
         }
 
-    def _outline(
-        self, segment: TiledSegment, walk: Sweep, index: int, place: Mapping[str, int], cuts: Sequence[int], *, differentiated: bool
+    def _memory_profile(
+        self, segment: TiledSegment, sweep: Sweep, strip: int, index_of: Mapping[str, int], cuts: Sequence[int], *, differentiated: bool
     ) -> tuple[StripMemoryModel, ExtentsByAxis]:
-        """What a strip holds, and what it has of each value along the axes along which the outline holds for others, too."""
-        scope, schedule = segment.scope_of(walk), segment.schedule
+        """Memory profile of a strip, and the strip's extents along the axes in which the profile is parametric."""
+        scope, schedule = segment.scope_of(sweep), segment.schedule
         values = [name for name in (*scope.sources, *scope.names) if name in scope.streamed]
         extents: dict[int, tuple[int, ...]] = {}
         if scope.axes.count > 1:
             extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
         if isinstance(schedule, StripSchedule):
-            if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
-                geometry = schedule.geometry(index)
-            else:  # all rows of the image, whatever their number
+            if strip or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
+                geometry = schedule.geometry(strip)
+            else:  # the strip is the full image, of any height
                 extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
 
-        def outlined() -> StripMemoryModel:
-            # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-            emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
-            return StripMemoryModel(emitter, scope, extents, place, cuts)
+        def compute() -> StripMemoryModel:
+            # A forward program needs fewer bytes than the joint program of forward and backward, so one of the two suffices.
+            builder = emit_strip(scope, segment.step(strip), "joint" if differentiated else "forward")
+            return StripMemoryModel(builder, scope, extents, index_of, cuts)
 
         narrowest = min((extent for known in extents.values() for extent in known), default=_MIN_ALIKE)
         if not isinstance(schedule, StripSchedule) or narrowest < _MIN_ALIKE:
-            return outlined(), extents
+            return compute(), extents
         problem = self.tiling.problem
-        likeness, exchanged = structural_run_key(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
-        key = ("outline", likeness, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
-        return problem.memoize_across_sizes(key, outlined, weight=_WEIGHT_OF_OUTLINE + len(scope.names)), extents
+        run_key, exchanged = structural_run_key(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
+        key = ("outline", run_key, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
+        return problem.memoize_across_sizes(key, compute, weight=_PROFILE_WEIGHT + len(scope.names)), extents
 
     def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
-        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.
+        """FLOPs of the operators before each cut, including halos that tiles in the middle recompute, [cut, height].
 
-        How much that is of what would be computed once is found at some of the cuts, and interpolated between them.
+        The ratio to FLOPs without halos is computed at some of the cuts, and interpolated between them.
         """
         problem = self.tiling.problem
         once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
         if self.tiling.num_panels == 1 and self.tiling.halo == "carry":
             return np.repeat(once[:, None], len(strip_rows), axis=1)
-        at = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
-        ratios = np.ones((len(at), len(strip_rows)))
-        for row, c in enumerate(at):
+        sampled_cuts = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
+        ratios = np.ones((len(sampled_cuts), len(strip_rows)))
+        for row, c in enumerate(sampled_cuts):
             head = names[: cuts[c]]
-            wide = halo_shares(problem, head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
+            panel_shares = halo_shares(problem, head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
             if not once[c]:
                 continue
-            if self.tiling.halo != "recompute":  # whatever the height is
-                ratios[row, :] = sum(flops[name] * wide.get(name, 1.0) for name in head) / once[c]
+            if self.tiling.halo != "recompute":  # the same at every height
+                ratios[row, :] = sum(flops[name] * panel_shares.get(name, 1.0) for name in head) / once[c]
                 continue
             for h, rows in enumerate(strip_rows):
-                tall = halo_shares(problem, head, rows, 0)
-                ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
-        spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
+                strip_shares = halo_shares(problem, head, rows, 0)
+                total = sum(flops[name] * panel_shares.get(name, 1.0) * strip_shares.get(name, 1.0) for name in head)
+                ratios[row, h] = total / once[c]
+        spread = [np.interp(np.arange(len(cuts)), sampled_cuts, ratios[:, h]) for h in range(len(strip_rows))]
         return once[:, None] * np.stack(spread, axis=1)
 
-    def _read_strips(self, segment: TiledSegment, walk: Sweep, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Bytes that reading adds while a strip of the operators before each cut runs."""
+    def _reader_bytes(self, segment: TiledSegment, sweep: Sweep, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes that input streaming adds while a strip of the operators before each cut runs."""
         problem, total = self.tiling.problem, np.zeros(len(cuts), dtype=np.int64)
         for name in sorted(segment.from_source):
             start, stop = segment.schedule.rows_read(name, names)
-            count, strip_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, walk))
+            count, strip_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
             size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
             size += strip_bytes if name in problem.requires_grad else 0
             first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
             total += np.where(np.array(cuts) > first, size, 0)
         return total
+
+
+def halo_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+    """Mean number of computations of each operator's rows (columns) if each tile of ``tile_px`` computes its own halo."""
+
+    def compute() -> dict[str, float]:
+        if not names:
+            return {}
+        phases, extents = problem.phases, problem.extents(axis)
+        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
+        num_tiles = -(-extent // tile_px)
+        start = num_tiles // 2 * tile_px
+        span = Interval(start, min(start + tile_px, extent))
+        lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        return {name: max(1.0, length / len(span) * extent / extents[name]) for name, length in lengths.items() if name in extents}
+
+    return problem.memoize(("shares", names, tile_px, axis), compute)
+
+
+def structural_run_key(problem: PlanningProblem, names: tuple[str, ...], *, any_size: bool) -> Hashable:
+    """Key shared by runs with strips that differ only in names.
+
+    Args:
+        problem: the planning problem.
+        names: operators of the run, in order.
+        any_size: true for a key that is also equal at other image extents along the tiled axes.
+    """
+    general, values = problem.memoize_across_sizes(("likeness of a run", names), lambda: _run_hash(problem, names), weight=len(names))
+    if any_size:
+        return general
+    return problem.memoize(("likeness of a run", names), lambda: (general, tuple(problem.shapes[name] for name in values)))
+
+
+def _run_hash(problem: PlanningProblem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
+    """Size-independent hash of a run, and the names of its values, including those that it reads from outside."""
+    graph, phases, axes = problem.graph, problem.phases, problem.graph.axes
+    inputs, outputs, live_out = frozenset(graph.inputs), frozenset(graph.results), frozenset(graph.live_out(names))
+    weights = frozenset() if problem.weights is None else frozenset(problem.weights.num_bytes)
+    properties = (problem.requires_grad, problem.from_source, problem.host_outputs, problem.channels_last, problem.per_sample, weights)
+    number = {name: index for index, name in enumerate(names)}
+    digest = hashlib.sha256()
+
+    def add(name: str, *facts: Hashable) -> None:
+        shape = problem.shapes[name]
+        streamed = name in phases.streamed
+        if streamed:
+            shape = axes.with_extent(axes.with_extent(shape, ROWS, 0), COLUMNS, 0)
+        memberships = tuple(name in each for each in (*properties, inputs, outputs, live_out))
+        digest.update(repr((streamed, shape, problem.dtypes[name], problem.grad_dtypes[name], memberships, facts)).encode())
+
+    for name in names:
+        node, row = graph[name], phases.rows[name]
+        for operand in node.operands:
+            if operand not in number:
+                number[operand] = len(number)
+                add(operand, graph[operand].kind)
+        arguments = map_refs(node.arguments, lambda operand: Ref(str(number[operand])))
+        add(name, node.target, arguments, node.effect, row.name, row.role)
+    return digest.digest(), tuple(number)

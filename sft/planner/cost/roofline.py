@@ -1,13 +1,11 @@
-"""How long programs take where nobody has timed them: a roofline in FLOPs.
+"""Roofline cost model: seconds and costs of programs that have not been timed.
 
-Costs are counted in FLOPs. Two things that are not FLOPs are turned into them by a rate of exchange: calling an instruction, and on the
-CPU the first touch of a large fresh buffer, whose pages the kernel has to clear. Both only break ties between plans of equal FLOPs. A third
-is reading inputs that are not resident, which matters for small networks (`sft.planner.cost.roofline`).
+Costs are counted in FLOPs. Two further costs are converted to FLOPs at fixed rates: calling an instruction, and on the CPU the first touch
+of a large fresh buffer: the kernel has to clear its pages. Both only break ties between plans of equal FLOPs.
 
-How many bytes of inputs that are not resident the passes over a segment read.
-
-A thread decodes and normalises them beside the computation, in full width whatever the panels are: each panel's walk reads all columns
-again. On the CPU that thread takes its time from the computation; elsewhere a pass lasts at least as long as its reading.
+The third is reading inputs that are not resident, which matters for small networks. A thread decodes and normalises them during the
+computation, in full width for every panel: each panel's sweep reads all columns again. On the CPU that thread takes its time from the
+computation; on other devices a pass lasts at least as long as its reads.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ __all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "input_pass_bytes", "num_calls",
 
 Floats = npt.NDArray[np.float64]
 
-#: FLOPs that the device could do while one instruction is issued.
+#: FLOPs that the device could compute while one instruction is issued.
 _CALL_FLOPS = {"cpu": 5e5}
 _CALL_FLOPS_DEFAULT = 1e8
-#: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
+#: FLOPs that the CPU could compute while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
 _FRESH_BYTE_FLOPS = 15.0
 LARGE_BUFFER_BYTES = 32 * 2**20
-#: FLOPs a second, to the nearest power of ten: what times are compared with is the link to the host alone.
+#: FLOPs per second, to the nearest power of ten: they only compete with the link to the host.
 _FLOPS_PER_SECOND = {"cpu": 1e11}
 _FLOPS_PER_SECOND_DEFAULT = 1e13
-#: Bytes a second to the host and from it, to the nearest power of ten, of whatever kind the device is.
+#: Bytes per second to the host and from it, to the nearest power of ten, for all kinds of device.
 _LINK_BYTES_PER_SECOND = 1e10
-#: Bytes a second of an input that is decoded and normalised, as the network gets it, by one core, to the nearest power of ten.
+#: Bytes per second, as the network gets them, of an input that one core decodes and normalises, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9
 
 
@@ -55,14 +53,14 @@ class DeviceRates:
     device_type: str
 
     def overhead(self, instruction: Instruction) -> float:
-        """What an instruction costs besides its FLOPs, in FLOPs."""
+        """Cost of an instruction in addition to its FLOPs, in FLOPs."""
         cost = num_calls(instruction) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu" and instruction.num_bytes > LARGE_BUFFER_BYTES:
             cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
         return cost
 
     def overheads(self, calls: Floats, num_bytes: Floats) -> Floats:
-        """The same of many instructions: calls of each, and bytes that it allocates."""
+        """Overheads of many instructions, given the calls and the allocated bytes of each."""
         costs = calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":
             costs = costs + _FRESH_BYTE_FLOPS * np.where(num_bytes > LARGE_BUFFER_BYTES, num_bytes, 0.0)
@@ -70,30 +68,30 @@ class DeviceRates:
 
     @property
     def flops_per_second(self) -> float:
-        """FLOPs a second, to the nearest power of ten."""
+        """FLOPs per second, to the nearest power of ten."""
         return _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
 
     def with_reading(self, seconds: float, read_bytes: float) -> float:
-        """What a pass takes that computes for so long and reads so many bytes of inputs meanwhile: on the CPU both want the same cores."""
+        """Seconds of a pass that computes for ``seconds`` and reads inputs at the same time: on the CPU both share the cores."""
         reading = self.reading_seconds(read_bytes)
         return seconds + reading if self.reads_on_device else max(seconds, reading)
 
     @property
     def reads_on_device(self) -> bool:
-        """Whether inputs are read by the cores that compute."""
+        """True if inputs are read by the cores that compute."""
         return self.device_type == "cpu"
 
     def reading_seconds(self, num_bytes: float) -> float:
-        """What it takes to decode and normalise so many bytes, as the network gets them."""
+        """Seconds to decode and normalise so many bytes, as the network gets them."""
         return num_bytes / _READ_BYTES_PER_SECOND
 
     def link(self, bytes_per_second: float | None = None) -> HostLink:
-        """The link to the host, of a known bandwidth or of one to the nearest power of ten."""
+        """Link to the host with this bandwidth; ``None`` takes the nearest power of ten."""
         rate = bytes_per_second or _LINK_BYTES_PER_SECOND
         return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate)
 
     def seconds(self, program: Program) -> float:
-        """What a program takes, roughly."""
+        """Estimated seconds of a program."""
         overhead = sum(map(num_calls, program.instructions)) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":
             sizes = (instruction.num_bytes for instruction in program.instructions)
@@ -102,12 +100,12 @@ class DeviceRates:
 
 
 def num_calls(instruction: Instruction) -> int:
-    """How many operators an instruction calls."""
+    """Number of operator calls of an instruction."""
     return len(instruction.arguments[1]) if instruction.function is add_slices else 1
 
 
 def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
-    """Bytes of the inputs, as the network gets them, that operators read of sources."""
+    """Bytes of the streamed inputs, as the network gets them, that these operators read."""
     if not problem.from_source:
         return 0
     operands = {operand for name in nodes for operand in problem.graph[name].operands}
@@ -115,19 +113,19 @@ def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
 
 
 def input_pass_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
-    """For each segment the bytes that its pass forward reads, and its pass back."""
-    return tuple(_passes(problem, choice) for choice in choices)
+    """Bytes of streamed inputs that each segment reads in its forward pass, and in its backward pass."""
+    return tuple(_pass_bytes(problem, choice) for choice in choices)
 
 
-def _passes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float, float]:
+def _pass_bytes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float, float]:
     num_bytes = source_bytes(problem, choice.nodes)
     if not num_bytes or choice.mode != "tiled":
         return float(num_bytes), float(num_bytes)
     num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
-    num_walks = num_panels * -(-problem.num_batch // choice.batch_tile)
+    num_sweeps = num_panels * -(-problem.num_batch // choice.batch_tile)
     num_strips = -(-problem.run_height(choice.nodes) // choice.strip_rows)
-    again = 1 - 1 / num_walks if choice.restart else 0.0  # the last walk's states are there
+    restarted = 1 - 1 / num_sweeps if choice.restart else 0.0  # the last sweep has kept its states
     restored = 0.0
     if choice.halo == "carry":
         restored = Checkpoints(choice.state_every, choice.state_slots).num_restored(num_strips) / num_strips
-    return float(num_panels * num_bytes), num_panels * num_bytes * (1 + again + restored)
+    return float(num_panels * num_bytes), num_panels * num_bytes * (1 + restarted + restored)

@@ -1,8 +1,8 @@
-"""How many bytes a run holds for the states of its walks.
+"""State memory: bytes that a run keeps for the states of its sweeps.
 
-In closed form: value ``v`` carries ``c`` rows and gains ``n`` a strip; one state in ``k`` kept holds ``min(c, k n)`` rows that the one
-before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more of its own. That takes all strips for those of the middle.
-Counted, state by state, is what a walk back holds.
+Closed form: value ``v`` carries ``c`` rows and gains ``n`` rows per strip. If one state in ``k`` is kept, it holds ``min(c, k n)`` rows
+that the state before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more rows of its own. This takes all strips for those
+in the middle of the image. Counting row by row gives what a backward sweep really holds; :func:`state_shares` is the ratio of the two.
 """
 
 from __future__ import annotations
@@ -24,98 +24,98 @@ __all__ = ["MAX_RESTORED", "closed_form_rows", "deduplicate_frontiers", "num_res
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
+#: States are counted up to so many values times strips; states in slots up to so many strips.
 _MAX_COUNTED_VALUES, _MAX_COUNTED_STEPS = 2**17, 512
-#: So many values' rows are counted one by one.
+#: Up to so many distinct values rows are counted for each of them.
 _FEW_VALUES = 4
-#: Groups of strips that are looked at, from the last one on.
+#: Groups of strips at the end of the image that are counted.
 _NUM_GROUPS = 4
-#: A strip restored more often than this, on average, is no plan that anybody wants.
+#: Most restored runs per strip, on average, of an acceptable policy.
 MAX_RESTORED = 6.0
 
 
 def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
-    """Frontiers and first rows kept, [row, state], of values that differ in them, and for each value which row is its own."""
-    places: dict[tuple[int, int], int] = {}
+    """Distinct frontiers and first kept rows, [row, state], and for each value the index of its row."""
+    index_of: dict[tuple[int, int], int] = {}
     pairs: list[tuple[Ints, Ints]] = []
-    place_of = np.empty(len(names), dtype=np.int64)
+    row_of = np.empty(len(names), dtype=np.int64)
     for number, name in enumerate(names):
         pair = schedule.frontier[name], schedule.kept[name]
-        place = place_of[number] = places.setdefault((id(pair[0]), id(pair[1])), len(pairs))
-        if place == len(pairs):
+        index = row_of[number] = index_of.setdefault((id(pair[0]), id(pair[1])), len(pairs))
+        if index == len(pairs):
             pairs.append(pair)
     if not pairs:
-        nothing = np.zeros((0, schedule.num_steps + 1), dtype=np.int64)
-        return nothing, nothing, place_of
-    return np.stack([front for front, _ in pairs]), np.stack([low for _, low in pairs]), place_of
+        empty = np.zeros((0, schedule.num_steps + 1), dtype=np.int64)
+        return empty, empty, row_of
+    return np.stack([frontier for frontier, _ in pairs]), np.stack([kept for _, kept in pairs]), row_of
 
 
 def closed_form_rows(policies: Sequence[Checkpoints], carried: Floats, gained: Floats, num_steps: Floats, *, training: bool) -> Floats:
-    """Rows of values that are held for states, if all strips were as those of the middle, [value, height, policy].
+    """Rows of values kept for states if all strips were as those of the middle, [value, height, policy].
 
     Args:
-        policies: for states.
+        policies: state policies.
         carried: rows that each value carries from strip to strip, [value, height].
-        gained: rows that it gains a strip, likewise.
+        gained: rows that each value gains per strip, [value, height].
         num_steps: strips, [height].
-        training: whether states are kept at all.
+        training: true if states are kept for a backward pass.
     """
     every = np.minimum(np.array([policy.every for policy in policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
     slots = np.array([policy.slots for policy in policies])
     spaced = np.minimum(carried[..., None], gained[..., None] * every)
     inner = np.minimum(carried, gained)[..., None] * (every - 1)
-    rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
-    found: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), rows)
-    return found if training else np.broadcast_to(carried[..., None] * 2, rows.shape)
+    kept_rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
+    by_policy: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), kept_rows)
+    return by_policy if training else np.broadcast_to(carried[..., None] * 2, kept_rows.shape)
 
 
-# The runs of a network walk images of few heights.
+# Runs of a network have few distinct heights.
 @lru_cache(maxsize=1024)
 def num_restored(policies: tuple[Checkpoints, ...], num_steps: int) -> Floats:
-    """Of so many strips those that run forward once more to restore states, [policy]."""
+    """Strips that run forward once more to restore states, [policy]."""
     return np.array([policy.num_restored(num_steps) for policy in policies], dtype=np.float64)
 
 
 def state_shares(
     problem: PlanningProblem, policies: Sequence[Checkpoints], rows: tuple[Ints, Ints, Ints], row_bytes: Ints, carried: Ints, gained: Ints
 ) -> Floats:
-    """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long.
+    """Ratio of counted to closed-form state bytes, [policy]; ones where counting takes too long.
 
     Args:
-        problem: remembers what is counted.
-        policies: for states.
-        rows: what :func:`deduplicate_frontiers` finds.
-        row_bytes: of a row of each value, [value].
-        carried: as of :func:`closed_form_rows`, of one height.
+        problem: memoizes the counts.
+        policies: state policies.
+        rows: result of :func:`deduplicate_frontiers`.
+        row_bytes: bytes of a row of each value, [value].
+        carried: as in :func:`closed_form_rows`, for one height.
         gained: likewise.
     """
-    frontier, kept, place_of = rows
+    frontier, kept, row_of = rows
     num_steps, shares = frontier.shape[1] - 1, np.ones(len(policies))
     at_once = (carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
     closed = row_bytes @ closed_form_rows(policies, *at_once, training=problem.training)[:, 0, :]
-    if not problem.training or not len(place_of) or len(place_of) * num_steps > _MAX_COUNTED_VALUES:
+    if not problem.training or not len(row_of) or len(row_of) * num_steps > _MAX_COUNTED_VALUES:
         return shares
-    # Values whose rows come and go alike are counted as one.
-    row_bytes = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
-    # Of few values the rows are counted, which runs of other channels have in common, of many their bytes.
+    # Values with equal frontiers are counted as one.
+    row_bytes = np.bincount(row_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
+    # For few values rows are counted, which runs with other channel counts share; for many values bytes.
     is_few = len(frontier) <= _FEW_VALUES
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held in problem.remembered(key, lambda: _held_state_bytes(policies, frontier, kept, counted)).items():
+    for index, held in problem.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted)).items():
         if closed[index]:
             shares[index] = (factors @ held).max() / closed[index]
     return shares
 
 
 def _held_state_bytes(policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
-    """Bytes that are held for states at some moments of a walk, [..., moment], by index of the policy; none that take too long.
+    """State bytes at some moments of a backward sweep, [..., moment], by index of the policy; policies that take too long are left out.
 
     Arguments are arrays of [value, state], and the bytes of a row, [..., value].
     """
     num_steps, begins = frontier.shape[1] - 1, first_block_rows(frontier, kept)
-    found: dict[int, Ints] = {}
+    held_bytes: dict[int, Ints] = {}
 
-    def held(states: Iterable[int]) -> Ints:
+    def bytes_of(states: Iterable[int]) -> Ints:
         at = sorted(states)
         below = np.concatenate([np.zeros((len(frontier), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
         rows: Ints = row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0).sum(axis=1)
@@ -123,10 +123,10 @@ def _held_state_bytes(policies: Sequence[Checkpoints], frontier: Ints, kept: Int
 
     for index, policy in enumerate(policies):
         if not policy.slots:
-            # The last group may be short, and at an image's end states become small: groups before it may need more.
+            # The last group may be short, and states become small at the end of the image: groups before it may need more bytes.
             last = (num_steps - 1) // policy.every * policy.every
-            ends = [last - behind * policy.every for behind in range(_NUM_GROUPS)] if policy.every > 1 else []
-            found[index] = np.stack([held(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
+            ends = [last - group * policy.every for group in range(_NUM_GROUPS)] if policy.every > 1 else []
+            held_bytes[index] = np.stack([bytes_of(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
         elif num_steps <= _MAX_COUNTED_STEPS and policy.num_restored(num_steps) <= MAX_RESTORED * num_steps:
-            found[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
-    return found
+            held_bytes[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
+    return held_bytes

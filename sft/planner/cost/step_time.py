@@ -1,4 +1,4 @@
-"""How long a projected step takes, move by move: its programs at the rates of the kind of device, its copies and strips at the link's."""
+"""Projected step time: seconds of each schedule op from its programs at the device's rates, and its copies and strips at the link's."""
 
 from __future__ import annotations
 
@@ -17,65 +17,60 @@ __all__ = ["project_timeline"]
 
 
 def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice], projection: Projection, rates: DeviceRates) -> Timeline:
-    """The laps of a projection, with the seconds that they take at these rates; strips of one signature take the same time."""
-    known: dict[int, float] = {}
-    passing, reading = host_traffic(problem, choices), input_pass_bytes(problem, choices)
+    """Timeline of a projection at these rates; strips of equal programs take the same time."""
+    program_seconds: dict[int, float] = {}
+    traffic, reads = host_traffic(problem, choices), input_pass_bytes(problem, choices)
 
     def seconds(program: Program) -> float:
-        if id(program) not in known:
-            known[id(program)] = rates.seconds(program)
-        return known[id(program)]
+        if id(program) not in program_seconds:
+            program_seconds[id(program)] = rates.seconds(program)
+        return program_seconds[id(program)]
+
+    def op_seconds(record: ScheduleOpRecord) -> float:
+        computing = sum((count * seconds(program) for program, count in record.runs), _copy_seconds(problem, record))
+        with_reads = rates.with_reading(computing, _read_bytes(reads, record))
+        return _with_weights(problem, record, max(with_reads, _stream_seconds(problem, traffic, record)))
 
     return Timeline(
         entries=tuple(
             TimelineEntry(
-                move=str(lap.move if problem.training else replace(lap.move, keep=False)),
-                begin_bytes=lap.begin_bytes,
-                peak_bytes=lap.peak_bytes,
-                end_bytes=lap.end_bytes,
-                flops=lap.flops,
-                estimated_seconds=_weight_seconds(
-                    problem,
-                    lap,
-                    max(
-                        rates.with_reading(
-                            sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
-                            _read_bytes(reading, lap),
-                        ),
-                        _stream_seconds(problem, passing, lap),
-                    ),
-                ),
-                copied_bytes=lap.copied_bytes,
-                waits_for=lap.waits_for,
-                weight_bytes=lap.up_bytes + lap.down_bytes,
+                move=str(record.move if problem.training else replace(record.move, keep=False)),
+                begin_bytes=record.begin_bytes,
+                peak_bytes=record.peak_bytes,
+                end_bytes=record.end_bytes,
+                flops=record.flops,
+                estimated_seconds=op_seconds(record),
+                copied_bytes=record.copied_bytes,
+                waits_for=record.waits_for,
+                weight_bytes=record.up_bytes + record.down_bytes,
             )
-            for lap in projection.laps
+            for record in projection.op_records
         )
     )
 
 
-def _copy_seconds(problem: PlanningProblem, lap: ScheduleOpRecord) -> float:
-    """What a copy takes that a move begins."""
-    seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
-    return seconds(lap.copied_bytes)
+def _copy_seconds(problem: PlanningProblem, record: ScheduleOpRecord) -> float:
+    """Seconds of the copy that a schedule op begins."""
+    seconds = problem.link.up_seconds if record.move.kind == "prefetch" else problem.link.down_seconds
+    return seconds(record.copied_bytes)
 
 
-def _read_bytes(reading: Sequence[tuple[float, float]], lap: ScheduleOpRecord) -> float:
-    """What a move reads of inputs that are not resident."""
-    if lap.move.kind not in ("forward", "backward"):
+def _read_bytes(reads: Sequence[tuple[float, float]], record: ScheduleOpRecord) -> float:
+    """Bytes of streamed inputs that a schedule op reads."""
+    if record.move.kind not in ("forward", "backward"):
         return 0.0
-    return reading[lap.move.segment][lap.move.kind == "backward"]
+    return reads[record.move.segment][record.move.kind == "backward"]
 
 
-def _stream_seconds(problem: PlanningProblem, passing: Sequence[HostTraffic], lap: ScheduleOpRecord) -> float:
-    """What the link takes for the strips of a move: a segment is not through before they are."""
-    if lap.move.kind not in ("forward", "backward"):
+def _stream_seconds(problem: PlanningProblem, traffic: Sequence[HostTraffic], record: ScheduleOpRecord) -> float:
+    """Link seconds of the streamed cuts of a schedule op: a segment completes after its last strip has passed."""
+    if record.move.kind not in ("forward", "backward"):
         return 0.0
-    return passing[lap.move.segment].seconds(problem.link, back=lap.move.kind == "backward")
+    return traffic[record.move.segment].seconds(problem.link, back=record.move.kind == "backward")
 
 
-def _weight_seconds(problem: PlanningProblem, lap: ScheduleOpRecord, seconds: float) -> float:
-    """What a move takes with its streamed weights: beside them where the next move's are read ahead, else behind them."""
-    link_seconds = problem.link.streamed_seconds(lap.down_bytes, lap.up_bytes)
-    is_beside = problem.weights is not None and problem.weights.reads_ahead
-    return max(seconds, link_seconds) if is_beside else seconds + link_seconds
+def _with_weights(problem: PlanningProblem, record: ScheduleOpRecord, seconds: float) -> float:
+    """Seconds of a schedule op with its streamed weights: overlapped if weights are prefetched, otherwise added."""
+    link_seconds = problem.link.streamed_seconds(record.down_bytes, record.up_bytes)
+    is_overlapped = problem.weights is not None and problem.weights.reads_ahead
+    return max(seconds, link_seconds) if is_overlapped else seconds + link_seconds

@@ -1,4 +1,4 @@
-"""How a survey tiles every run: strips and panels of the run's own size, the same share of the image for all of them."""
+"""Tiling of all runs of a candidate: strips and panels of each run's own size, the same share of the image for all runs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from sft.runtime.strip_checkpoints import Checkpoints
 
 __all__ = ["ALL_KEPT", "Tiling", "choose_panel_cols"]
 
+#: Policy that keeps every state.
 ALL_KEPT = Checkpoints()
-#: Of the elements that 32 bits count a strip's new rows have this share at most.
+#: Share of the 2^31 elements of a 32-bit index that a strip's new rows may have.
 _INDEXED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """What all tiled segments of a candidate have in common.
+    """Common parameters of all tiled segments of a candidate.
 
     Attributes:
-        problem: what is planned.
-        halo: how strips get the rows between them.
-        height: rows of the tallest run's source, of which strip heights are counted.
-        width: columns of the widest run's source, of which panels are counted.
-        panel_cols: columns of it to a panel.
-        batch_tile: samples to a walk.
-        restart: whether the states of a panel are made again for its backward pass.
+        problem: the planning problem.
+        halo: source of the rows between strips.
+        height: rows of the tallest run's source; strip heights refer to it.
+        width: columns of the widest run's source; panels refer to it.
+        panel_cols: columns of it per panel.
+        batch_tile: batch elements per sweep.
+        restart: true if the states of a panel are recomputed for its backward pass.
     """
 
     problem: PlanningProblem
@@ -42,7 +43,7 @@ class Tiling:
 
     @classmethod
     def of(cls, problem: PlanningProblem, options: Options, num_panels: int, *, restart: bool) -> Tiling:
-        """Panels of about equal width; ``restart`` where there are several, and states at all."""
+        """Tiling with panels of about equal width; ``restart`` only applies to several panels with carried halos."""
         halo: HaloMode = "recompute" if options.halo == "recompute" else "carry"
         runs = [phase.streamed for phase in problem.phases.phases if phase.streamed]
         width = max(map(problem.run_width, runs), default=1)
@@ -64,40 +65,40 @@ class Tiling:
 
     @property
     def indexed_rows(self) -> int:
-        """Rows of the tallest source whose strips have no value of more elements than 32 bits count; carried rows come on top.
+        """Rows of the tallest source for which all values of a strip stay within 32-bit element indices, without carried rows.
 
-        Operators of GPUs that index with so many bits refuse larger tensors, or run something slower instead.
+        GPU operators that index with 32 bits refuse larger tensors, or use slower kernels.
         """
         streamed = [name for phase in self.problem.phases.phases for name in phase.streamed]
-        most = max((prod(self.problem.shapes[name]) for name in streamed), default=0)
-        row_elements = most * self.batch_tile / (self.problem.num_batch * self.num_panels * self.height)
+        elements = max((prod(self.problem.shapes[name]) for name in streamed), default=0)
+        row_elements = elements * self.batch_tile / (self.problem.num_batch * self.num_panels * self.height)
         return max(1, int(_INDEXED_SHARE * 2**31 / max(1.0, row_elements)))
 
     @property
     def num_walks(self) -> int:
-        """Times that a run is walked from top to bottom."""
+        """Sweeps of a run."""
         return -(-self.problem.num_batch // self.batch_tile) * self.num_panels
 
     @property
     def num_stores(self) -> int:
-        """Walks whose states are held at a time."""
+        """Sweeps with states kept at the same time."""
         return 1 if self.restart else self.num_walks
 
     def rows_of(self, names: Sequence[str], strip_rows: int) -> int:
-        """The strip height of a run whose sources are smaller than the tallest."""
+        """Strip height of a run with smaller sources than the tallest."""
         return self.heights_of(names, (strip_rows,))[0]
 
     def heights_of(self, names: Sequence[str], strip_rows: Iterable[int]) -> tuple[int, ...]:
-        """The same for several strip heights."""
+        """Strip heights of a run, for several heights of the tallest source."""
         height = self.problem.run_height(names)
         return tuple(min(height, max(1, round(rows * height / self.height))) for rows in strip_rows)
 
     def cols_of(self, names: Sequence[str]) -> int:
-        """The panel width of a run whose sources are narrower than the widest."""
+        """Panel width of a run with narrower sources than the widest."""
         return max(1, round(self.panel_cols * self.problem.run_width(names) / self.width))
 
     def choice(self, names: tuple[str, ...], strip_rows: int, policy: Checkpoints = ALL_KEPT) -> SegmentChoice:
-        """The decision about a run."""
+        """Decision to tile a run."""
         return SegmentChoice(
             nodes=names,
             mode="tiled",
@@ -112,9 +113,9 @@ class Tiling:
 
 
 def choose_panel_cols(problem: PlanningProblem, options: Options, width: int, num_panels: int) -> int:
-    """Columns of the widest source to a panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
+    """Columns of the widest source per panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
     if options.tile is not None:
         return min(options.tile[1] or width, width)
     stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
-    even = -(-width // num_panels)
-    return min(width, -(-even // stride) * stride)
+    cols = -(-width // num_panels)
+    return min(width, -(-cols // stride) * stride)

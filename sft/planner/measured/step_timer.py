@@ -1,15 +1,15 @@
-"""How long a step takes: every distinct program is run for a moment on the device, and the schedule says how often each runs.
+"""Step timer: seconds of a step, from timing each distinct program on the device and counting its runs in the schedule.
 
-The walk is the one that executes and projects (``sft.walk``), on a machine whose buffers are byte counts. Only where that machine would run
-a program that nobody has timed it runs it for real, on numbers of its own, and remembers the seconds (``sft.torch_runtime.profiling``).
-Strips of one signature share their program, and equal blocks of a network share the times, so a step of thousands of strips is timed by
-running some dozen programs, and only the first time.
+The region's own code runs on a machine with byte counts for buffers. When that machine would run a program without a cached time, the
+program runs for real, on numbers of its own, and its seconds are cached (``sft.torch_runtime.profiling``). Strips of equal signature share
+their program, and equal blocks of a network share times. So a step of thousands of strips is timed by running some dozen programs, and only
+the first time.
 
 On a CPU programs are timed in memory that has been written before, but in a step the first strip of a cut, of its gradient, of a state is
-written to pages that the system hands out one by one. Allocators give back what a step has freed, so each step pays anew for the growth of
-what is alive, and for each buffer that is too large to be recycled. A page's price is measured, too; on a GPU, whose memory is kept, it is
-nothing. What is left out is small: what autograd and the caller do with the results, and what happens while programs run: reading inputs
-that are not resident, and bringing weights that are streamed.
+written to fresh pages. Allocators return memory that a step has freed, so each step pays again for the growth of its live bytes, and for
+each buffer that is too large to be recycled. The price of a page is measured, too; on a GPU, which keeps its memory, it is zero. Small
+times are neglected: autograd and caller using the results, and host work that overlaps with programs: reading inputs that are not resident,
+and loading streamed weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ from sft.torch_runtime.profiling import (
 
 __all__ = ["TimingMachine", "time_step"]
 
+#: Timed runs of a short program; their median counts.
 _NUM_RUNS = 3
-#: A program that takes so long is run no more than twice: once to warm up (kernels are chosen, memory is mapped), once to be timed.
+#: A program of at least so many seconds runs only twice: once to warm up (kernels are selected, memory is mapped), once to be timed.
 _LONG_SECONDS = 0.25
-#: What pages cost is measured on so many bytes.
+#: Size of the buffer on which the price of pages is measured.
 _PAGES_BYTES = 64 * 2**20
 
 
@@ -63,16 +64,16 @@ def _no_advance() -> None:
 
 @dataclass(slots=True)
 class TimingMachine(SimulatedMachine):
-    """A machine of byte counts that adds up the seconds of what it is asked to run.
+    """Simulated machine that adds up the seconds of its programs.
 
     Attributes:
-        device: where programs are timed.
-        costs: the times that are known.
-        advance: is called at each program that this step has not run yet.
-        seconds: of all programs so far.
-        max_seconds: so long it runs at most.
+        device: device on which programs are timed.
+        costs: cached times.
+        advance: callback at each program that this step has not run yet.
+        seconds: seconds of all programs so far.
+        max_seconds: limit at which the step is aborted.
         num_timed: programs that were run to be timed.
-        laps: the seconds at the begin of each move, and at the end.
+        start_seconds: seconds at the begin of each schedule op, and at the end.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -81,33 +82,33 @@ class TimingMachine(SimulatedMachine):
     seconds: float = 0.0
     max_seconds: float = math.inf
     num_timed: int = 0
-    laps: list[float] = field(default_factory=list)
+    start_seconds: list[float] = field(default_factory=list)
     _touched_bytes: int = 0
     _fresh_byte_seconds: float | None = None
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
 
     def start_op(self, move: ScheduleOp) -> None:
-        self.laps.append(self.seconds)
+        self.start_seconds.append(self.seconds)
 
     def end(self) -> None:
-        self.laps.append(self.seconds)
+        self.start_seconds.append(self.seconds)
         if self.seconds >= self.max_seconds:
             raise _TimeLimitError
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> SimulatedBuffer:
-        handle = SimulatedMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
+        buffer = SimulatedMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
         if zero:
-            buffer = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous)
-            self.seconds += self._once(f"fill {shape} {dtype} {contiguous}", lambda: buffer().zero_)
-        self._touch([handle.num_bytes])
-        return handle
+            allocate_real = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous)
+            self.seconds += self._cached_seconds(f"fill {shape} {dtype} {contiguous}", lambda: allocate_real().zero_)
+        self._touch([buffer.num_bytes])
+        return buffer
 
     def _touch(self, sizes: Iterable[int], *, recycled_only: bool = False) -> None:
-        """Add what the pages of new buffers cost: of small ones those by which what is alive has grown.
+        """Add the seconds of fresh pages: for small buffers as far as the live bytes have grown, for large ones always.
 
         Args:
-            sizes: of the buffers, in bytes.
-            recycled_only: whether large ones are paid for already.
+            sizes: bytes of the buffers.
+            recycled_only: true if large buffers are included in the time of a program.
         """
         grown = max(0, self.memory.live_bytes - self._touched_bytes)
         self._touched_bytes += grown
@@ -115,17 +116,18 @@ class TimingMachine(SimulatedMachine):
         fresh = min(grown, sum(size for size in sizes if size < LARGE_BUFFER_BYTES))
         fresh += 0 if recycled_only else sum(size for size in sizes if size >= LARGE_BUFFER_BYTES)
         if fresh and self._fresh_byte_seconds is None:
-            self._fresh_byte_seconds = self._new_pages()
+            self._fresh_byte_seconds = self._time_fresh_byte()
         self.seconds += fresh * (self._fresh_byte_seconds or 0.0)
 
-    def _new_pages(self) -> float:
-        """Seconds of a byte's share of a page that is written for the first time."""
+    def _time_fresh_byte(self) -> float:
+        """Seconds per byte for pages that are written for the first time."""
         make = partial(self._real.allocate, (_PAGES_BYTES,), torch.uint8, zero=True)
-        anew, again = self._once("zeros of new pages", lambda: make), self._once("zeros of old pages", lambda: make().zero_)
-        return max(0.0, anew - again) / _PAGES_BYTES
+        fresh = self._cached_seconds("zeros of new pages", lambda: make)
+        recycled = self._cached_seconds("zeros of old pages", lambda: make().zero_)
+        return max(0.0, fresh - recycled) / _PAGES_BYTES
 
-    def _once(self, key: str, prepare: Callable[[], Callable[[], object]]) -> float:
-        """Seconds of the call that ``prepare`` returns, timed when its key is new."""
+    def _cached_seconds(self, key: str, prepare: Callable[[], Callable[[], object]]) -> float:
+        """Seconds of the call that ``prepare`` returns, timed if its key is new."""
         known = self.costs.get(key)
         if known is None:
             call = prepare()
@@ -140,22 +142,22 @@ class TimingMachine(SimulatedMachine):
 
     def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
         copy = SimulatedMachine.offload(self, target, handles)
-        self.seconds += self._copying(copy.num_bytes, to_host=True)
+        self.seconds += self._copy_seconds(copy.num_bytes, to_host=True)
         return copy
 
     def prefetch(self, copy: OffloadedValue) -> None:
         SimulatedMachine.prefetch(self, copy)
-        self.seconds += self._copying(copy.num_bytes, to_host=False)
+        self.seconds += self._copy_seconds(copy.num_bytes, to_host=False)
 
-    def _copying(self, num_bytes: int, *, to_host: bool) -> float:
+    def _copy_seconds(self, num_bytes: int, *, to_host: bool) -> float:
         """Seconds of a copy between the device and page-locked memory."""
 
         def prepare() -> Callable[[], object]:
-            there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-            here = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
-            return partial(here.copy_, there) if to_host else partial(there.copy_, here)
+            on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            on_host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+            return partial(on_host.copy_, on_device) if to_host else partial(on_device.copy_, on_host)
 
-        return self._once(f"copy {num_bytes} {'down' if to_host else 'up'}", prepare)
+        return self._cached_seconds(f"copy {num_bytes} {'down' if to_host else 'up'}", prepare)
 
     @property
     def _real(self) -> TorchMachine:
@@ -164,28 +166,28 @@ class TimingMachine(SimulatedMachine):
     def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         first = producer_program(saved)
         results, left = SimulatedMachine.run(self, program, bindings, saved)
-        self.seconds += self._seconds(program, first)
-        # What is large was new whenever the program was timed.
-        self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, SimulatedBuffer)), recycled_only=True)
+        self.seconds += self._program_seconds(program, first)
+        # Large results were fresh in every timed run, too.
+        self._touch((buffer.num_bytes for buffer in results.values() if isinstance(buffer, SimulatedBuffer)), recycled_only=True)
         if self.seconds >= self.max_seconds:
             raise _TimeLimitError
         return results, SimulatedResiduals(left.values, left.inputs, first=program if program.saved else None)
 
-    def _seconds(self, program: Program, first: Program | None) -> float:
-        """Seconds of a program; a second half is timed on what its first half leaves."""
+    def _program_seconds(self, program: Program, first: Program | None) -> float:
+        """Seconds of a program; a second half is timed on the residuals of its first half."""
         if id(program) not in self._keys:
-            self._keys[id(program)] = (program, *timing_key(program, first))  # held, so that no other program gets its identity
+            self._keys[id(program)] = (program, *timing_key(program, first))  # the reference keeps the id unique
             self.advance()
         _, key, lasting = self._keys[id(program)]
         known = self.costs.get(key)
         if known is None:
-            known = self._time(program, first)
+            known = self._time_program(program, first)
             self.num_timed += 1
             self.costs.add(key, known, lasting=lasting)
         return known
 
-    def _time(self, program: Program, first: Program | None) -> float:
-        """Seconds of a program."""
+    def _time_program(self, program: Program, first: Program | None) -> float:
+        """Run a program and time it."""
         trial = ProgramBenchmark(program, first, self.device)
 
         def once(*, is_last: bool = False) -> float:
@@ -200,59 +202,65 @@ class TimingMachine(SimulatedMachine):
 
 
 class _TimeLimitError(Exception):
-    """A step takes longer than anybody wants to know."""
+    """A step exceeds its time limit."""
 
 
 @overload
-def time_step(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]: ...
+def time_step(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]:
+    """Seconds without a limit."""
+
+
 @overload
 def time_step(
     problem: PlanningProblem, region: Region, device: torch.device, *, max_seconds: float, progress: bool = False
-) -> tuple[float, ...] | None: ...
+) -> tuple[float, ...] | None:
+    """Seconds with a limit."""
+
+
 def time_step(
     problem: PlanningProblem, region: Region, device: torch.device, *, max_seconds: float = math.inf, progress: bool = False
 ) -> tuple[float, ...] | None:
-    """Seconds of each move of a step on this device, as far as its programs tell; `None` where they are ``max_seconds`` or more.
+    """Seconds of each schedule op of a step on this device; `None` if the step takes ``max_seconds`` or more.
 
-    Takes about as long as each distinct program three times, where nobody has timed it before, and the memory of the plan.
+    Takes about three runs of each distinct program without a cached time, and the memory of the plan.
 
     Args:
-        problem: the model at one size.
-        region: the plan's.
-        device: where programs are timed.
-        max_seconds: a step that takes as long is not timed to its end.
-        progress: whether to show a bar on the terminal meanwhile.
+        problem: the planning problem.
+        region: the plan's region.
+        device: device on which programs are timed.
+        max_seconds: limit at which timing stops.
+        progress: true to show a bar on the terminal.
     """
-    # The walk itself takes time, too: looking up programs and binding what they run on. Byte counts make it do nothing else.
-    walk = _TimestampMachine(on_host=problem.on_host)
-    run_step(problem, region, walk)
-    with _progress_bar(len(walk.programs), progress) as advance:
-        stopwatch = TimingMachine(on_host=problem.on_host, device=device, costs=open_timing_cache(device), advance=advance)
-        stopwatch.max_seconds = max_seconds - sum(_durations(walk.moments))
+    # Scheduling itself takes time, too: looking up programs and binding their arguments. On byte counts a step consists only of that.
+    scheduling = _TimestampMachine(on_host=problem.on_host)
+    run_step(problem, region, scheduling)
+    with _progress_bar(len(scheduling.programs), progress) as advance:
+        timing = TimingMachine(on_host=problem.on_host, device=device, costs=open_timing_cache(device), advance=advance)
+        timing.max_seconds = max_seconds - sum(_durations(scheduling.timestamps))
         try:
-            run_step(problem, region, stopwatch)
+            run_step(problem, region, timing)
         except _TimeLimitError:
             return None
-    # The time of a new buffer is a difference of two measured ones, which may fall below nothing.
-    return tuple(max(0.0, sum(both)) for both in zip(_durations(stopwatch.laps), _durations(walk.moments), strict=True))
+    # The time of a fresh buffer is a difference of two measurements, which may be negative.
+    return tuple(max(0.0, sum(both)) for both in zip(_durations(timing.start_seconds), _durations(scheduling.timestamps), strict=True))
 
 
-def _durations(moments: Sequence[float]) -> tuple[float, ...]:
-    return tuple(stop - start for start, stop in pairwise(moments))
+def _durations(timestamps: Sequence[float]) -> tuple[float, ...]:
+    return tuple(stop - start for start, stop in pairwise(timestamps))
 
 
 @dataclass(slots=True)
 class _TimestampMachine(SimulatedMachine):
-    """A machine of byte counts that looks at the clock between moves, and remembers the programs that it ran."""
+    """Simulated machine that records the clock between schedule ops, and the programs that it runs."""
 
-    moments: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
     programs: dict[int, Program] = field(default_factory=dict)
 
     def start_op(self, move: ScheduleOp) -> None:
-        self.moments.append(time.perf_counter())
+        self.timestamps.append(time.perf_counter())
 
     def end(self) -> None:
-        self.moments.append(time.perf_counter())
+        self.timestamps.append(time.perf_counter())
 
     def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         self.programs[id(program)] = program
@@ -261,7 +269,7 @@ class _TimestampMachine(SimulatedMachine):
 
 @contextmanager
 def _progress_bar(num_programs: int, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal, if there is one."""
+    """Progress bar on the terminal, if stderr is one."""
     console = Console(stderr=True)
     if not is_shown or not console.is_terminal:
         yield _no_advance

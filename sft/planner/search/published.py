@@ -1,9 +1,8 @@
-"""Strategies that recompute stages, or copy to the host: the published schedules (``sft.solvers``) on a model in stages
-(``sft.planner.stages``).
+"""Published schedules: recomputation and offload solvers (``sft.solvers``) on a staged model (``sft.planner.stages``).
 
-A solver sees the chain and a budget for it. Its schedule is projected exactly; what the chain was wrong by (gradients of parameters that do
-not exist yet, skips counted twice) is what the next round's budget is corrected by. The fastest schedule that fits is the plan. When none
-does, the smallest that was seen is named, and its budget will work: it is the first that every round tries.
+A solver gets the chain and a byte budget for it. Its schedule is projected exactly. The chain's error (gradients of parameters that do not
+exist yet, skips counted twice) corrects the budget of the next round. The fastest schedule that fits is the plan. If none does, the
+smallest one is reported, and its peak is a budget that works: every search tries that schedule first.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ from sft.solvers.simulate import simulate
 
 __all__ = ["JOINT_STRATEGY", "RECOMPUTE_STRATEGIES", "ProjectedSchedule", "smallest_schedule", "solve_staged"]
 
-#: The strategies that run stages again, by name.
+#: Names of the recomputation strategies.
 RECOMPUTE_STRATEGIES = ("sqrt", "revolve", "bisect", "optimal", "acg")
-#: The solver of the chain that does both.
+#: Registry name of the solver that combines recomputation and offloading.
 JOINT_STRATEGY = "auto"
 
+#: Rounds of budget correction per solver; the joint solver is slow.
 _MAX_ROUNDS = 10
 _MAX_JOINT_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedSchedule:
-    """A schedule and what it costs.
+    """A chain schedule with its projection.
 
     Attributes:
-        schedule: for the chain.
-        order: for the segments.
-        seconds: of the chain.
+        schedule: schedule of the chain.
+        order: schedule of the segments.
+        seconds: simulated seconds of the chain.
         projection: exact bytes and FLOPs.
     """
 
@@ -50,26 +50,30 @@ class ProjectedSchedule:
 
 
 def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[ProjectedSchedule, bool]:
-    """The fastest schedule found whose step fits in ``room_bytes`` and on the host, and that it does; else the smallest found, and that it
-    does not."""
+    """Find the fastest schedule of a solver that fits.
+
+    Returns:
+        The schedule and true; if none fits into ``room_bytes`` and the host budget, the smallest schedule and false.
+    """
     plain = _project_schedule(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
-    # The joint solver's smallest is one of these, or hardly smaller; asking it would take as long as all the rest.
+    # The smallest schedule of the joint solver is one of these, or hardly smaller; computing it would take as long as all other rounds.
     names = ("optimal", "offload-dp") if name == JOINT_STRATEGY else (name,)
-    smallest = min(plain, *(smallest_schedule(staged, other) for other in names), key=lambda found: found.projection.peak_bytes)
+    candidates = (plain, *(smallest_schedule(staged, solver) for solver in names))
+    smallest = min(candidates, key=lambda candidate: candidate.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
     best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
-    for found in _correction_rounds(staged, name, room_bytes):
-        fits = found.projection.peak_bytes <= room_bytes and staged.problem.fits_host(found.projection.host_bytes)
-        if fits and (best is None or found.seconds < best.seconds):
-            best = found
+    for candidate in _correction_rounds(staged, name, room_bytes):
+        fits = candidate.projection.peak_bytes <= room_bytes and staged.problem.fits_host(candidate.projection.host_bytes)
+        if fits and (best is None or candidate.seconds < best.seconds):
+            best = candidate
     return (smallest, False) if best is None else (best, True)
 
 
 def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[ProjectedSchedule]:
-    """Schedules for budgets that are corrected by what the last one was off by, then halfway between what fits and what does not."""
+    """Schedules for corrected budgets: shifted by the last projection error, then bisected between fitting and failing budgets."""
     low, high, tried = 0, 0, set[int]()
     budget_bytes = room_bytes - staged.base_bytes
     for _ in range(_MAX_JOINT_ROUNDS if name == JOINT_STRATEGY else _MAX_ROUNDS):
@@ -84,9 +88,9 @@ def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Itera
         except BudgetError as refusal:
             low, budget_bytes = budget_bytes, refusal.needed_bytes
             continue
-        found = _project_schedule(staged, schedule)
-        yield found
-        excess_bytes = found.projection.peak_bytes - room_bytes
+        candidate = _project_schedule(staged, schedule)
+        yield candidate
+        excess_bytes = candidate.projection.peak_bytes - room_bytes
         low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
         budget_bytes = simulate(staged.chain, schedule, link=problem.link).peak_bytes - excess_bytes
         if high and not low < budget_bytes < high:
@@ -94,7 +98,7 @@ def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Itera
 
 
 def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
-    """The schedule of least memory that the solver knows, on a host of any size."""
+    """The solver's schedule of least memory, with an unlimited host."""
     link = staged.problem.link
     try:
         schedule = get_solver(name)(staged.chain, budget_bytes=1, link=link)
@@ -104,10 +108,10 @@ def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
 
 
 def _project_schedule(staged: StagedModel, schedule: Schedule) -> ProjectedSchedule:
-    order = drop_idle_copies(staged.region, staged.order(schedule.operations))
+    order = drop_idle_copies(staged.region, staged.segment_schedule(schedule.operations))
     return ProjectedSchedule(
         schedule=schedule,
         order=order,
         seconds=simulate(staged.chain, schedule, link=staged.problem.link).seconds,
-        projection=project_step(staged.problem, staged.ordered(order)),
+        projection=project_step(staged.problem, staged.with_schedule(order)),
     )

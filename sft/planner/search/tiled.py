@@ -1,16 +1,15 @@
-"""What every candidate plan would roughly cost, from a handful of lowered programs.
+"""Candidate grids: estimated peak and cost of thousands of tiled plans, from a handful of lowered programs.
 
-A survey is for one way of getting halos and one number of panels. A candidate is a *position* (everything before it is tiled,
-everything behind it kept whole), a strip height ``h`` and a policy for states. There are thousands. Lowering each would take minutes,
-and is needless: every instruction of a program belongs to one operator, so one whole program of the model tells the peak of every suffix
-of it, and one strip program of a run tells the peak of every prefix: count only the storages of the operators inside
-(``sft.planner.cost.strip_memory``). A few strip heights tell those between them (``sft.planner.cost.height_sampling``).
+A grid belongs to one way of computing halos and one number of panels. A candidate is a *position* (operators before it are tiled, operators
+after it untiled), a strip height ``h`` and a policy for states. Lowering thousands of candidates would take minutes, and is not needed.
+Every instruction of a program belongs to one operator. So one untiled program of the model gives the peak of each of its suffixes, and one
+strip program of a run gives the peak of each of its prefixes, by counting only the storages of the operators inside
+(``sft.planner.cost.strip_memory``). A few strip heights give those between them by interpolation (``sft.planner.cost.height_sampling``).
 
-With ``streams`` what tiled segments hand to each other passes over the host (``sft.planner.streamed_cuts``): instead of the cuts the
-strips of them are held that are under way, and the time of the link is added.
+With ``streams`` tiled segments pass values to each other through the host (``sft.planner.streamed_cuts``): the grid then counts their
+strips instead of full cuts, and adds the link time.
 
-What is left out (borders, odd tails) is small, and no plan is returned before it has been projected exactly.
-
+The estimates neglect borders of the image and odd last strips, which is a small error; a plan always gets an exact projection.
 Costs are counted in FLOPs (``sft.planner.cost.roofline``).
 """
 
@@ -40,9 +39,9 @@ from sft.runtime.strip_checkpoints import Checkpoints
 
 __all__ = ["Candidate", "CandidateGrid"]
 
-#: Numbers of states to hold where even a state at every square root of the strips is too much.
+#: Numbers of state slots that are tried where even a state at every square root of the strips takes too many bytes.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
-#: Strip heights that are sampled besides the lowest and the whole image, in strides, of images below so many strides.
+#: Strip heights in strides that are lowered for images below so many strides, in addition to the lowest and the full image.
 _SAMPLED: tuple[tuple[float, tuple[int, ...]], ...] = (
     (16, (1, 2, 4)),
     (128, (1, 4, 16)),
@@ -53,7 +52,7 @@ _SAMPLED: tuple[tuple[float, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A place in the survey: indices of position, height and interval, what it should need and cost."""
+    """One candidate: indices into the grid, estimated peak bytes and estimated cost in FLOPs."""
 
     position: int
     height: int
@@ -64,7 +63,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UntiledCosts:
-    """The whole model, kept whole: peak and overhead behind each position, FLOPs of each operator (forward, and in all)."""
+    """The untiled model: peak and overhead after each position, and FLOPs of each operator (forward, and in total)."""
 
     peak: Floats
     overhead: Floats
@@ -73,20 +72,20 @@ class _UntiledCosts:
 
 
 class CandidateGrid:
-    """Estimates for all candidates of one number of panels, whose states are kept or (``restart``) made again.
+    """Estimates for all candidates with one number of panels, and states that are kept or (``restart``) recomputed.
 
     Attributes:
-        positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
+        positions: (phase, index into that phase's cuts) of each position; the first tiles no operator.
         peak_bytes: estimated peak, [position, height, policy].
-        flops: of each operator on whole values, forward and backward.
-        forward_flops: the same, forward alone.
-        sampled: indices of the strip heights that were lowered; between them peaks are interpolated.
-        min_cost: of running all that can be in strips, each state kept.
-        cost: estimated cost in FLOPs, likewise.
-        heads: the operators before each position, those on whole tensors between tiled runs included.
-        head_bytes: what they leave until their backward pass begins, and what is there all the time, likewise.
-        head_peak_bytes: the peak while their strips run, likewise.
-        head_cost: what they cost, likewise.
+        flops: FLOPs of each untiled operator, forward and backward.
+        forward_flops: FLOPs of its forward pass alone.
+        sampled: indices of the strip heights that were lowered; peaks between them are interpolated.
+        min_cost: cost of running all possible operators in strips, with every state kept.
+        cost: estimated cost in FLOPs, [position, height, policy].
+        heads: operators before each position, including untiled ones between tiled runs.
+        head_bytes: bytes that a head keeps until its backward pass begins, including inputs and outputs, [position, height, policy].
+        head_peak_bytes: peak while the strips of a head run, [position, height, policy].
+        head_cost: cost of a head, [position, height, policy].
     """
 
     def __init__(
@@ -132,42 +131,42 @@ class CandidateGrid:
             high = self._indexed(sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest}))
             self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
             inner = {self.strip_rows.index(rows) for rows in (stride * m for m in _sampled_multiples(tallest // stride)) if rows in high}
-            # Below the stride deep values gain a row at a time; what is alive grows with the rows of the others alone.
+            # Below the stride the rows of deep values stay at one; the bytes grow with the rows of the remaining values alone.
             self.sampled = sorted({0, *inner, len(self.strip_rows) - 1})
         most = -(-tallest // self.strip_rows[0]) + 1
         self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 
     def _indexed(self, heights: list[int]) -> list[int]:
-        """Of these strip heights, in ascending order, those whose strips a GPU's operators take; the lowest at least."""
+        """Select the strip heights with tensors that 32-bit GPU indices can address; at least the lowest."""
         most = self.tiling.height if self._rates.device_type == "cpu" else self.tiling.indexed_rows
         return [rows for rows in heights if rows <= most] or heights[:1]
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
-        """The decisions that a candidate stands for."""
-        found = self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
-        return with_streamed(found, streamable_values(self.problem, found)) if self.streams else found
+        """Decisions of a candidate."""
+        choices = self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
+        return with_streamed(choices, streamable_values(self.problem, choices)) if self.streams else choices
 
     def head_choices(self, position: int, height: int, policy: int) -> tuple[SegmentChoice, ...]:
-        """The decisions about the operators before a position."""
-        found = self._choices(self.positions[position], self.strip_rows[height], self.policies[policy])
+        """Decisions about the operators before a position."""
+        choices = self._choices(self.positions[position], self.strip_rows[height], self.policies[policy])
         inside = set(self.heads[position])
-        return tuple(choice for choice in found if inside.issuperset(choice.nodes))
+        return tuple(choice for choice in choices if inside.issuperset(choice.nodes))
 
     def _choices(self, position: tuple[int, int], strip_rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         choices: list[SegmentChoice] = []
-        rest: tuple[str, ...] = ()
+        untiled: tuple[str, ...] = ()
         last, index = position
         for number, (phase, cuts) in enumerate(zip(self._phases, self._cuts, strict=True)):
             cut = 0 if number > last else cuts[index] if number == last else cuts[-1]
             tiled = phase.streamed[:cut]
             if tiled:
-                if rest:
-                    choices.append(SegmentChoice(nodes=rest, mode="whole"))
-                    rest = ()
+                if untiled:
+                    choices.append(SegmentChoice(nodes=untiled, mode="whole"))
+                    untiled = ()
                 choices.append(self.tiling.choice(tiled, strip_rows, policy))
-            rest += phase.streamed[cut:] + phase.tail
-        if rest:
-            choices.append(SegmentChoice(nodes=rest, mode="whole"))
+            untiled += phase.streamed[cut:] + phase.tail
+        if untiled:
+            choices.append(SegmentChoice(nodes=untiled, mode="whole"))
         return tuple(choices)
 
     # -- estimates --------------------------------------------------------------------------------------------------
@@ -177,9 +176,9 @@ class CandidateGrid:
         order = problem.operators
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
         cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
-        whole = self._whole(order, cut_at)
-        self._whole_from, self._whole_peaks = [len(order) - cut for cut in cut_at], whole.peak
-        self.plain_flops, self.flops, self.forward_flops = sum(whole.flops.values()), whole.flops, whole.forward_flops
+        untiled = self._untiled_costs(order, cut_at)
+        self._num_untiled, self._untiled_peaks = [len(order) - cut for cut in cut_at], untiled.peak
+        self.plain_flops, self.flops, self.forward_flops = sum(untiled.flops.values()), untiled.flops, untiled.forward_flops
         grad_bytes = self._param_grad_bytes(order)
         shape = (len(self.positions), len(self.strip_rows), len(self.policies))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
@@ -189,65 +188,64 @@ class CandidateGrid:
         sampler = RunSampler(
             tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self.sampled, policies=self.policies
         )
-        runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
-        before, num_done = TiledCosts.nothing(shape[1:]), 0
+        runs = {i: sampler.sample(self._phases[i].streamed, self._cuts[i], untiled.forward_flops, untiled.flops) for i in tiled}
+        before, num_done = TiledCosts.zeros(shape[1:]), 0
         grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
-        crossings = BoundaryTracker(problem, self.tiling, self.strip_rows, streams=self.streams)
-        held_behind = untiled_memory(problem, cut_at)
-        flops_before = [0, *accumulate(whole.flops[name] for name in order)]
-        for p, ((last, index), crossed) in enumerate(zip(self.positions, crossings.until(cut_at), strict=True)):
+        boundaries = BoundaryTracker(problem, self.tiling, self.strip_rows, streams=self.streams)
+        tail_memory = untiled_memory(problem, cut_at)
+        flops_before = [0, *accumulate(untiled.flops[name] for name in order)]
+        for p, ((last, index), boundary) in enumerate(zip(self.positions, boundaries.advance(cut_at), strict=True)):
             for i in range(num_done, last):
-                before = before.and_run(self._tiled(runs[i], len(runs[i].cuts) - 1, whole)) if i in runs else before
+                before = before.plus(self._tiled_costs(runs[i], len(runs[i].cuts) - 1, untiled)) if i in runs else before
             num_done = last
             is_begun = last in runs and runs[last].cuts[index] > 0
-            tiled_part = before.and_run(self._tiled(runs[last], index, whole)) if is_begun else before
-            states, num_runs = tiled_part.states, len(tiled_part.peaks)
-            behind = whole.peak[p] + held_behind[p].source_bytes + held_behind[p].exchanged_bytes
-            held = problem.border_bytes + crossed.made_bytes.sum() + states
-            peak, head = held + behind, np.broadcast_to(held, shape[1:])
-            if num_runs:
-                running = np.cumsum(crossed.made_bytes)[:, None] + np.stack(tiled_part.peaks) + crossed.strip_bytes
-                head = np.maximum(head, problem.border_bytes + states + grads + running.max(axis=0)[:, None])
-                head = np.where(tiled_part.is_wanted, head, np.inf)
-            cost = self.plain_flops + whole.overhead[p] + tiled_part.cost
-            cost = cost + crossed.link_seconds * self._rates.flops_per_second
-            read_bytes = tiled_part.read_bytes + (1 + problem.training) * held_behind[p].source_bytes
+            head = before.plus(self._tiled_costs(runs[last], index, untiled)) if is_begun else before
+            tail_bytes = untiled.peak[p] + tail_memory[p].source_bytes + tail_memory[p].exchanged_bytes
+            kept = problem.border_bytes + boundary.made_bytes.sum() + head.states
+            tail_peak, head_peak = kept + tail_bytes, np.broadcast_to(kept, shape[1:])
+            if head.peaks:
+                running = np.cumsum(boundary.made_bytes)[:, None] + np.stack(head.peaks) + boundary.strip_bytes
+                head_peak = np.maximum(head_peak, problem.border_bytes + head.states + grads + running.max(axis=0)[:, None])
+                head_peak = np.where(head.is_allowed, head_peak, np.inf)
+            cost = self.plain_flops + untiled.overhead[p] + head.cost
+            cost = cost + boundary.link_seconds * self._rates.flops_per_second
+            read_bytes = head.read_bytes + (1 + problem.training) * tail_memory[p].source_bytes
             cost = self._with_reading(cost, read_bytes)
-            self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
-            self.head_peak_bytes[p], self.head_bytes[p] = head, held
-            self.head_cost[p] = cost - whole.overhead[p] - (self.plain_flops - flops_before[cut_at[p]])
+            self.peak_bytes[p], self.cost[p] = np.maximum(tail_peak, head_peak), cost
+            self.head_peak_bytes[p], self.head_bytes[p] = head_peak, kept
+            self.head_cost[p] = cost - untiled.overhead[p] - (self.plain_flops - flops_before[cut_at[p]])
         self.min_cost = float(self.cost[-1, :, 0].min())
 
-    def _tiled(self, run: RunSamples, cut: int, whole: _UntiledCosts) -> TiledCosts:
-        """What the operators of a run before a cut add when they are tiled."""
+    def _tiled_costs(self, run: RunSamples, cut: int, untiled: _UntiledCosts) -> TiledCosts:
+        """Bytes and costs that the operators of a run before a cut add when tiled."""
         problem, names = self.problem, run.names[: run.cuts[cut]]
-        again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
+        restarted_share = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
         is_differentiated = any(name in problem.requires_grad for name in names)
-        more: Any = 1 + again + run.restored_share if is_differentiated else 0.0 * run.restored_share
-        once = run.flops[cut] - sum(whole.flops[name] for name in names) + run.num_steps * self.tiling.num_walks * run.overhead[cut]
-        is_free = len(self.policies) > 1  # else it was asked for
+        reruns: Any = 1 + restarted_share + run.restored_share if is_differentiated else 0.0 * run.restored_share
+        once = run.flops[cut] - sum(untiled.flops[name] for name in names) + run.num_steps * self.tiling.num_walks * run.overhead[cut]
+        is_free = len(self.policies) > 1  # otherwise the options force the policy
         return TiledCosts(
             states=run.states[cut],
             peaks=(run.peak[cut],),
-            cost=once[:, None] + run.forward_flops[cut][:, None] * more,
-            read_bytes=source_bytes(problem, names) * self.tiling.num_panels * (1 + more),
-            is_wanted=(run.restored_share <= MAX_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
+            cost=once[:, None] + run.forward_flops[cut][:, None] * reruns,
+            read_bytes=source_bytes(problem, names) * self.tiling.num_panels * (1 + reruns),
+            is_allowed=(run.restored_share <= MAX_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
         )
 
     def untiled_tail_bytes(self, num_operators: int) -> float:
-        """What a step needs at least that keeps so many of the last operators whole."""
-        peaks = [peak for count, peak in zip(self._whole_from, self._whole_peaks, strict=True) if count <= num_operators]
+        """Lower bound of the peak of a step that keeps so many of the last operators untiled."""
+        peaks = [peak for count, peak in zip(self._num_untiled, self._untiled_peaks, strict=True) if count <= num_operators]
         return self.problem.border_bytes + float(max(peaks, default=0.0))
 
     def _with_reading(self, cost: Floats, read_bytes: Floats) -> Floats:
-        """Costs, with what reading so many bytes of inputs meanwhile adds."""
+        """Costs including the time of reading so many bytes of inputs."""
         if not self.problem.from_source:
             return cost
         reading = self._rates.reading_seconds(self._rates.flops_per_second) * read_bytes
         return cost + reading if self._rates.reads_on_device else np.maximum(cost, reading)
 
     def min_cost_in(self, num_panels: int) -> float:
-        """What ``min_cost`` would be in so many panels, by the FLOPs that these compute twice at their borders."""
+        """Estimate of ``min_cost`` for another number of panels, scaled by the FLOPs of their halos."""
         tiling = Tiling.of(self.problem, self.options, num_panels, restart=self.is_restarting)
         return self.min_cost * self._flops_with_halos(tiling) / self._flops_with_halos(self.tiling)
 
@@ -259,32 +257,32 @@ class CandidateGrid:
             total += sum(self.flops[name] * shares.get(name, 1.0) for name in phase.streamed)
         return total
 
-    def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
-        """What lies behind each position when it is kept whole, whatever the tiling before it."""
+    def _untiled_costs(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
+        """Costs of the untiled operators after each position; they do not depend on the tiling before it."""
         key = ("whole behind", tuple(cut_at), self._rates)
-        return self.problem.remembered(key, lambda: self._new_whole(order, cut_at))
+        return self.problem.memoize(key, lambda: self._compute_untiled_costs(order, cut_at))
 
-    def _new_whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
+    def _compute_untiled_costs(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
         problem = self.problem
         if not order:
             zeros = np.zeros(len(cut_at))
             return _UntiledCosts(peak=zeros, overhead=zeros, forward_flops={}, flops={})
-        place = {name: i for i, name in enumerate(order)}
+        index_of = {name: i for i, name in enumerate(order)}
         programs = [program.instructions for program in plain_programs(problem)]
-        listed = [instruction for instructions in programs for instruction in instructions]
-        flops = [dict.fromkeys(order, 0) for _ in range(2)]
-        for found, instructions in zip(flops, (programs[0], listed), strict=True):
-            for instruction in instructions:
-                found[instruction.owner] += instruction.flops
+        instructions = [instruction for listed in programs for instruction in listed]
+        forward_flops, flops = dict.fromkeys(order, 0), dict.fromkeys(order, 0)
+        for total, listed in ((forward_flops, programs[0]), (flops, instructions)):
+            for instruction in listed:
+                total[instruction.owner] += instruction.flops
         overhead = np.zeros(len(order) + 1)
-        for instruction in listed:
-            overhead[place[instruction.owner]] += self._rates.overhead(instruction)
-        behind = np.cumsum(overhead[::-1])[::-1]
+        for instruction in instructions:
+            overhead[index_of[instruction.owner]] += self._rates.overhead(instruction)
+        suffix_overhead = np.cumsum(overhead[::-1])[::-1]
         return _UntiledCosts(
-            peak=suffix_peaks(listed, place, cut_at),
-            overhead=behind[np.array(cut_at)],
-            forward_flops=flops[0],
-            flops=flops[1],
+            peak=suffix_peaks(instructions, index_of, cut_at),
+            overhead=suffix_overhead[np.array(cut_at)],
+            forward_flops=forward_flops,
+            flops=flops,
         )
 
     def _param_grad_bytes(self, order: Sequence[str]) -> int:
@@ -295,32 +293,32 @@ class CandidateGrid:
 
     @property
     def last(self) -> Candidate:
-        """The candidate that tiles all that can be, in the tallest strips, each state kept."""
+        """The candidate that tiles all possible operators, in the tallest strips, with every state kept."""
         shape = self.cost.shape
         return self._candidate(int(np.ravel_multi_index((shape[0] - 1, shape[1] - 1, 0), shape)))
 
     @property
     def flops_per_second(self) -> float:
-        """The rate by which seconds become costs."""
+        """Rate that converts seconds to costs."""
         return self._rates.flops_per_second
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
     def cheapest(self, room_bytes: float, tried: npt.NDArray[np.bool_]) -> Candidate | None:
-        """The cheapest untried candidate that should fit."""
+        """The cheapest untried candidate that should fit; ``None`` if none does."""
         cost = np.where((self.peak_bytes <= room_bytes) & ~tried, self.cost, np.inf)
         return self._candidate(int(cost.argmin())) if np.isfinite(cost.min()) else None
 
     def min_cost_within(self, room_bytes: float) -> float:
-        """Of candidates that should fit; infinity where none does."""
+        """Smallest cost of the candidates that should fit; infinity if none does."""
         return float(np.where(self.peak_bytes <= room_bytes, self.cost, np.inf).min())
 
     def smallest(self) -> list[Candidate]:
-        """For each strip height the candidate that should need least, whatever has been tried: the answer must not depend on the budget."""
+        """The candidate of least estimated peak for each strip height; independent of the budget."""
         heights = range(self.cost.shape[1])
         flat = np.arange(self.cost.size).reshape(self.cost.shape)
-        found = [int(flat[:, height].flat[self.peak_bytes[:, height].argmin()]) for height in heights]
-        return [candidate for candidate in map(self._candidate, found) if np.isfinite(candidate.peak_bytes)]
+        indices = [int(flat[:, height].flat[self.peak_bytes[:, height].argmin()]) for height in heights]
+        return [candidate for candidate in map(self._candidate, indices) if np.isfinite(candidate.peak_bytes)]
 
     def _candidate(self, flat: int) -> Candidate:
         p, h, k = (int(i) for i in np.unravel_index(flat, self.cost.shape))
@@ -328,17 +326,18 @@ class CandidateGrid:
 
 
 def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
-    """The policies worth a look: from every state kept to about the square root of their number, then few and fewer slots."""
+    """State policies: from every state kept to about one in the square root of their number, then fewer and fewer slots."""
     if options.state_slots is not None:
         return [Checkpoints(slots=options.state_slots)]
     if options.state_every is not None:
         return [Checkpoints(options.state_every)]
-    found = [1]
-    while found[-1] ** 2 < 4 * num_steps:
-        found.append(max(found[-1] + 1, found[-1] * 5 // 4))
-    return [*map(Checkpoints, found), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
+    intervals = [1]
+    while intervals[-1] ** 2 < 4 * num_steps:
+        intervals.append(max(intervals[-1] + 1, intervals[-1] * 5 // 4))
+    return [*map(Checkpoints, intervals), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
 
 
 def _sampled_multiples(num_strides: int) -> tuple[int, ...]:
-    """Strip heights that are sampled, in strides, of an image of so many: the same for images about as high, which share what is found."""
+    """Strip heights to lower, in strides, for an image of ``num_strides``: equal for images of similar height, so that samples are
+    shared."""
     return next(multiples for most, multiples in _SAMPLED if num_strides < most)

@@ -1,23 +1,21 @@
-"""Strips in front, and behind them stages whose values wait on the host.
+"""Tiled heads: plans that run the first stages in strips, and recompute or offload the remaining untiled stages.
 
-As in ``sft.planner.search.tiled_head`` the survey knows what heads cost and hold, and what lies behind is a chain of stages. Here the head
-is the first stage of that chain: it makes the cut that the others read, and saves the states of its strips. So the solvers that copy to
-the host (alone, or together with recomputation) decide about all of it: the stages' values, the cut, and the states, which nobody needs
-while the stages behind run. A head runs once; schedules that would run it again are left out.
+A candidate grid gives cost and bytes of each head (end position, strip height, policy for states). The operators after it are a chain of
+stages (``sft.planner.stages``).
 
-Of all heads those few are tried that would be fastest if nothing had to leave. What a solver proposes is projected exactly, and its budget
-corrected by what it was off by; nothing is returned that has not been projected.
+Recomputed tails (:class:`TiledHeadRecompute`). The table of the solver `optimal` holds the time ``P(i, b)`` of the chain from every stage
+``i`` on in every number of bytes ``b``. So a plan with a head that ends at ``p``, in strips of height ``h`` with policy ``k``, costs
 
-Strips in front, recomputation behind: plans whose head is tiled and whose other stages run again as often as memory asks for.
+    head(p, h, k) + P(i(p), room - kept(p, h, k)),
 
-The survey knows what each head costs and holds (where it ends, strip height, policy for states). What lies behind is a chain of stages
-(``sft.planner.stages``), of which the table of `optimal` knows the time for every number of bytes, from every stage on. So a mixed plan
-costs
+and one table serves all heads. No head at all, and a tail that keeps all residuals, are special cases.
 
-    head(p, h, k) + P(i(p), room - held(p, h, k)),
+Offloaded tails (:class:`TiledHeadOffload`). The head becomes the first stage of the chain: its output is the cut to the tail, its residuals
+are the states of its strips. So the solvers that copy to the host, alone or with recomputation, place all of these: the values of stages,
+the cut, and the states, which are unused while the tail runs. A head runs once; schedules that would run it again are dropped. Only the few
+heads are tried that would be fastest without copies.
 
-and one table serves all of them. No head at all, and everything kept behind one, are special cases. As with the survey nothing is returned
-that has not been projected exactly.
+All plans here are proposals: each is projected exactly, and the error corrects the budget of the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from sft.common.errors import BudgetError
 from sft.planner.cost.height_sampling import Floats
@@ -55,19 +52,21 @@ __all__ = [
     "tiled_head_offloads",
 ]
 
-#: Heads that are tried.
+#: Heads tried with an offloaded tail.
 _MAX_HEADS = 8
+#: Resolution of the recomputation table in memory.
+_NUM_BUCKETS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledHeadOffloadPlan:
-    """A proposal.
+    """Proposal of a tiled head with an offloaded tail.
 
     Attributes:
         choices: the segments.
-        order: their moves, for a region of these segments.
+        order: their schedule.
         cost: estimated cost in FLOPs.
-        peak_bytes: of the chain, without what is there besides.
+        peak_bytes: peak of the chain alone.
     """
 
     choices: tuple[SegmentChoice, ...]
@@ -78,15 +77,15 @@ class TiledHeadOffloadPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledHeadOffload:
-    """A head, and the chain that it is the first stage of.
+    """A tiled head as the first stage of a chain with the remaining stages.
 
     Attributes:
         staged: the model in stages.
-        head: the segments of the head.
-        num_stages: how many stages these are in the place of.
-        chain: the head and the other stages.
-        base_bytes: what is there besides the chain.
-        min_cost: what the whole would cost if nothing had to leave or run again, in FLOPs.
+        head: segments of the head.
+        num_stages: number of stages that the head replaces.
+        chain: the head and the remaining stages.
+        base_bytes: bytes outside the chain.
+        min_cost: cost without copies and recomputation, in FLOPs.
     """
 
     staged: StagedModel
@@ -102,73 +101,65 @@ class TiledHeadOffload:
         return (*self.head, *self.staged.choices_after(self.num_stages))
 
     def schedule(self, name: str, budget_bytes: int) -> Schedule:
-        """What a solver makes of the chain in so many bytes.
+        """Schedule of a solver for the chain in a byte budget.
 
         Raises:
-            BudgetError: it does not fit.
+            BudgetError: no schedule fits.
         """
         problem = self.staged.problem
         return get_solver(name)(self.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link)
 
     def plan(self, schedule: Schedule, region: Region) -> TiledHeadOffloadPlan | None:
-        """A schedule as an order of the region's segments; ``None`` if it runs the head again."""
+        """Translate a chain schedule for the region's segments; ``None`` if it runs the head again."""
         if sum(operation.kind == "forward" and operation.first == 1 for operation in schedule.operations) > 1:
             return None
-        order = self.staged.order(schedule.operations, head=self.head, num_stages=self.num_stages, head_is_stage=True)
-        found = simulate(self.chain, schedule, link=self.staged.problem.link)
+        order = self.staged.segment_schedule(schedule.operations, head=self.head, num_stages=self.num_stages, head_is_stage=True)
+        simulation = simulate(self.chain, schedule, link=self.staged.problem.link)
         return TiledHeadOffloadPlan(
             choices=self.choices,
             order=drop_idle_copies(region, order),
-            cost=found.seconds * self.staged.rates.flops_per_second,
-            peak_bytes=found.peak_bytes,
+            cost=simulation.seconds * self.staged.rates.flops_per_second,
+            peak_bytes=simulation.peak_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _RankedHead:
-    """Where a head ends, and the stage behind it; of each strip height and policy for states a number, of which the least is best."""
+    """End of a head and the stage after it, with a score per strip height and state policy; the smallest is best."""
 
-    marks: Floats
-    survey: CandidateGrid
+    scores: Floats
+    grid: CandidateGrid
     position: int
     stage: int
 
 
-def _best_heads(staged: StagedModel, found: Sequence[_RankedHead]) -> Iterator[TiledHeadOffload]:
-    """Each with its best height and policy, the best few of them."""
-    for one in sorted(found, key=lambda each: float(each.marks.min()))[:_MAX_HEADS]:
-        if np.isfinite(one.marks.min()):
-            h, k = (int(i) for i in np.unravel_index(int(one.marks.argmin()), one.marks.shape))
-            yield _tiled_head_offload(staged, one.survey, one.position, h, k, one.stage)
-
-
-def tiled_head_offloads(staged: StagedModel, surveys: Sequence[CandidateGrid], room_bytes: float) -> Iterator[TiledHeadOffload]:
-    """Heads whose strips fit, those first that would be fastest if nothing had to leave."""
+def tiled_head_offloads(staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: float) -> Iterator[TiledHeadOffload]:
+    """Heads with strips that fit, sorted by the cost without copies."""
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in staged.chain.stages]
-    found: list[_RankedHead] = []
-    for survey, position, stage in _head_ends(staged, surveys):
-        cost = np.where(survey.head_peak_bytes[position] <= room_bytes, survey.head_cost[position], np.inf)
-        behind = sum(seconds[stage:]) * staged.rates.flops_per_second
-        found.append(_RankedHead(cost + behind, survey, position, stage))
-    yield from _best_heads(staged, found)
+    heads: list[_RankedHead] = []
+    for grid, position, stage in _head_ends(staged, grids):
+        cost = np.where(grid.head_peak_bytes[position] <= room_bytes, grid.head_cost[position], np.inf)
+        tail_cost = sum(seconds[stage:]) * staged.rates.flops_per_second
+        heads.append(_RankedHead(cost + tail_cost, grid, position, stage))
+    yield from _best_heads(staged, heads)
 
 
-def smallest_tiled_head_offloads(staged: StagedModel, surveys: Sequence[CandidateGrid]) -> Iterator[TiledHeadOffload]:
-    """Heads that should need least with a tail that may leave, whatever the budget."""
+def smallest_tiled_head_offloads(staged: StagedModel, grids: Sequence[CandidateGrid]) -> Iterator[TiledHeadOffload]:
+    """Heads sorted by the least bytes with an offloaded tail, independent of the budget."""
     stages = staged.chain.stages
-    found: list[_RankedHead] = []
-    for survey, position, stage in _head_ends(staged, surveys):
-        # Of the stages behind only the largest need count, and of the head, while they run, nothing.
-        behind = max(
+    heads: list[_RankedHead] = []
+    for grid, position, stage in _head_ends(staged, grids):
+        # While the tail runs, only its largest stage needs to be on the device.
+        tail_bytes = max(
             each.output_bytes + each.saved_bytes + max(each.forward_workspace_bytes, each.backward_workspace_bytes)
             for each in stages[stage:]
         )
-        found.append(_RankedHead(np.maximum(survey.head_peak_bytes[position], behind), survey, position, stage))
-    yield from _best_heads(staged, found)
+        heads.append(_RankedHead(np.maximum(grid.head_peak_bytes[position], tail_bytes), grid, position, stage))
+    yield from _best_heads(staged, heads)
 
 
 def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
-    """The schedule of least memory that a solver knows, on a host of any size."""
+    """The solver's schedule of least memory, with an unlimited host."""
     link = tail.staged.problem.link
     try:
         return get_solver(name)(tail.chain, budget_bytes=1, link=link)
@@ -176,48 +167,49 @@ def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
         return get_solver(name)(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
 
 
-def _head_ends(staged: StagedModel, surveys: Sequence[CandidateGrid]) -> Iterator[tuple[CandidateGrid, int, int]]:
-    """Where heads end, and the stage behind each; a head of no stage, or of all of them, has no tail."""
-    for survey in surveys:
-        for position, head in enumerate(survey.heads):
+def _best_heads(staged: StagedModel, heads: Sequence[_RankedHead]) -> Iterator[TiledHeadOffload]:
+    """The best few heads, each with its best height and policy."""
+    for head in sorted(heads, key=lambda each: float(each.scores.min()))[:_MAX_HEADS]:
+        if np.isfinite(head.scores.min()):
+            h, k = _argmin_index(head.scores)
+            yield _tiled_head_offload(staged, head.grid, head.position, h, k, head.stage)
+
+
+def _head_ends(staged: StagedModel, grids: Sequence[CandidateGrid]) -> Iterator[tuple[CandidateGrid, int, int]]:
+    """Positions where a head ends and a stage begins; the head computes all values of the cut, and neither head nor tail is empty."""
+    for grid in grids:
+        for position, head in enumerate(grid.heads):
             stage = staged.stage_after(head)
-            if stage and _cut_is_made(staged, survey, position, stage):
-                yield survey, position, stage
+            if stage and set(head).issuperset(staged.cut_values[stage - 1]):
+                yield grid, position, stage
 
 
-def _cut_is_made(staged: StagedModel, survey: CandidateGrid, position: int, stage: int) -> bool:
-    """Whether the head makes all that crosses the cut behind it."""
-    return set(survey.heads[position]).issuperset(staged.cut_values[stage - 1])
-
-
-def _tiled_head_offload(
-    staged: StagedModel, survey: CandidateGrid, position: int, height: int, policy: int, stage: int
-) -> TiledHeadOffload:
+def _tiled_head_offload(staged: StagedModel, grid: CandidateGrid, position: int, height: int, policy: int, stage: int) -> TiledHeadOffload:
     problem = staged.problem
-    head = staged.with_buffer_updates(survey.head_choices(position, height, policy), stage)
+    head = staged.with_buffer_updates(grid.head_choices(position, height, policy), stage)
     crossing = staged.cut_values[stage - 1]
     cut_bytes = sum(map(problem.value_bytes, crossing))
-    made = {
+    outputs = {
         name
         for choice, (_, makes) in zip(head, segment_borders(problem.graph, head), strict=True)
         if choice.mode == "tiled"
         for name in makes
     }
-    made_bytes = sum(problem.value_bytes(name) for name in made if name not in problem.graph.results)
-    held, peak = (int(table[position, height, policy]) for table in (survey.head_bytes, survey.head_peak_bytes))
+    output_bytes = sum(problem.value_bytes(name) for name in outputs if name not in problem.graph.results)
+    kept, peak = (int(table[position, height, policy]) for table in (grid.head_bytes, grid.head_peak_bytes))
     num_tiled = sum(choice.mode == "tiled" for choice in head)
-    # Between several tiled segments there are cuts that stay; only the states of a single one can leave.
-    state_bytes = max(0, held - problem.border_bytes - made_bytes) if num_tiled == 1 else 0
-    base_bytes = held - min(held, cut_bytes + state_bytes)
-    seconds = float(survey.head_cost[position, height, policy]) / staged.rates.flops_per_second
+    # Cuts between several tiled segments stay; only the states of a single one can leave.
+    state_bytes = max(0, kept - problem.border_bytes - output_bytes) if num_tiled == 1 else 0
+    base_bytes = kept - min(kept, cut_bytes + state_bytes)
+    seconds = float(grid.head_cost[position, height, policy]) / staged.rates.flops_per_second
     first = Stage(
         forward_seconds=seconds / 3,
         backward_seconds=seconds * 2 / 3,
         output_bytes=cut_bytes,
         grad_bytes=sum(problem.grad_bytes(name) for name in crossing if name in problem.requires_grad),
         saved_bytes=max(1, state_bytes),
-        forward_workspace_bytes=max(0, peak - held),
-        backward_workspace_bytes=max(0, peak - held),
+        forward_workspace_bytes=max(0, peak - kept),
+        backward_workspace_bytes=max(0, peak - kept),
     )
     chain = StageChain(input_bytes=0, stages=(first, *staged.chain.stages[stage:]), input_grad_bytes=problem.input_grad_bytes)
     return TiledHeadOffload(
@@ -230,16 +222,13 @@ def _tiled_head_offload(
     )
 
 
-_NUM_BUCKETS = 400
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledHeadRecomputePlan:
-    """A proposal.
+    """Proposal of a tiled head with a recomputed tail.
 
     Attributes:
         choices: the segments.
-        order: their moves.
+        order: their schedule.
         peak_bytes: estimated peak, or the room that it should fit into.
         cost: estimated cost in FLOPs.
     """
@@ -252,9 +241,9 @@ class TiledHeadRecomputePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeadEnd:
-    """Where in the surveys a head was found, and the stage that begins behind it."""
+    """Indices of a head in the grids, and the stage that begins after it."""
 
-    survey: int
+    grid: int
     position: int
     height: int
     policy: int
@@ -262,74 +251,74 @@ class _HeadEnd:
 
 
 class TiledHeadRecompute:
-    """Mixed plans for a model.
+    """Search for plans with a tiled head and a recomputed tail.
 
     Args:
         staged: the model in stages.
-        surveys: the heads.
-        room_bytes: most that will be asked for.
+        grids: candidate grids that give the heads.
+        room_bytes: largest room of later calls.
     """
 
-    def __init__(self, staged: StagedModel, surveys: Sequence[CandidateGrid], room_bytes: int) -> None:
-        self.staged, self.surveys, self._room_bytes = staged, surveys, room_bytes
+    def __init__(self, staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int) -> None:
+        self.staged, self._grids = staged, grids
         problem = staged.problem
-        self._made_bytes = sum(map(problem.value_bytes, problem.graph.live_out(problem.phases.prologue)))
+        self._prologue_bytes = sum(map(problem.value_bytes, problem.graph.live_out(problem.phases.prologue)))
         self._bucket_bytes = max(1, -(-room_bytes // _NUM_BUCKETS))
-        at = [[staged.stage_after(head) for head in survey.heads] for survey in surveys]
-        #: (survey, position, stage behind it)
-        self._ends = [(s, p, stage) for s, row in enumerate(at) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
+        stages = [[staged.stage_after(head) for head in grid.heads] for grid in grids]
+        #: (grid, position, stage after it)
+        self._ends = [(g, p, stage) for g, row in enumerate(stages) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
         self._tried: set[tuple[_HeadEnd, int]] = set()
 
     def cheapest(self, room_bytes: float, worse_than: float) -> TiledHeadRecomputePlan | None:
-        """The cheapest proposal that should fit, costs less than so many FLOPs, and was not made before."""
+        """The cheapest new proposal that should fit and costs less than ``worse_than`` FLOPs."""
         best: tuple[float, _HeadEnd, int] | None = None
-        for s, p, stage in self._ends:
-            survey = self.surveys[s]
-            spare = np.clip((room_bytes - self._made_bytes - survey.head_bytes[p]) / self._bucket_bytes, -1, _NUM_BUCKETS)
-            fits = (spare >= 0) & (survey.head_peak_bytes[p] <= room_bytes)
+        for g, p, stage in self._ends:
+            grid = self._grids[g]
+            spare = np.clip((room_bytes - self._prologue_bytes - grid.head_bytes[p]) / self._bucket_bytes, -1, _NUM_BUCKETS)
+            fits = (spare >= 0) & (grid.head_peak_bytes[p] <= room_bytes)
             buckets = np.maximum(np.floor(spare), 0).astype(np.int64)
-            behind = self.staged.rates.flops_per_second * self._table.first_pass_row(stage)[buckets]
-            cost = np.where(fits, survey.head_cost[p] + behind, np.inf)
-            for known, num_buckets in self._tried:
-                if (known.survey, known.position) == (s, p) and buckets[known.height, known.policy] == num_buckets:
-                    cost[known.height, known.policy] = np.inf
+            tail_cost = self.staged.rates.flops_per_second * self._table.first_pass_row(stage)[buckets]
+            cost = np.where(fits, grid.head_cost[p] + tail_cost, np.inf)
+            for tried, num_buckets in self._tried:
+                if (tried.grid, tried.position) == (g, p) and buckets[tried.height, tried.policy] == num_buckets:
+                    cost[tried.height, tried.policy] = np.inf
             h, k = _argmin_index(cost)
             if cost[h, k] < (worse_than if best is None else best[0]):
-                best = (float(cost[h, k]), _HeadEnd(survey=s, position=p, height=h, policy=k, stage=stage), int(buckets[h, k]))
+                best = (float(cost[h, k]), _HeadEnd(grid=g, position=p, height=h, policy=k, stage=stage), int(buckets[h, k]))
         if best is None:
             return None
-        cost_flops, place, num_buckets = best
-        self._tried.add((place, num_buckets))
-        return self._plan(place, self._table.decide, num_buckets, peak_bytes=room_bytes, cost=cost_flops)
+        cost_flops, end, num_buckets = best
+        self._tried.add((end, num_buckets))
+        return self._plan(end, self._table.decide, num_buckets, peak_bytes=room_bytes, cost=cost_flops)
 
     def smallest(self) -> TiledHeadRecomputePlan | None:
-        """The proposal that should need least."""
-        least, best = MinMemorySchedule(self.staged.chain), None
-        for s, p, stage in self._ends:
-            survey = self.surveys[s]
-            behind = survey.head_bytes[p] + self._made_bytes + least.first_pass_bytes(stage)
-            peak = np.maximum(survey.head_peak_bytes[p], behind)
+        """The proposal of least estimated peak."""
+        min_memory, best = MinMemorySchedule(self.staged.chain), None
+        for g, p, stage in self._ends:
+            grid = self._grids[g]
+            tail_peak = grid.head_bytes[p] + self._prologue_bytes + min_memory.first_pass_bytes(stage)
+            peak = np.maximum(grid.head_peak_bytes[p], tail_peak)
             h, k = _argmin_index(peak)
             if peak[h, k] < (np.inf if best is None else best[0]):
-                best = (float(peak[h, k]), _HeadEnd(survey=s, position=p, height=h, policy=k, stage=stage))
-        return None if best is None else self._plan(best[1], least.decide, 0, peak_bytes=best[0], cost=float("inf"))
+                best = (float(peak[h, k]), _HeadEnd(grid=g, position=p, height=h, policy=k, stage=stage))
+        return None if best is None else self._plan(best[1], min_memory.decide, 0, peak_bytes=best[0], cost=float("inf"))
 
     @cached_property
     def _table(self) -> CostTable:
         return CostTable(self.staged.chain, num_buckets=_NUM_BUCKETS, bucket_bytes=self._bucket_bytes, with_loss=True)
 
-    def _plan(self, place: _HeadEnd, decide: DecisionFunction, state: int, *, peak_bytes: float, cost: float) -> TiledHeadRecomputePlan:
-        operations = reversal(self.staged.chain, decide, state, first=place.stage)
-        if place.stage:
-            head = self.surveys[place.survey].head_choices(place.position, place.height, place.policy)
-            head = self.staged.with_buffer_updates(head, place.stage)
-            choices = (*head, *self.staged.choices_after(place.stage))
-            order = self.staged.order(operations, head=head, num_stages=place.stage)
+    def _plan(self, end: _HeadEnd, decide: DecisionFunction, state: int, *, peak_bytes: float, cost: float) -> TiledHeadRecomputePlan:
+        operations = reversal(self.staged.chain, decide, state, first=end.stage)
+        if end.stage:
+            head = self._grids[end.grid].head_choices(end.position, end.height, end.policy)
+            head = self.staged.with_buffer_updates(head, end.stage)
+            choices = (*head, *self.staged.choices_after(end.stage))
+            order = self.staged.segment_schedule(operations, head=head, num_stages=end.stage)
         else:
-            choices, order = self.staged.choices, self.staged.order(operations)
+            choices, order = self.staged.choices, self.staged.segment_schedule(operations)
         return TiledHeadRecomputePlan(choices=choices, order=order, peak_bytes=peak_bytes, cost=cost)
 
 
-def _argmin_index(table: npt.NDArray[np.float64]) -> tuple[int, int]:
+def _argmin_index(table: Floats) -> tuple[int, int]:
     h, k = np.unravel_index(int(table.argmin()), table.shape)
     return int(h), int(k)

@@ -34,7 +34,7 @@ def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
     order = problem.operators
     places = [len(head) for head in survey.heads]
-    found = BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=streams).until(places)
+    found = BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=streams).advance(places)
     for position, (crossed, behind, place) in enumerate(zip(found, untiled_memory(problem, places), places, strict=True)):
         own = [_of_segments(survey, position, height) for height in range(len(survey.strip_rows))]
         np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
@@ -111,7 +111,7 @@ def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> No
     """A network of n norms has about as many runs and candidates: what is asked about each must not be asked of all segments of each."""
     asked = 0
     crossing = import_module("sft.planner.cost.boundary_memory")
-    num_panels = crossing.Problem.num_panels
+    num_panels = crossing.PlanningProblem.num_panels
 
     def counted(*arguments: object) -> object:
         nonlocal asked
@@ -124,9 +124,9 @@ def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> No
         problem = problem_of(seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=run_passes)
         survey = CandidateGrid(problem, sft.Options(), "cpu", 2, streams=True)
         asked = 0
-        list(BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=True).until([len(head) for head in survey.heads]))
+        list(BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=True).advance([len(head) for head in survey.heads]))
         return asked
 
-    monkeypatch.setattr(crossing.Problem, "num_panels", counted)
+    monkeypatch.setattr(crossing.PlanningProblem, "num_panels", counted)
     few, many = count(4), count(8)
     assert few and many <= 2.5 * few

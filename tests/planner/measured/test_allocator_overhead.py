@@ -155,7 +155,7 @@ def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Cal
             return num_bytes
 
     found = []
-    note = OverheadEstimator.of
+    note = OverheadEstimator.overhead_bytes
 
     def compare(overheads: OverheadEstimator, problem: PlanningProblem, region: Region, projected_bytes: int) -> int:
         machine = AllocatorMachine(on_host=problem.on_host, blocks=Exactly())
@@ -165,7 +165,7 @@ def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Cal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
-        patch.setattr(OverheadEstimator, "of", compare)
+        patch.setattr(OverheadEstimator, "overhead_bytes", compare)
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:3")
         sft.compile(seeded(make), _SHAPE, budget="64MiB", options=sft.Options(**options))
     assert found and all(ours == projected for ours, projected in found)
@@ -213,13 +213,13 @@ def test_rivals_have_their_overhead(gpu: None) -> None:
 def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     tried = []
-    measure = OverheadEstimator._measured
+    measure = OverheadEstimator._measure
 
     def count(overheads: OverheadEstimator, *programs: Any) -> Any:
         tried.append(programs)
         return measure(overheads, *programs)
 
-    monkeypatch.setattr(OverheadEstimator, "_measured", count)
+    monkeypatch.setattr(OverheadEstimator, "_measure", count)
     plans = [sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None))).plan for _ in range(2)]
     assert plans[0] == plans[1]
     num_first = len(tried)
@@ -289,7 +289,7 @@ def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytes
     """Libraries look for algorithms on each thread, and what a search takes is no part of a plan."""
     there: list[torch.device] = []
     tried = []
-    measure = OverheadEstimator._measured
+    measure = OverheadEstimator._measure
 
     def note(device: torch.device, work: Callable[[], None]) -> None:
         there.append(device)
@@ -300,7 +300,7 @@ def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytes
         return measure(overheads, *programs)
 
     monkeypatch.setattr("sft.planner.measured.allocator_overhead.run_on_autograd_thread", note)
-    monkeypatch.setattr(OverheadEstimator, "_measured", count)
+    monkeypatch.setattr(OverheadEstimator, "_measure", count)
     with torch.set_grad_enabled(training):
         sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None)))
     assert tried and len(there) == (len(tried) if training else 0)

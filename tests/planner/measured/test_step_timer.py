@@ -59,14 +59,14 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
-    time_once = TimingMachine._time
-    monkeypatch.setattr(TimingMachine, "_time", lambda *arguments: time_once(*arguments) > 0)
-    monkeypatch.setattr(TimingMachine, "_once", lambda *_: 0.0)
+    time_once = TimingMachine._time_program
+    monkeypatch.setattr(TimingMachine, "_time_program", lambda *arguments: time_once(*arguments) > 0)
+    monkeypatch.setattr(TimingMachine, "_cached_seconds", lambda *_: 0.0)
     stopwatch = TimingMachine()
     run_step(problem, region, stopwatch)
     assert stopwatch.seconds == len(counting.programs)
     assert stopwatch.num_timed == len({program_hash(program) for program in counting.programs})
-    assert len(stopwatch.laps) == len(region.schedule) + 1 and stopwatch.laps[-1] == stopwatch.seconds
+    assert len(stopwatch.start_seconds) == len(region.schedule) + 1 and stopwatch.start_seconds[-1] == stopwatch.seconds
     assert stopwatch.memory.peak_bytes == counting.memory.peak_bytes
 
 
@@ -102,7 +102,7 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_new_pages_are_paid_for_once_and_large_buffers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     price = {"zeros of new pages": 3.0 * 2**26, "zeros of old pages": 2.0 * 2**26}  # a second a byte
-    monkeypatch.setattr(TimingMachine, "_once", lambda _, key, __: price.get(key, 0.25))
+    monkeypatch.setattr(TimingMachine, "_cached_seconds", lambda _, key, __: price.get(key, 0.25))
     large, stopwatch = LARGE_BUFFER_BYTES, TimingMachine()
     paid = []
 

@@ -205,10 +205,10 @@ def project_step(
 
 def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine, *, retains: bool = False) -> None:
     """Run a step on a simulated machine, forward and, in training, backward; ``retains`` as in :func:`project_step`."""
-    meter = machine.memory
+    memory = machine.memory
     inputs = set(problem.resident_inputs)
     leaves = {
-        node.name: SimulatedBuffer(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
+        node.name: SimulatedBuffer(memory, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
         if node.kind != "operator"
     }

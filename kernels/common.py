@@ -16,16 +16,13 @@ from torch import Tensor
 from sft.kernels.geometry import Geometry
 
 __all__ = [
-    "KERNEL_DTYPES",
     "BlockSizes",
     "LaunchVariant",
     "block_size",
     "can_walk_rows",
     "default_blocks",
-    "empty_channels_last",
     "has_triton",
     "is_flat",
-    "uses_triton",
     "variant_blocks",
 ]
 
@@ -110,21 +107,7 @@ def block_size(number: int, largest: int) -> int:
     return max(_MIN_BLOCK_SIZE, min(largest, 1 << max(0, number - 1).bit_length()))
 
 
-#: what the kernels on images compute with; others take the reference
-KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-
-
 @functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def uses_triton(tensor: Tensor) -> bool:
-    """Whether a kernel runs on this tensor, and not the reference."""
-    return tensor.is_cuda and has_triton() and tensor.dtype in KERNEL_DTYPES
-
-
-def empty_channels_last(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised channels-last tensor with the dtype and device of ``like``."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)

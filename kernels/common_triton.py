@@ -28,6 +28,7 @@ from sft.kernels.geometry import TileAxis
 __all__ = [
     "assembler_version",
     "can_compute_operands",
+    "dense_gradient",
     "first_tap",
     "is_inside",
     "matmul",
@@ -87,6 +88,25 @@ def assembler_version(capability: int) -> str:
 def safe_precision(precision: str, device: torch.device) -> str:
     """The precision to ask ``matmul`` for: products in three parts compute their operands; where that fails they are exact."""
     return "ieee" if precision in ("tf32x3", "bf16x3") and not can_compute_operands(device) else precision
+
+
+def dense_gradient(gradient: Tensor, output: Tensor | None, taps: Tensor | None, size: tuple[int, int]) -> Tensor:
+    """The gradient of a convolution's output where the ReLU is on, spread over ``size`` if it is of maxima of 2 x 2 pixels.
+
+    Args:
+        taps: where the maxima came from, two bits each, four channels to a byte (``pool_reference.pack``).
+    """
+    on = gradient if output is None else torch.where(output <= 0, 0, gradient)
+    if taps is None:
+        return on
+    shifts = torch.arange(on.shape[1], device=on.device)
+    chosen = taps[:, shifts // 4] >> (shifts % 4 * 2).to(torch.uint8)[:, None, None] & 3
+    shape = (*on.shape[:2], *size)
+    dense = torch.zeros(shape, dtype=on.dtype, device=on.device).contiguous(memory_format=torch.channels_last)
+    for number in range(4):
+        part = dense[:, :, number // 2 : 2 * on.shape[2] : 2, number % 2 : 2 * on.shape[3] : 2]
+        part.copy_(torch.where(chosen == number, on, 0))
+    return dense
 
 
 @triton.jit

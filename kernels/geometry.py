@@ -1,31 +1,27 @@
-"""Where a tile lies: the one contract between every kernel on images and whoever calls it.
+"""Geometry of a tile: the contract between kernels on images or volumes and their callers.
 
-A kernel is given buffers, and never an image. It must know which of a buffer's rows are the image's: rows that a strip
-carries from the strip before, its new rows, a halo that a neighbour computed as well are *data*, and only what lies beyond
-the image's true border is *padding*. So everything is said in the global coordinates of the layer, one axis at a time:
+A kernel gets buffers, never an image. Some rows of a buffer are *data*, rows of the image: carried rows of the previous strip, new rows, a
+halo. Rows beyond the image's border are *padding*. A geometry tells which is which in the global coordinates of the layer, axis by axis:
 
-    Span    the rows [start, start + size) that a buffer holds, of a signal whose rows are [0, extent)
-    Window  output row o reads the input rows o * stride - padding + dilation * t, for t in [0, kernel)
-    Axis    an input span, an output span, and the window between them
-    Geometry  two axes: height and width
+    Span            rows [start, start + size) in a buffer, of a signal with rows [0, extent)
+    KernelWindow    output row o reads the input rows o * stride - padding + dilation * t, for t in [0, kernel)
+    TileAxis        an input span, an output span, and the window between them
+    Geometry        two axes: height and width
+    VolumeGeometry  three axes: depth, height and width; strips run along the depth
 
-Three rules follow, and every kernel keeps them:
+Every kernel keeps three rules:
 
-1. A row of a buffer outside [0, extent) is not data. It is never read, whatever it holds, NaN included; a row that a window
-   reads there counts as zero (average, convolution) or as nothing (maximum).
-2. A row inside [0, extent) that a result needs must be in the buffer. ``check_forward`` and ``check_adjoint`` say so before
-   anything is launched: a missing halo is an error and never a zero.
-3. A result depends on global coordinates alone, so tiles put together have the bits of the whole (in a fixed precision).
+1. A row of a buffer outside [0, extent) is not data. It is never read, so the buffer may hold NaN there. Where a window reads such a row,
+   the row counts as zero (average, convolution) or is left out (maximum).
+2. A row inside [0, extent) that a result needs must be in the buffer. Rows outside the buffer are read as padding, so the caller provides
+   the halo.
+3. A result depends on global coordinates alone. In a fixed precision the tiles of an image have the bits of the untiled result.
 
-The output's extent is given and not derived: it says the padding behind the last row, also where that differs from the
-padding before the first, as in TensorFlow's "same" or a pool in ceil mode.
+The extent of the output is an argument of its own. It implies the padding after the last row, which may differ from the padding before the
+first, as in TensorFlow's "same" or in a pool in ceil mode.
 
-Buffers are channels-last: shape ``[N, C, h, w]`` with stride 1 along the channels, and any strides along the others, so that
-a view of some rows is a buffer too.
-
-Where a tile of a volume lies: the contract of ``geometry`` with one axis more. Strips run along the depth.
-
-Buffers are ``[N, C, d, h, w]`` with stride 1 along the channels and any strides along the others.
+Buffers are channels-last: shape ``[N, C, h, w]`` or ``[N, C, d, h, w]`` with stride 1 along the channels and any strides along the other
+dimensions. So a view of some rows is a buffer too.
 """
 
 from __future__ import annotations
@@ -36,19 +32,7 @@ from torch import Tensor
 
 from sft.common.errors import InputError
 
-__all__ = [
-    "Geometry",
-    "KernelWindow",
-    "Span",
-    "TileAxis",
-    "VolumeGeometry",
-    "check_axes_adjoint",
-    "check_axes_forward",
-    "check_buffer",
-    "is_channels_last",
-]
-
-__all__ += ["raise_problems"]
+__all__ = ["Geometry", "KernelWindow", "Span", "TileAxis", "VolumeGeometry", "is_channels_last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +45,9 @@ class Span:
 
     #: global coordinate of the first row; negative if the buffer begins before the image
     start: int
-    #: how many rows there are
+    #: number of rows in the buffer
     size: int
-    #: how many rows the whole image has at this layer
+    #: number of rows of the untiled image at this layer
     extent: int
 
     def __post_init__(self) -> None:
@@ -72,12 +56,12 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """Global coordinate behind the last row."""
+        """Global coordinate after the last row."""
         return self.start + self.size
 
     @property
     def data(self) -> tuple[int, int]:
-        """The rows that are the image's, as a half-open range of the buffer's own coordinates; (0, 0) if there are none."""
+        """Rows of the image, as a half-open range of the buffer's own coordinates; (0, 0) if the buffer has none."""
         low, high = max(0, -self.start), min(self.size, self.extent - self.start)
         return (low, high) if low < high else (0, 0)
 
@@ -89,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWindow:
-    """What an output row reads along one axis.
+    """Window of one axis: output row ``o`` reads the input rows ``o * stride - padding + dilation * t``, for t in [0, kernel).
 
     >>> window = KernelWindow(kernel=3, stride=2, padding=1)
     >>> window.reads(0, 4), window.outputs(7), window.writes(0, 3)
@@ -99,7 +83,7 @@ class KernelWindow:
     kernel: int
     stride: int = 1
     dilation: int = 1
-    #: rows of padding before the first
+    #: rows of padding before the first row of the image
     padding: int = 0
 
     def __post_init__(self) -> None:
@@ -108,11 +92,11 @@ class KernelWindow:
 
     @property
     def reach(self) -> int:
-        """Rows from the first that an output reads to the last, both counted."""
+        """Number of rows from the first to the last row that an output reads, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, extent: int) -> int:
-        """How many outputs an image of ``extent`` rows has if it is padded equally on both sides."""
+        """Number of outputs of an image of ``extent`` rows with equal padding on both sides."""
         return max(0, (extent + 2 * self.padding - self.reach) // self.stride + 1)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
@@ -130,10 +114,9 @@ class KernelWindow:
 class TileAxis:
     """One axis of a tile: the input rows in one buffer, the output rows in another, and the window between them.
 
-    >>> axis = TileAxis(input=Span(start=6, size=6, extent=20), output=Span(start=7, size=4, extent=20), window=KernelWindow(kernel=3,
-    padding=1))
-    >>> axis.missing_input(), axis.missing_output(), axis.shift
-    (None, (5, 13), 0)
+    >>> window = KernelWindow(kernel=3, padding=1)
+    >>> TileAxis(input=Span(start=6, size=6, extent=20), output=Span(start=7, size=4, extent=20), window=window).shift
+    0
     """
 
     input: Span
@@ -142,49 +125,33 @@ class TileAxis:
 
     @property
     def shift(self) -> int:
-        """Input row, in the buffer's coordinates, that the buffer's output row 0 reads first: row o reads ``o * stride + shift``."""
+        """Input row, in buffer coordinates, that output row 0 of the buffer reads first; row o reads from ``o * stride + shift`` on."""
         return self.output.start * self.window.stride - self.window.padding - self.input.start
 
-    def missing_input(self) -> tuple[int, int] | None:
-        """Input rows, in global coordinates, that the output needs and the input buffer lacks; None if it has all."""
-        return _missing(self.input, *self.window.reads(*_rows_inside(self.output)))
 
-    def missing_output(self) -> tuple[int, int] | None:
-        """Output rows whose gradients the input's gradient needs and the output buffer lacks; None if it has all."""
-        return _missing(self.output, *self.window.writes(*_rows_inside(self.input)))
-
-
-def _rows_inside(span: Span) -> tuple[int, int]:
-    """The span's rows of the image, in global coordinates."""
-    low, high = span.data
-    return span.start + low, span.start + high
-
-
-def _missing(span: Span, first: int, last: int) -> tuple[int, int] | None:
-    first, last = max(first, 0), min(last, span.extent)
-    if first >= last or (span.start <= first and last <= span.stop):
-        return None
-    return first, last
+def _untiled_axes(extents: tuple[int, ...], windows: tuple[KernelWindow, ...]) -> list[TileAxis]:
+    """Axes of an untiled layer with equal padding on both sides."""
+    return [
+        TileAxis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
+        for extent, window in zip(extents, windows, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Both axes of a tile. See the module's docstring."""
+    """Geometry of a tile of an image."""
 
     height: TileAxis
     width: TileAxis
 
     @classmethod
     def whole(cls, extents: tuple[int, int], height: KernelWindow, width: KernelWindow) -> Geometry:
-        """The geometry without tiles: the whole image ``extents`` (height, width) in, all outputs of equal padding out.
+        """Geometry of the untiled image: ``extents`` (height, width) in, all outputs of equal padding out.
 
         >>> Geometry.whole((5, 8), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2)).output_size
         (2, 4)
         """
-        axes = [
-            TileAxis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
-            for extent, window in zip(extents, (height, width), strict=True)
-        ]
+        axes = _untiled_axes(extents, (height, width))
         return cls(height=axes[0], width=axes[1])
 
     @property
@@ -207,77 +174,10 @@ class Geometry:
         """Rows and columns of the window."""
         return self.height.window.kernel, self.width.window.kernel
 
-    def check_forward(self) -> None:
-        """Raise if the outputs are not outputs of the image, or read rows of the image that are not in the input buffer.
-
-        Raises:
-            InputError: with the rows that are there and the rows that are needed.
-        """
-        check_axes_forward({"height": self.height, "width": self.width})
-
-    def check_adjoint(self) -> None:
-        """Raise if the input's gradient needs gradients of outputs that are not in the output buffer.
-
-        A kernel that is meant to give one tile's share of a gradient, to be added to the shares of other tiles, leaves
-        this check out: outputs beyond the buffer then count as zero.
-
-        Raises:
-            InputError: with the rows that are there and the rows that are needed.
-        """
-        check_axes_adjoint({"height": self.height, "width": self.width})
-
-
-def check_axes_forward(axes: dict[str, TileAxis]) -> None:
-    """``Geometry.check_forward`` of these axes."""
-    problems = []
-    for name, axis in axes.items():
-        output, missing = axis.output, axis.missing_input()
-        if output.start < 0 or output.stop > output.extent:
-            problems.append(f"{name}: outputs [{output.start}, {output.stop}) are not all in [0, {output.extent}); ask for those only")
-        elif missing is not None:
-            held = f"[{axis.input.start}, {axis.input.stop})"
-            problems.append(f"{name}: the outputs read input {_range(missing)}, the buffer holds {held}; give it the halo as well")
-    raise_problems("this tile cannot be computed", problems)
-
-
-def check_axes_adjoint(axes: dict[str, TileAxis]) -> None:
-    """``Geometry.check_adjoint`` of these axes."""
-    problems = []
-    for name, axis in axes.items():
-        if (missing := axis.missing_output()) is not None:
-            held = f"[{axis.output.start}, {axis.output.stop})"
-            problems.append(f"{name}: the gradient reads outputs {_range(missing)}, the buffer holds {held}; give it the halo as well")
-    raise_problems("this tile cannot be computed", problems)
-
-
-def raise_problems(what: str, problems: list[str]) -> None:
-    """Raise all problems at once, if there are any."""
-    if problems:
-        raise InputError(f"{what}:\n" + "\n".join(f"  - {line}" for line in problems))
-
-
-def _range(rows: tuple[int, int]) -> str:
-    return f"[{rows[0]}, {rows[1]})"
-
-
-def is_channels_last(tensor: Tensor) -> bool:
-    """Whether neighbouring channels are neighbours in memory."""
-    return tensor.dim() in (4, 5) and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
-
-
-def check_buffer(name: str, tensor: Tensor, num_samples: int, num_channels: int, size: tuple[int, ...], problems: list[str]) -> None:
-    """Add to ``problems`` what keeps ``tensor`` from being the channels-last buffer ``[num_samples, num_channels, *size]``."""
-    shape = (num_samples, num_channels, *size)
-    if tuple(tensor.shape) != shape:
-        problems.append(f"{name} has shape {tuple(tensor.shape)}, the geometry says {shape}; give the buffer that the spans describe")
-    elif not is_channels_last(tensor):
-        layout = "channels_last" if len(size) == 2 else "channels_last_3d"
-        problems.append(f"{name} has strides {tensor.stride()}; make it channels-last: .contiguous(memory_format=torch.{layout})")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeGeometry:
-    """The three axes of a tile of a volume."""
+    """Geometry of a tile of a volume."""
 
     depth: TileAxis
     height: TileAxis
@@ -285,16 +185,13 @@ class VolumeGeometry:
 
     @classmethod
     def whole(cls, extents: tuple[int, int, int], depth: KernelWindow, height: KernelWindow, width: KernelWindow) -> VolumeGeometry:
-        """The geometry without tiles: the whole volume in, all outputs of equal padding out.
+        """Geometry of the untiled volume: ``extents`` (depth, height, width) in, all outputs of equal padding out.
 
         >>> window = KernelWindow(kernel=2, stride=2)
         >>> VolumeGeometry.whole((5, 8, 3), window, window, window).output_size
         (2, 4, 1)
         """
-        axes = [
-            TileAxis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
-            for extent, window in zip(extents, (depth, height, width), strict=True)
-        ]
+        axes = _untiled_axes(extents, (depth, height, width))
         return cls(depth=axes[0], height=axes[1], width=axes[2])
 
     @property
@@ -317,10 +214,7 @@ class VolumeGeometry:
         """Slices, rows and columns of the window."""
         return self.depth.window.kernel, self.height.window.kernel, self.width.window.kernel
 
-    def check_forward(self) -> None:
-        """As ``Geometry.check_forward``."""
-        check_axes_forward({"depth": self.depth, "height": self.height, "width": self.width})
 
-    def check_adjoint(self) -> None:
-        """As ``Geometry.check_adjoint``."""
-        check_axes_adjoint({"depth": self.depth, "height": self.height, "width": self.width})
+def is_channels_last(tensor: Tensor) -> bool:
+    """True if neighbouring channels are neighbours in memory."""
+    return tensor.dim() in (4, 5) and (tensor.stride(1) == 1 or tensor.shape[1] == 1)

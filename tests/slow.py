@@ -125,6 +125,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "True",
     ),
     "test_input_streaming_cost.py::test_pages_that_were_read_are_given_back": ("CHW",),
+    "test_kernels_benchmark.py::test_cases_are_right_under_the_interpreter": ("conv2d", "depthwise"),
     "test_kernels_benchmark.py::test_without_a_gpu_it_says_so": ("--only rows", "test", "sanitize", "tune"),
     "test_aot_compile.py::test_compiles_ahead_of_time": (
         "conv2d 2",

@@ -267,11 +267,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no CUDA device here, and nothing else can be measured; run it on a machine with a GPU", file=sys.stderr)
         return 2
-    from sft.kernels.common import uses_triton
+    from sft.kernels.common import has_triton
 
     device = torch.device("cuda")
-    if not uses_triton(torch.empty(1, device=device)):
-        print("benchmarks/gpu.sh: Triton is not installed, so the plain references would run; install triton", file=sys.stderr)
+    if not has_triton():
+        print("benchmarks/gpu.sh: Triton is not installed, and without it there are no kernels; install triton", file=sys.stderr)
         return 2
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sft.kernels.conv.conv2d import Precision
-
 __all__ = ["Case", "Draw", "Problem", "all_rows"]
 
 
@@ -42,7 +40,7 @@ class Case:
     large: tuple[int, ...]
     small: tuple[int, ...]
     #: how products of fp32 numbers are formed, if not exactly
-    precision: Precision | None = None
+    precision: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

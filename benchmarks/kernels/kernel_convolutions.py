@@ -1,4 +1,4 @@
-"""Cases of convolutions: layers of VGG-16, a stem of bytes, a depthwise layer, a volume. Each beside cuDNN's with all that surrounds it."""
+"""Cases of convolutions: layers of VGG-16, a depthwise layer, a volume. Each next to cuDNN's, with its separate bias, ReLU and pool."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import kernel_launches as kernels
 import torch
 import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.common import LaunchVariant, uses_triton
-from sft.kernels.conv.conv2d import GradientSlots, Precision, conv2d, conv2d_data_gradient, conv2d_weight_gradient
-from sft.kernels.conv.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
-from sft.kernels.conv.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
-from sft.kernels.conv.uint8_stem import PixelLevels, stem_conv2d, stem_weight_gradient
+from sft.kernels.common import LaunchVariant
 from sft.kernels.geometry import Geometry, KernelWindow, VolumeGeometry
 
 __all__ = ["convolution_cases"]
 
 _FLOATS = (torch.bfloat16, torch.float32)
 _SAME = KernelWindow(kernel=3, padding=1)
-_IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
 def _flops(weight: Tensor, size: tuple[int, ...]) -> int:
@@ -37,22 +33,14 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, boo
     )
 
 
-def _forward(
-    num_in: int, num_out: int, *, variant: LaunchVariant = "default", precision: Precision | None = None
-) -> Callable[[Draw], Problem]:
+def _forward(num_in: int, num_out: int, *, variant: LaunchVariant = "default", precision: str | None = None) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
         x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
         out = torch.empty_like(draw.image(num_out))
 
         def ours() -> list[Tensor]:
-            if variant == "default" or not uses_triton(x):
-                return [conv2d(x, weight, geometry, bias=bias, activation="relu", precision=precision, out=out)]
-            from sft.kernels.conv.forward2d_triton import launch_conv2d  # not above: it imports Triton
-
-            mode = "bf16" if draw.dtype == torch.bfloat16 else "fp16"
-            launch_conv2d(x, weight, bias, None, out, geometry, groups=1, relu=True, precision=mode, variant=variant)
-            return [out]
+            return [kernels.conv2d(x, weight, bias, geometry, precision=precision, variant=variant, out=out)]
 
         def theirs() -> Tensor:
             with torch.backends.cudnn.flags(benchmark=True, allow_tf32=precision == "tf32"):
@@ -73,13 +61,13 @@ def _pooled(num_in: int, num_out: int) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
         x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
-        y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+        y, taps = kernels.conv2d_max_pool(x, weight, bias, geometry)
 
         def exact() -> list[Tensor]:
             return [F.max_pool2d(F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu(), 2)]
 
         return Problem(
-            ours=lambda: [conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)[0]],
+            ours=lambda: [kernels.conv2d_max_pool(x, weight, bias, geometry)[0]],
             theirs=lambda: F.max_pool2d(F.conv2d(x, weight, bias, padding=1).relu_(), 2, return_indices=True),
             exact=exact,
             num_bytes=all_rows([x, weight, y, taps]),
@@ -95,7 +83,7 @@ def _data_gradient(num_in: int, num_out: int, *, pooled: bool) -> Callable[[Draw
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
         out = torch.empty_like(x)
         if pooled:
-            y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+            y, taps = kernels.conv2d_max_pool(x, weight, bias, geometry)
             dy = draw.image(num_out, (y.shape[2], y.shape[3]))
             before = F.conv2d(x, weight, bias, padding=1).relu_()
             _, indices = F.max_pool2d(before, 2, return_indices=True)
@@ -106,15 +94,15 @@ def _data_gradient(num_in: int, num_out: int, *, pooled: bool) -> Callable[[Draw
                 return masked
 
             return Problem(
-                ours=lambda: [conv2d_max_pool_data_gradient(dy, taps, weight, geometry, output=y, out=out)],
+                ours=lambda: [kernels.conv2d_data_gradient(dy, y, weight, out, geometry, taps=taps)],
                 theirs=lambda: _backward(spread(), x, weight, (True, False, False)),
                 exact=lambda: [_backward(_spread_exactly(dy, y, taps, draw.size), x.double(), weight.double(), (True, False, False))[0]],
                 num_bytes=all_rows([dy, y, taps, weight, x]),
                 num_flops=_flops(weight, draw.size),
             )
-        y, dy = conv2d(x, weight, geometry, bias=bias, activation="relu"), draw.image(num_out)
+        y, dy = kernels.conv2d(x, weight, bias, geometry), draw.image(num_out)
         return Problem(
-            ours=lambda: [conv2d_data_gradient(dy, weight, geometry, output=y, out=out)],
+            ours=lambda: [kernels.conv2d_data_gradient(dy, y, weight, out, geometry)],
             theirs=lambda: _backward(torch.ops.aten.threshold_backward(dy, y, 0), x, weight, (True, False, False)),
             exact=lambda: [_backward((dy * (y > 0)).double(), x.double(), weight.double(), (True, False, False))[0]],
             num_bytes=all_rows([dy, y, weight, x]),
@@ -140,20 +128,13 @@ def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Call
         x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
         if pooled:
-            y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+            y, taps = kernels.conv2d_max_pool(x, weight, bias, geometry)
             dy = draw.image(num_out, (y.shape[2], y.shape[3]))
         else:
-            y, dy, taps = conv2d(x, weight, geometry, bias=bias, activation="relu"), draw.image(num_out), None
+            y, dy, taps = kernels.conv2d(x, weight, bias, geometry), draw.image(num_out), None
 
         def ours() -> list[Tensor]:
-            slots = GradientSlots.zeros(weight, bias=True)
-            if taps is not None:
-                conv2d_max_pool_weight_gradient(dy, taps, x, geometry, into=slots, output=y)
-            else:
-                conv2d_weight_gradient(dy, x, geometry, into=slots, output=y)
-            dw, db = slots.total(torch.float32)
-            assert db is not None
-            return [dw, db]
+            return kernels.conv2d_weight_gradient(dy, y, x, weight, geometry, taps=taps)
 
         def exact() -> list[Tensor]:
             dense = (dy * (y > 0)).double() if taps is None else _spread_exactly(dy, y, taps, draw.size)
@@ -170,54 +151,13 @@ def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Call
     return build
 
 
-def _stem(*, gradient: bool) -> Callable[[Draw], Problem]:
-    def build(draw: Draw) -> Problem:
-        size = (draw.size[0], draw.size[1])
-        memory = torch.randint(256, (1, *size, 3), generator=draw.random, device=draw.device, dtype=torch.uint8)
-        x, levels = memory.movedim(-1, 1), PixelLevels.of(*_IMAGENET, device=draw.device)
-        weight, bias = draw.weight(64, 3, 3, 3), draw.vector(64)
-        geometry = Geometry.whole(size, _SAME, _SAME)
-        with torch.no_grad():
-            y = stem_conv2d(x, levels, weight, geometry, bias=bias, activation="relu")
-        dy = draw.image(64)
-
-        def numbers(dtype: torch.dtype) -> Tensor:
-            return levels.numbers(x, draw.dtype).to(dtype)
-
-        def ours() -> list[Tensor]:
-            if not gradient:
-                with torch.no_grad():
-                    return [stem_conv2d(x, levels, weight, geometry, bias=bias, activation="relu")]
-            slots = GradientSlots.zeros(weight, bias=True)
-            stem_weight_gradient(dy, x, levels, geometry, into=slots, output=y)
-            dw, db = slots.total(torch.float32)
-            assert db is not None
-            return [dw, db]
-
-        def theirs() -> object:
-            if gradient:
-                return _backward(torch.ops.aten.threshold_backward(dy, y, 0), numbers(draw.dtype), weight, (False, True, True))
-            return F.conv2d(numbers(draw.dtype), weight, bias, padding=1).relu_()
-
-        def exact() -> list[Tensor]:
-            wide = numbers(torch.float64)
-            if gradient:
-                return list(_backward((dy * (y > 0)).double(), wide, weight.double(), (False, True, True))[1:])
-            return [F.conv2d(wide, weight.double(), bias.double(), padding=1).relu()]
-
-        given = [x, weight, y] + ([dy] if gradient else [])
-        return Problem(ours=ours, theirs=theirs, exact=exact, num_bytes=all_rows(given), num_flops=_flops(weight, draw.size))
-
-    return build
-
-
 def _depthwise(draw: Draw) -> Problem:
     window = KernelWindow(kernel=7, padding=3)
     x, weight, bias = draw.image(96), draw.weight(96, 1, 7, 7), draw.vector(96)
     geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
     out = torch.empty_like(x)
     return Problem(
-        ours=lambda: [conv2d(x, weight, geometry, bias=bias, groups=96, out=out)],
+        ours=lambda: [kernels.conv2d(x, weight, bias, geometry, groups=96, relu=False, out=out)],
         theirs=lambda: F.conv2d(x, weight, bias, padding=3, groups=96),
         exact=lambda: [F.conv2d(x.double(), weight.double(), bias.double(), padding=3, groups=96)],
         num_bytes=all_rows([x, weight, out]),
@@ -232,11 +172,8 @@ def _depthwise_backward(draw: Draw) -> Problem:
     out = torch.empty_like(x)
 
     def ours() -> list[Tensor]:
-        slots = GradientSlots.zeros(weight, bias=True)
-        conv2d_weight_gradient(dy, x, geometry, into=slots, groups=96)
-        dw, db = slots.total(torch.float32)
-        assert db is not None
-        return [conv2d_data_gradient(dy, weight, geometry, groups=96, out=out), dw, db]
+        dx = kernels.conv2d_data_gradient(dy, None, weight, out, geometry, groups=96)
+        return [dx, *kernels.conv2d_weight_gradient(dy, None, x, weight, geometry, groups=96)]
 
     return Problem(
         ours=ours,
@@ -251,12 +188,8 @@ def _volume(draw: Draw) -> Problem:
     x, weight, bias = draw.image(32), draw.weight(32, 32, 3, 3, 3), draw.vector(32)
     geometry = VolumeGeometry.whole((draw.size[0], draw.size[1], draw.size[2]), _SAME, _SAME, _SAME)
 
-    def ours() -> list[Tensor]:
-        with torch.no_grad():
-            return [conv3d(x, weight, geometry, bias=bias, activation="relu")]
-
     return Problem(
-        ours=ours,
+        ours=lambda: [kernels.conv3d(x, weight, bias, geometry)],
         theirs=lambda: F.conv3d(x, weight, bias, padding=1).relu_(),
         exact=lambda: [F.conv3d(x.double(), weight.double(), bias.double(), padding=1).relu()],
         num_bytes=all_rows([x, weight, x]),
@@ -269,11 +202,7 @@ def _volume_backward(draw: Draw) -> Problem:
     geometry = VolumeGeometry.whole((draw.size[0], draw.size[1], draw.size[2]), _SAME, _SAME, _SAME)
 
     def ours() -> list[Tensor]:
-        slots = GradientSlots.zeros(weight, bias=True)
-        conv3d_weight_gradient(dy, x, geometry, into=slots)
-        dw, db = slots.total(torch.float32)
-        assert db is not None
-        return [conv3d_data_gradient(dy, weight, geometry), dw, db]
+        return [kernels.conv3d_data_gradient(dy, weight, geometry), *kernels.conv3d_weight_gradient(dy, x, weight, geometry)]
 
     return Problem(
         ours=ours,
@@ -291,7 +220,7 @@ def convolution_cases() -> list[Case]:
     def add(name: str, family: str, build: Callable[[Draw], Problem], large: tuple[int, ...], small: tuple[int, ...] = (34, 45)) -> None:
         cases.append(Case(name=name, family=family, dtypes=_FLOATS, build=build, large=large, small=small))
 
-    def add_single(name: str, build: Callable[[Draw], Problem], dtype: torch.dtype, size: int, precision: Precision | None = None) -> None:
+    def add_single(name: str, build: Callable[[Draw], Problem], dtype: torch.dtype, size: int, precision: str | None = None) -> None:
         one = Case(name=name, family="conv2d", dtypes=(dtype,), build=build, large=(size, size), small=(34, 45), precision=precision)
         cases.append(one)
 
@@ -306,12 +235,10 @@ def convolution_cases() -> list[Case]:
     variants: tuple[LaunchVariant, ...] = ("small", "deep", "rows")
     for variant in variants:
         add_single(f"vgg 1_2 conv bias relu, {variant}", _forward(64, 64, variant=variant), torch.bfloat16, 2048)
-    precisions: tuple[Precision, ...] = ("tf32", "bf16x3")
+    precisions: tuple[str, ...] = ("tf32", "bf16x3")
     for precision in precisions:
         add_single(f"vgg 2_2 conv bias relu, {precision}", _forward(128, 128, precision=precision), torch.float32, 1024, precision)
     add("vgg 1_2 weight gradient, relu pool", "conv2d", _weight_gradient(64, 64, pooled=True), (2048, 2048), (34, 46))
-    add("stem of bytes conv bias relu", "stem", _stem(gradient=False), (2048, 2048))
-    add("stem of bytes weight gradient", "stem", _stem(gradient=True), (2048, 2048))
     add("depthwise 7x7", "depthwise", _depthwise, (1024, 1024))
     add("depthwise 7x7 gradients", "depthwise", _depthwise_backward, (1024, 1024))
     add("volume conv bias relu", "conv3d", _volume, (64, 256, 256), (6, 17, 20))

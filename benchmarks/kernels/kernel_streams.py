@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import kernel_launches as kernels
 import torch
 import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.geometry import Geometry, KernelWindow, Span
-from sft.kernels.norm.norm import MomentSlots, NormGradientSlots, add_moments, add_norm_sums, normalize, normalize_gradient
-from sft.kernels.optim.optimizers import adamw_step, sgd_step
-from sft.kernels.pool.pool import average_pool2d, average_pool2d_gradient, max_pool2d_gradient, max_pool2d_with_taps
-from sft.kernels.resize.resize import ResizeAxis, resize2d, resize2d_gradient
+from sft.analysis.ir.ops.resize_matrix import AxisResampling
+from sft.backends.resize import band_table
+from sft.kernels.geometry import Geometry, KernelWindow
 from sft.kernels.rng.dropout import dropout, keep_mask
-from sft.kernels.rows.rows import join_rows, split_rows
+from sft.lower.rules.resample import ResampledRange
 
 __all__ = ["stream_cases"]
 
@@ -27,17 +26,13 @@ _EPS = 1e-5
 def _moments(draw: Draw) -> Problem:
     x = draw.image(64)
 
-    def ours() -> list[Tensor]:
-        moments = MomentSlots.zeros(64, device=draw.device)
-        add_moments(x, into=moments)
-        total = moments.total()
-        return [total.mean[0], total.variance[0]]
-
     def exact() -> list[Tensor]:
         variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
         return [mean, variance]
 
-    return Problem(ours=ours, theirs=lambda: torch.var_mean(x, (0, 2, 3)), exact=exact, num_bytes=all_rows([x]))
+    return Problem(
+        ours=lambda: list(kernels.norm_moments(x)), theirs=lambda: torch.var_mean(x, (0, 2, 3)), exact=exact, num_bytes=all_rows([x])
+    )
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,12 +49,18 @@ def _normalize(draw: Draw) -> Problem:
         distance = (x.double() - mean.double()[0, :, None, None]) * rstd.double()[0, :, None, None]
         return [(distance * weight.double()[:, None, None] + bias.double()[:, None, None] + residual.double()).relu()]
 
+    def ours() -> list[Tensor]:
+        from sft.kernels.norm.norm_triton import launch_normalize  # not above: it imports Triton
+
+        launch_normalize(x, mean, rstd, weight, bias, residual, out, relu=True)
+        return [out]
+
     def theirs() -> Tensor:
         variance = (1 / rstd[0] ** 2 - _EPS).clamp(min=0)
         return F.batch_norm(x, mean[0], variance, weight, bias, False, eps=_EPS).add_(residual).relu_()
 
     return Problem(
-        ours=lambda: [normalize(x, mean, rstd, weight=weight, bias=bias, residual=residual, relu=True, out=out)],
+        ours=ours,
         theirs=theirs,
         exact=exact,
         num_bytes=all_rows([x, residual, out]),
@@ -69,18 +70,16 @@ def _normalize(draw: Draw) -> Problem:
 def _norm_backward(draw: Draw) -> Problem:
     x, dy, weight = draw.image(64), draw.image(64), draw.vector(64, torch.float32)
     mean, rstd = _statistics(x)
-    y = normalize(x, mean, rstd, weight=weight, relu=True)
-    moments = MomentSlots.zeros(64, device=draw.device)
-    add_moments(x, into=moments)
-    statistics = moments.total()
+    distance = (x.float() - mean[0, :, None, None]) * rstd[0, :, None, None]
+    y = (distance * weight[:, None, None]).relu().to(draw.dtype)
     out = torch.empty_like(x)
 
     def ours() -> list[Tensor]:
-        sums = NormGradientSlots.zeros(64, device=draw.device)
-        add_norm_sums(dy, x, mean, rstd, into=sums, output=y)
-        total = sums.total(statistics, weight)
-        dx = normalize_gradient(dy, x, mean, rstd, weight=weight, output=y, back=total.back, out=out)
-        return [dx, total.weight, total.bias]
+        from sft.kernels.norm.norm_triton import launch_norm_gradient  # not above: it imports Triton
+
+        sums = kernels.norm_sums(dy, y, x, mean, rstd)
+        launch_norm_gradient(dy, y, x, mean, rstd, weight, kernels.norm_terms(sums, weight, draw.size[0] * draw.size[1]), out)
+        return [out, sums[1], sums[0]]
 
     def exact() -> list[Tensor]:
         leaves = [x.double().requires_grad_(), weight.double().requires_grad_(), torch.zeros(64, dtype=torch.float64, device=x.device)]
@@ -98,9 +97,9 @@ def _norm_backward(draw: Draw) -> Problem:
 def _max_pool(draw: Draw) -> Problem:
     window = KernelWindow(kernel=2, stride=2)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
-    y, taps = max_pool2d_with_taps(x, geometry)
+    y, taps = kernels.max_pool(x, geometry)
     return Problem(
-        ours=lambda: [max_pool2d_with_taps(x, geometry)[0]],
+        ours=lambda: [kernels.max_pool(x, geometry)[0]],
         theirs=lambda: F.max_pool2d(x, 2, return_indices=True),
         exact=lambda: [F.max_pool2d(x.double(), 2)],
         num_bytes=all_rows([x, y, taps]),
@@ -110,7 +109,7 @@ def _max_pool(draw: Draw) -> Problem:
 def _max_pool_backward(draw: Draw) -> Problem:
     window = KernelWindow(kernel=2, stride=2)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
-    y, taps = max_pool2d_with_taps(x, geometry)
+    y, taps = kernels.max_pool(x, geometry)
     dy = draw.image(64, (y.shape[2], y.shape[3]))
     _, indices = F.max_pool2d(x, 2, return_indices=True)
 
@@ -119,7 +118,7 @@ def _max_pool_backward(draw: Draw) -> Problem:
         return list(torch.autograd.grad(F.max_pool2d(leaf, 2), leaf, dy.double()))
 
     return Problem(
-        ours=lambda: [max_pool2d_gradient(dy, taps, geometry)],
+        ours=lambda: [kernels.max_pool_gradient(dy, taps, geometry)],
         theirs=lambda: torch.ops.aten.max_pool2d_with_indices_backward(dy, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices),
         exact=exact,
         num_bytes=all_rows([dy, taps, x]),
@@ -129,7 +128,7 @@ def _max_pool_backward(draw: Draw) -> Problem:
 def _average_pool(draw: Draw) -> Problem:
     window = KernelWindow(kernel=3, stride=2, padding=1)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
-    y = average_pool2d(x, geometry)
+    y = kernels.average_pool(x, geometry)
     dy = draw.image(64, (y.shape[2], y.shape[3]))
     back = {"kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1], "ceil_mode": False, "count_include_pad": True}
 
@@ -142,7 +141,7 @@ def _average_pool(draw: Draw) -> Problem:
         return F.avg_pool2d(x, 3, 2, 1), torch.ops.aten.avg_pool2d_backward(dy, x, **back, divisor_override=None)
 
     return Problem(
-        ours=lambda: [average_pool2d(x, geometry), average_pool2d_gradient(dy, geometry)],
+        ours=lambda: [kernels.average_pool(x, geometry), kernels.average_pool_gradient(dy, geometry)],
         theirs=theirs,
         exact=exact,
         num_bytes=all_rows([x, y, dy, x]),
@@ -151,10 +150,11 @@ def _average_pool(draw: Draw) -> Problem:
 
 def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
-        axes = [
-            ResizeAxis(input=Span.whole(size), output=Span.whole(2 * size), mode="linear" if mode == "bilinear" else "nearest")
-            for size in draw.size
-        ]
+        tables = []
+        for size in draw.size:
+            sampling = AxisResampling(kind="linear" if mode == "bilinear" else "nearest", extent=size, length=2 * size)
+            span = ResampledRange(sampling, 0, 2 * size, size, is_adjoint=backward)
+            tables.append(band_table(span, (0, 0, 0), span.num_rows, draw.device))
         x, dy = draw.image(64), draw.image(64, (2 * draw.size[0], 2 * draw.size[1]))
         out = torch.empty_like(x if backward else dy)
 
@@ -172,7 +172,10 @@ def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
             return torch.ops.aten.upsample_nearest2d_backward(dy, *sizes, 2.0, 2.0)
 
         def ours() -> list[Tensor]:
-            return [resize2d_gradient(dy, axes[0], axes[1], out=out) if backward else resize2d(x, axes[0], axes[1], out=out)]
+            from sft.kernels.resize.resize_triton import launch_resize  # not above: it imports Triton
+
+            launch_resize(dy if backward else x, out, tables[0], tables[1])
+            return [out]
 
         return Problem(ours=ours, theirs=theirs, exact=exact, num_bytes=all_rows([x, dy]))
 
@@ -182,8 +185,15 @@ def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
 def _rows(draw: Draw) -> Problem:
     kept, new = draw.image(64, (2, draw.size[1])), draw.image(64)
     out = torch.empty_like(draw.image(64, (draw.size[0] + 2, draw.size[1])))
+
+    def ours() -> list[Tensor]:
+        from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
+
+        launch_move_rows([(kept, out[:, :, :2], False), (new, out[:, :, 2:], False)])
+        return [out]
+
     return Problem(
-        ours=lambda: [join_rows(kept, new, out=out)],
+        ours=ours,
         theirs=lambda: torch.cat([kept, new], 2),
         exact=lambda: [torch.cat([kept, new], 2).double()],
         num_bytes=2 * all_rows([kept, new]),
@@ -195,8 +205,10 @@ def _rows_backward(draw: Draw) -> Problem:
     held, out = kept.clone(), torch.empty_like(new)
 
     def ours() -> list[Tensor]:
+        from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
+
         kept.copy_(held)
-        split_rows(joined, kept, out, add=(True, False))
+        launch_move_rows([(joined[:, :, :2], kept, True), (joined[:, :, 2:], out, False)])
         return [kept, out]
 
     def theirs() -> object:
@@ -243,19 +255,29 @@ def _optimizer(kind: str) -> Callable[[Draw], Problem]:
             optimizer = torch.optim.AdamW([theirs], lr=0.1, fused=draw.device.type == "cuda")
 
         def ours() -> list[Tensor]:
+            from sft.kernels.optim.optimizers_triton import launch_adamw, launch_sgd  # not above: it imports Triton
+
             if kind == "sgd":
-                sgd_step(parameter, gradient, first, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True, copy=copy)
+                momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "first": False}
+                launch_sgd(parameter, gradient, first, copy, lr=0.1, weight_decay=1e-2, maximize=False, **momentum)  # type: ignore[arg-type]  # mixed options
                 return [parameter, first]
-            adamw_step(parameter, gradient, first, second, step=7, lr=0.1, copy=copy)
+            decay = {"weight_decay": 1e-2, "maximize": False}
+            launch_adamw(parameter, gradient, first, second, copy, step=7, lr=0.1, betas=(0.9, 0.999), eps=1e-8, **decay)  # type: ignore[arg-type]  # mixed options
             return [parameter, first, second]
 
         def exact() -> list[Tensor]:
             wide = [buffer.double() for buffer in start]
+            leaf = torch.nn.Parameter(wide[0])
+            leaf.grad = gradient.double()
             if kind == "sgd":
-                sgd_step(wide[0], gradient.double(), wide[1], lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True)
-                return wide[:2]
-            adamw_step(wide[0], gradient.double(), wide[1], wide[2], step=7, lr=0.1)
-            return wide
+                sgd = torch.optim.SGD([leaf], lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True, foreach=False)
+                sgd.state[leaf] = {"momentum_buffer": wide[1]}
+                sgd.step()
+                return [leaf.detach(), wide[1]]
+            adamw = torch.optim.AdamW([leaf], lr=0.1, foreach=False)
+            adamw.state[leaf] = {"step": torch.tensor(6.0), "exp_avg": wide[1], "exp_avg_sq": wide[2]}
+            adamw.step()
+            return [leaf.detach(), wide[1], wide[2]]
 
         given = [parameter, first, parameter, first, gradient, copy] + ([second, second] if kind == "adamw" else [])
         return Problem(ours=ours, theirs=optimizer.step, exact=exact, num_bytes=all_rows(given))

@@ -16,6 +16,7 @@ from torch import Tensor
 from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, variant_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
+    dense_gradient,
     first_tap,
     matmul,
     pixel_strides,
@@ -24,7 +25,6 @@ from sft.kernels.common_triton import (
     unpool_gradient,
     window_constants,
 )
-from sft.kernels.conv.conv_reference import dense_gradient
 from sft.kernels.conv.rows2d_triton import launch_data_gradient_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div

@@ -13,6 +13,7 @@ from torch import Tensor
 from sft.kernels.common import BlockSizes, default_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
+    dense_gradient,
     first_tap,
     is_inside,
     matmul,
@@ -21,7 +22,6 @@ from sft.kernels.common_triton import (
     voxel_strides,
     window_constants,
 )
-from sft.kernels.conv.conv_reference import dense_gradient
 from sft.kernels.geometry import VolumeGeometry
 from sft.kernels.rng.mask_tile import ceil_div
 

@@ -10,7 +10,6 @@ Four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, is_flat, variant_blocks
-from sft.kernels.common_triton import can_compute_operands, matmul, pixel_strides, relu, safe_precision, window_constants
+from sft.kernels.common_triton import matmul, pixel_strides, relu, safe_precision, window_constants
 from sft.kernels.conv.rows2d_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div
@@ -33,8 +32,6 @@ _RUNTIME = ["num_pixels", "rows", "columns", "shift_h", "low_h", "high_h", "shif
 @triton.jit(do_not_specialize=_RUNTIME)
 def conv2d_kernel(
     p_x,  # [N, groups * group_in, h, w]
-    p_gain,  # fp32 [groups * group_in]
-    p_offset,  # fp32 [groups * group_in]
     p_w,  # [groups * group_out, group_in, kh, kw]
     p_scale,  # [groups * group_out]
     p_bias,  # [groups * group_out]
@@ -74,7 +71,6 @@ def conv2d_kernel(
     STRIDE_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
-    LEVELS: tl.constexpr,  # x is made of bytes: gain * x + offset is convolved
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -121,11 +117,7 @@ def conv2d_kernel(
         reach_h, reach_w = tap_x // KERNEL_W * DILATION_H, tap_x % KERNEL_W * DILATION_W
         at_h, at_w = first_h + reach_h, first_w + reach_w
         m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k[None, :]
-        x = tl.load(p_x + o_x + (reach_h * x_h + reach_w * x_w + channel[None, :]), mask=m_x, other=0)  # [P, K]
-        if LEVELS:
-            i_level = i_group * group_in + channel
-            gain, offset = tl.load(p_gain + i_level, mask=m_k, other=0.0), tl.load(p_offset + i_level, mask=m_k, other=0.0)
-            x = tl.where(m_x, x.to(tl.float32) * gain[None, :] + offset[None, :], 0.0).to(p_w.dtype.element_ty)
+        x = tl.load(p_x + o_x + (reach_h * x_h + reach_w * x_w + channel[None, :]), mask=m_x, other=0.0)  # [P, K]
         o_w = channel[:, None] * w_i + tap_w // KERNEL_W * w_h + tap_w % KERNEL_W * w_w + i_c * w_o
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(x, w, acc, PRECISION)
@@ -178,7 +170,6 @@ def launch_conv2d(
     relu: bool,
     precision: str,
     scale: Tensor | None = None,
-    levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
     variant: LaunchVariant = "default",
     blocks: BlockSizes | None = None,
@@ -186,23 +177,18 @@ def launch_conv2d(
     """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
 
     Args:
-        levels: what bytes are multiplied by, and what is added then; for an ``x`` of bytes.
         taps: ``out`` is the maxima of 2 x 2 pixels, and here is written where they came from; for one group.
         variant: how it is split into programs; the default where there is no such one.
         blocks: the same in numbers, for tests.
     """
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
-    if levels is not None and not can_compute_operands(x.device):
-        x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(weight.dtype), None
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups
     flat = is_flat(group_in)
     if blocks is None:
         blocks = default_blocks(group_out, group_in, weight.dtype)
-        if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
-            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
         is_taller = variant == "tall" and flat  # an address for each element: there are no registers for twice as many
-        if is_taller or (variant == "rows" and (levels is not None or not can_walk_rows(geometry, group_in, groups, weight))):
+        if is_taller or (variant == "rows" and not can_walk_rows(geometry, group_in, groups, weight)):
             variant = "default"
         blocks = variant_blocks(blocks, variant, group_out, is_loaded=taps is not None or residual is not None)
     if blocks.rows:
@@ -215,7 +201,6 @@ def launch_conv2d(
     with torch.cuda.device_of(x):
         conv2d_kernel[grid](
             x,
-            *((weight, weight) if levels is None else levels),
             weight,
             weight if scale is None else scale,
             weight if bias is None else bias,
@@ -237,7 +222,6 @@ def launch_conv2d(
             width.shift,
             *width.input.data,
             **window_constants(geometry.axes),
-            LEVELS=levels is not None,
             HAS_SCALE=scale is not None,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,

@@ -19,6 +19,7 @@ from torch import Tensor
 from sft.kernels.common import LaunchVariant, block_size, is_flat
 from sft.kernels.common_triton import (
     can_compute_operands,
+    dense_gradient,
     matmul,
     pixel_strides,
     relu_gradient,
@@ -26,7 +27,6 @@ from sft.kernels.common_triton import (
     unpool_gradient,
     window_constants,
 )
-from sft.kernels.conv.conv_reference import dense_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div
 
@@ -41,8 +41,6 @@ def weight_gradient_kernel(
     p_y,  # as dy: the output of the activation
     p_taps,  # as in conv2d_kernel; dy and y are then of the maxima, rows and columns of the convolution's output
     p_x,  # [N, groups * group_in, h, w]
-    p_gain,  # as in conv2d_kernel
-    p_offset,
     p_weights,  # fp32 [splits, groups * group_out, kh, kw, group_in], contiguous
     p_biases,  # fp32 [splits, groups * group_out], contiguous
     num_pixels,  # N * rows * columns
@@ -76,7 +74,6 @@ def weight_gradient_kernel(
     STRIDE_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
-    LEVELS: tl.constexpr,  # as in conv2d_kernel
     RELU: tl.constexpr,
     UNPOOL: tl.constexpr,
     BIAS: tl.constexpr,  # the bias's gradient as well
@@ -106,9 +103,6 @@ def weight_gradient_kernel(
     p_x += i_group * group_in
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
 
-    if LEVELS:
-        i_level = i_group * group_in + channel
-        gain, offset = tl.load(p_gain + i_level, mask=m_k, other=0.0), tl.load(p_offset + i_level, mask=m_k, other=0.0)
     acc = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     sums = tl.zeros((CHANNELS,), tl.float32)
     start = i_split * num_split
@@ -130,9 +124,7 @@ def weight_gradient_kernel(
                 dy = relu_gradient(dy, y)
         at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
         m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k
-        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0)  # [P, C]
-        if LEVELS:
-            x = tl.where(m_x, x.to(tl.float32) * gain + offset, 0.0).to(dy.dtype)
+        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0.0)  # [P, C]
         acc = matmul(tl.trans(dy), x, acc, PRECISION)
         if BIAS:
             sums += tl.sum(dy.to(tl.float32), axis=0)
@@ -175,7 +167,6 @@ def launch_weight_gradient(
     *,
     groups: int,
     precision: str,
-    levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
     variant: LaunchVariant = "default",
     block: tuple[int, int, int] | None = None,
@@ -183,16 +174,13 @@ def launch_weight_gradient(
     """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv2d.conv2d_weight_gradient`` checks them.
 
     Args:
-        levels, taps: as for ``conv2d_triton.launch_conv2d``; with taps ``gradient`` and ``output`` are of the maxima.
+        taps: as for ``conv2d_triton.launch_conv2d``; with taps ``gradient`` and ``output`` are of the maxima.
         variant: how it is split into programs: ``wide`` or ``deep``, the default otherwise.
         block: pixels, output channels and columns of one program (default: by the layer).
     """
     precision = safe_precision(precision, x.device)  # on which the blocks depend
-    if not can_compute_operands(gradient.device):
-        if output is not None or taps is not None:
-            gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
-        if levels is not None:
-            x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(gradient.dtype), None
+    if (output is not None or taps is not None) and not can_compute_operands(gradient.device):
+        gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
     num_samples, _, rows, columns = gradient.shape
     if taps is not None:
         rows, columns = 2 * rows, 2 * columns
@@ -216,7 +204,6 @@ def launch_weight_gradient(
             gradient if output is None else output,
             gradient if taps is None else taps,
             x,
-            *((weights, weights) if levels is None else levels),
             weights,
             weights if biases is None else biases,
             num_pixels,
@@ -235,7 +222,6 @@ def launch_weight_gradient(
             width.shift,
             *width.input.data,
             **window_constants(geometry.axes),
-            LEVELS=levels is not None,
             RELU=output is not None,
             UNPOOL=taps is not None,
             BIAS=biases is not None,

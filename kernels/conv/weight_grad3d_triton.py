@@ -12,6 +12,7 @@ from torch import Tensor
 from sft.kernels.common import block_size, is_flat
 from sft.kernels.common_triton import (
     can_compute_operands,
+    dense_gradient,
     is_inside,
     matmul,
     relu_gradient,
@@ -19,7 +20,6 @@ from sft.kernels.common_triton import (
     voxel_strides,
     window_constants,
 )
-from sft.kernels.conv.conv_reference import dense_gradient
 from sft.kernels.geometry import VolumeGeometry
 from sft.kernels.rng.mask_tile import ceil_div
 

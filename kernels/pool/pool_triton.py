@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides, window_constants
-from sft.kernels.geometry import Geometry
-from sft.kernels.pool.pool_reference import count_bounds
+from sft.kernels.geometry import Geometry, TileAxis
+from sft.kernels.pool.taps import is_packed
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["average_pool_gradient_kernel", "average_pool_kernel", "launch_average_pool", "launch_average_pool_gradient"]
@@ -287,7 +287,7 @@ def launch_max_pool(x: Tensor, out: Tensor, taps: Tensor, geometry: Geometry, *,
             width.shift,
             *width.input.data,
             **window_constants(geometry.axes),
-            PACKED=geometry.kernel[0] * geometry.kernel[1] <= 4,
+            PACKED=is_packed(geometry),
             **constants,
         )
 
@@ -314,7 +314,7 @@ def launch_max_pool_gradient(
             *width.output.data,
             *width.input.data,
             **window_constants(geometry.axes),
-            PACKED=geometry.kernel[0] * geometry.kernel[1] <= 4,
+            PACKED=is_packed(geometry),
             **constants,
         )
 
@@ -334,10 +334,10 @@ def launch_average_pool(
             *pixel_strides(out),
             height.shift,
             *height.input.data,
-            *count_bounds(height, count_padding),
+            *_count_bounds(height, count_padding),
             width.shift,
             *width.input.data,
-            *count_bounds(width, count_padding),
+            *_count_bounds(width, count_padding),
             **_undilated(geometry),
             DIVISOR=divisor or 0,
             **constants,
@@ -360,11 +360,11 @@ def launch_average_pool_gradient(
             height.shift,
             *height.output.data,
             *height.input.data,
-            *count_bounds(height, count_padding),
+            *_count_bounds(height, count_padding),
             width.shift,
             *width.output.data,
             *width.input.data,
-            *count_bounds(width, count_padding),
+            *_count_bounds(width, count_padding),
             **_undilated(geometry),
             DIVISOR=divisor or 0,
             **constants,
@@ -388,3 +388,9 @@ def _sizes(out: Tensor) -> tuple[int, int, int, int]:
 
 def _undilated(geometry: Geometry) -> dict[str, int]:
     return {name: value for name, value in window_constants(geometry.axes).items() if not name.startswith("DILATION")}
+
+
+def _count_bounds(axis: TileAxis, count_padding: bool) -> tuple[int, int]:
+    """Rows of the input buffer, as a half-open range of its coordinates, that count towards the number of elements."""
+    padding = axis.window.padding if count_padding else 0
+    return -axis.input.start - padding, axis.input.extent - axis.input.start + padding

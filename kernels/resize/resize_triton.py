@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides
-from sft.kernels.resize.resize_reference import BandTable
+from sft.kernels.resize.band_table import BandTable
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_resize", "resize_kernel"]

@@ -20,7 +20,7 @@ from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
 from sft.kernels.geometry import Geometry
-from sft.kernels.pool.pool import tap_channels
+from sft.kernels.pool.taps import tap_channels
 from sft.lower.program import Instruction, Slot
 
 __all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools"]

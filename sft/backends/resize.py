@@ -22,12 +22,12 @@ from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, to_channels_last
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
-from sft.kernels.resize.resize_reference import BandTable
+from sft.kernels.resize.band_table import BandTable
 from sft.lower.program import Instruction, Slot
 from sft.lower.row_gather import upload_table
 from sft.lower.rules.resample import ResampledRange
 
-__all__ = ["ResizeCall", "match_resizes"]
+__all__ = ["ResizeCall", "band_rows", "band_table", "match_resizes"]
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ _MAX_TERMS = 36
 
 
 @functools.lru_cache(maxsize=256)
-def _banded_rows(span: ResampledRange, first: int, start: int) -> tuple[Any, Any, Any]:
+def band_rows(span: ResampledRange, first: int, start: int) -> tuple[Any, Any, Any]:
     """First column, count and weights of each row that a span makes, as its buffer numbers the columns."""
     band = span.sampling.adjoint if span.is_adjoint else span.sampling.forward
     rows, low, extent = (start, first, span.length) if span.is_adjoint else (first, start, span.extent)
@@ -68,7 +68,7 @@ class ResizeCall(KernelCall):
         from sft.kernels.resize.resize_triton import launch_resize  # not above: it imports Triton
 
         where = (0, 0, 0) if origin is None else origin
-        tables = [_table(span, where, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
+        tables = [band_table(span, where, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
         launch_resize(to_channels_last(x), out, *tables)
 
     def scratch_bytes(self, out: tuple[int, ...]) -> int:
@@ -77,11 +77,11 @@ class ResizeCall(KernelCall):
         return sum(4 * length * (2 + (1 if span is None else span.width)) for span, length in spans)
 
 
-def _table(span: ResampledRange | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
+def band_table(span: ResampledRange | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
     if span is None:
         ones = torch.ones(length, dtype=torch.int32, device=device)
         return BandTable(first=torch.arange(length, dtype=torch.int32, device=device), count=ones, weights=ones.float().view(-1, 1))
-    parts = [upload_table(part, device) for part in _banded_rows(span, *span.places(origin))]
+    parts = [upload_table(part, device) for part in band_rows(span, *span.places(origin))]
     return BandTable(first=parts[0], count=parts[1], weights=parts[2])
 
 

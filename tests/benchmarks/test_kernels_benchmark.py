@@ -1,4 +1,4 @@
-"""The benchmark of the kernels, as far as a machine without a GPU can run it: its arguments, its cases on the plain references."""
+"""The benchmark of the kernels, as far as a machine without a GPU can run it: its arguments, its cases under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.triton_process import interpret_benchmark, needs_triton
+
 _ROOT = Path(__file__).parents[2]
-_FAMILIES = {"conv2d", "conv3d", "depthwise", "dropout", "norm", "optimizer", "pool", "resize", "rows", "stem"}
+_FAMILIES = {"conv2d", "conv3d", "depthwise", "dropout", "norm", "optimizer", "pool", "resize", "rows"}
 
 
 @pytest.fixture
@@ -81,16 +83,17 @@ def test_lists_the_cases(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["rows", "bf16"]] * 2
 
 
-def test_cases_are_right_on_the_references(bench: Any) -> None:
-    """Every case compares a function with what it must be: in fp32 the references are within a few roundings of it."""
-    verified = set()
-    for case in bench.all_cases():
-        if case.name.startswith(("vgg 2", "vgg 3", "vgg 5")):
-            continue  # the first layer is the same with fewer channels
-        limit = 2e-6 if torch.float32 in case.dtypes else 8e-3
-        assert bench.verify(case, case.dtypes[-1], torch.device("cpu")) < limit, case.name
-        verified.add(case.family)
-    assert verified == _FAMILIES
+@needs_triton
+@pytest.mark.parametrize("family", sorted(_FAMILIES))
+def test_cases_are_right_under_the_interpreter(bench: Any, family: str, tmp_path: Path) -> None:
+    """Every case compares launches with their exact results: in fp32 these are within a few roundings of them."""
+    cases = [case for case in bench.all_cases() if case.family == family]
+    # The other layers are the first one with more channels.
+    cases = [case for case in cases if not case.name.startswith(("vgg 2", "vgg 3", "vgg 5"))]
+    errors = interpret_benchmark([{"name": case.name} for case in cases], tmp_path)
+    for case, error in zip(cases, errors, strict=True):
+        assert error < (2e-6 if torch.float32 in case.dtypes else 8e-3), case.name
+    assert cases
 
 
 def test_a_wrong_result_has_an_error(bench: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sft.kernels.geometry import Geometry, KernelWindow, Span, TileAxis
 
-__all__ = ["assert_close", "assert_nothing_else_written", "empty_buffer", "fill_buffer", "tile_geometry"]
+__all__ = ["assert_close", "assert_nothing_else_written", "empty_buffer", "fill_buffer", "launch_on_gpu", "tile_geometry", "weight_slots"]
 
 
 def tile_geometry(
@@ -69,3 +72,22 @@ def assert_close(result: Tensor, truth: Tensor, scale: Tensor, num_terms: int, c
     bound = (num_terms + 4) * 2.0**-24 * scale + rounding * truth.abs() + smallest
     error = (result.double() - truth).abs()
     assert bool((error <= bound * 1.01).all()), (float((error / (bound + 1e-300)).max()), context)
+
+
+def weight_slots(weight: Tensor, *, num_splits: int = 2) -> tuple[Tensor, Tensor]:
+    """Empty fp32 slots of the gradients of ``weight``, ``[splits, outputs, *kernel, inputs of a group]``, and of a bias."""
+    num_out, num_in, *kernel = weight.shape
+    return torch.zeros(num_splits, num_out, *kernel, num_in), torch.zeros(num_splits, num_out)
+
+
+def launch_on_gpu(module: str, launch: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
+    """Call a launch of ``sft.kernels`` on copies of its tensors on the GPU, and bring the named arguments back."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(copied(item) for item in value)
+        return value.cuda() if isinstance(value, Tensor) else value
+
+    on_gpu = {name: copied(value) for name, value in arguments.items()}
+    getattr(importlib.import_module(f"sft.kernels.{module}"), launch)(**on_gpu)
+    return [on_gpu[name].cpu() for name in results]

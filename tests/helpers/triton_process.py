@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compile_kernels", "interpret", "interpret_networks", "needs_triton"]
+__all__ = ["compile_kernels", "interpret", "interpret_benchmark", "interpret_networks", "needs_triton"]
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -32,6 +32,11 @@ def interpret(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 def interpret_networks(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``interpret_networks_triton`` on the CPU, by Triton's interpreter."""
     return _run("interpret_networks_triton.py", jobs, folder)
+
+
+def interpret_benchmark(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run the jobs of ``interpret_benchmark_triton`` on the CPU, by Triton's interpreter."""
+    return _run("interpret_benchmark_triton.py", jobs, folder)
 
 
 def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:

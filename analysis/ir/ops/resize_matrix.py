@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sft.analysis.ir.access import AxisMap
 
-__all__ = ["AxisResampling", "BandedMatrix"]
+__all__ = ["AxisResampling", "BandedMatrix", "ResamplingKind"]
 
 ResamplingKind = Literal["nearest", "nearest exact", "linear", "cubic", "antialiased linear", "antialiased cubic", "window"]
 Rows = npt.NDArray[np.int64]

@@ -15,11 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft import InputError
 from sft.kernels.common import BlockSizes
-from sft.kernels.conv.conv2d import GradientSlots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
 from sft.kernels.geometry import Geometry, KernelWindow
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
+from tests.helpers.tile_buffers import (
+    assert_close,
+    assert_nothing_else_written,
+    empty_buffer,
+    fill_buffer,
+    launch_on_gpu,
+    tile_geometry,
+    weight_slots,
+)
 from tests.helpers.triton_process import interpret, needs_triton
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -165,47 +171,6 @@ def _num_terms(layer: _Layer) -> dict[str, int]:
     return {"y": taps * layer.channels[0] + 2, "dx": taps * layer.channels[1], "dw": pixels, "db": pixels}
 
 
-@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
-def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
-    problem, dtype = _problem(layer, torch.float64), torch.float64
-    slots = GradientSlots.zeros(problem.weight, bias=True, num_splits=2)
-    size = problem.y.shape[2:]
-    for tile in _tiles(tuple(size), one=False):
-        arguments = _forward_arguments(layer, problem, tile, dtype)
-        y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
-        torch.testing.assert_close(y, _cut(problem.truth["y"], tile), rtol=1e-12, atol=1e-12)
-        conv2d_weight_gradient(**_weight_arguments(layer, problem, tile, dtype), into=slots, groups=layer.groups)
-    for tile in _tiles(layer.extents, one=False):
-        dx = conv2d_data_gradient(**_adjoint_arguments(layer, problem, tile, dtype), groups=layer.groups)
-        torch.testing.assert_close(dx, _cut(problem.truth["dx"], tile), rtol=1e-12, atol=1e-12)
-    dw, db = slots.total(dtype)
-    torch.testing.assert_close(dw, problem.truth["dw"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(db, problem.truth["db"], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
-def test_gradients_of_tiles_add_up_to_the_whole(layer: _Layer) -> None:
-    """Autograd's shares of the tiles, each in the buffer of its tile: zero where the buffer is not the image's."""
-    problem = _problem(layer, torch.float64)
-    total = torch.zeros_like(problem.x)
-    sums = [torch.zeros_like(problem.weight), torch.zeros(problem.weight.shape[0], dtype=torch.float64)]
-    for tile in _tiles(tuple(problem.y.shape[2:]), one=False):
-        arguments = _forward_arguments(layer, problem, tile, torch.float64)
-        arguments["bias"] = sums[1].clone() if arguments["bias"] is None else arguments["bias"]
-        leaves = [arguments[name].requires_grad_() for name in ("x", "weight", "bias")]
-        y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
-        dx, *rest = torch.autograd.grad(y, leaves, _cut(problem.dy, tile).contiguous(memory_format=torch.channels_last))
-        height, width = _spans(arguments["geometry"], "input")
-        (top, bottom), (left, right) = height.data, width.data
-        inner = total[:, :, height.start + top : height.start + bottom, width.start + left : width.start + right]
-        inner += dx[:, :, top:bottom, left:right]
-        assert float(dx.abs().sum()) == pytest.approx(float(dx[:, :, top:bottom, left:right].abs().sum()))
-        sums = [a + b for a, b in zip(sums, rest, strict=True)]
-    torch.testing.assert_close(total, problem.truth["dx"], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(sums[0], problem.truth["dw"], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(sums[1], problem.truth["db"], rtol=1e-11, atol=1e-11)
-
-
 def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
     """Module, launch and options of each direction."""
     if layer.depthwise:
@@ -246,11 +211,10 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
                 arguments["out"] = empty_buffer(layer.num_samples, num_in, arguments["geometry"].input_size, dtype)
                 add("dx", arguments, ["out"])
                 checks.append((dtype, "dx", problem, tile, one))
-            slots = GradientSlots.zeros(problem.weight.to(dtype), bias=layer.bias, num_splits=2)
             for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
-                arguments = _weight_arguments(layer, problem, tile, dtype) | {"weights": slots.weights.clone()}
-                biases = None if slots.biases is None else slots.biases.clone()
-                add("dw", arguments | {"biases": biases}, ["weights", "biases"])
+                weights, biases = weight_slots(problem.weight)
+                slots = {"weights": weights, "biases": biases if layer.bias else None}
+                add("dw", _weight_arguments(layer, problem, tile, dtype) | slots, ["weights", "biases"])
                 checks.append((dtype, "dw", problem, tile, one))
     wholes: dict[str, Tensor] = {}
     sums: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
@@ -284,11 +248,11 @@ def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
     problem = _problem(layer, torch.float32)
     (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
     arguments = _weight_arguments(layer, problem, tile, torch.float32)
-    empty = GradientSlots.zeros(problem.weight.float(), bias=True, num_splits=2)
+    empty, _ = weight_slots(problem.weight)
     module, function, options = _launches(layer)["dw"]
-    held = torch.randn(empty.weights.shape, generator=torch.Generator().manual_seed(0))
+    held = torch.randn(empty.shape, generator=torch.Generator().manual_seed(0))
     jobs: list[dict[str, Any]] = []
-    for start in (empty.weights, held):
+    for start in (empty, held):
         slots = {"weights": start.clone(), "biases": torch.zeros_like(start[..., 0, 0, 0])}
         call: dict[str, Any] = {"run": "launch", "module": module, "function": function, "results": ["weights"]}
         jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16)}})
@@ -297,31 +261,7 @@ def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
     (share,), (added,), (total,) = interpret(jobs, tmp_path)
     assert torch.equal(added, share + held)
     assert torch.equal(total, held[0] + held[1])
-    assert torch.equal(total, GradientSlots(weights=held, biases=None).total(torch.float32)[0].permute(0, 2, 3, 1))
     assert bool((share[:, 0, 0, 0, 0] != 0).all()), "a split without pixels shows nothing here"
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    window = KernelWindow(kernel=3, padding=1)
-    geometry = Geometry.whole((5, 4), window, window)
-    x, weight = torch.zeros(1, 2, 5, 4).to(memory_format=torch.channels_last), torch.zeros(4, 2, 3, 3)
-    with pytest.raises(InputError, match="channels-last"):
-        conv2d(x.contiguous(), weight, geometry)
-    with pytest.raises(InputError, match=r"x has shape \(1, 2, 5, 4\), the geometry says \(1, 4, 5, 4\)"):
-        conv2d(x, weight, geometry, groups=2)
-    with pytest.raises(InputError, match=r"4 outputs do not make 3 groups"):
-        conv2d(x, weight, geometry, groups=3)
-    with pytest.raises(InputError, match=r"precision 'bf16' of torch.float32 tensors; choose one of ieee, tf32, tf32x3, bf16x3"):
-        conv2d(x, weight, geometry, precision="bf16")
-    with pytest.raises(InputError, match=r"weight is torch.float64, another is torch.float32"):
-        conv2d(x, weight.double(), geometry)
-    with pytest.raises(InputError, match="out= is not differentiable"):
-        conv2d(x, weight.requires_grad_(), geometry, out=torch.zeros(1, 4, 5, 4).to(memory_format=torch.channels_last))
-    strip = tile_geometry((5, 4), (window, window), (range(2, 4), range(4)), adjoint=True, around=0)
-    short = Geometry(height=strip.height, width=strip.width)
-    dy = torch.zeros(1, 4, 3, 4).to(memory_format=torch.channels_last)
-    with pytest.raises(InputError, match=r"gradient has shape \(1, 4, 3, 4\), the geometry says \(1, 4, 4, 4\)"):
-        conv2d_data_gradient(dy, weight, short)
 
 
 @pytest.mark.gpu
@@ -330,16 +270,24 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
-    """Output and gradients of the whole image by the public function."""
-    problem = _problem(layer, dtype)
-    (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
-    arguments = _forward_arguments(layer, problem, tile, dtype)
-    for name in ("x", "weight", "bias", "residual"):
-        if arguments[name] is not None:
-            arguments[name] = arguments[name].cuda().requires_grad_()
-    y = conv2d(**arguments, groups=layer.groups, activation="relu" if layer.relu else "none")
-    dx, dw = torch.autograd.grad(y, (arguments["x"], arguments["weight"]), problem.dy.to(dtype).cuda())
-    (top, bottom), (left, right) = (span.data for span in _spans(arguments["geometry"], "input"))
-    ours = {"y": y.detach(), "dx": dx[:, :, top:bottom, left:right], "dw": dw}
+    """The untiled image by each launch, with its default blocks."""
+    problem, num_in = _problem(layer, dtype), layer.channels[0] * layer.groups
+    (outputs,), (inputs,) = _tiles(tuple(problem.y.shape[2:]), one=True), _tiles(layer.extents, one=True)
+    products = {torch.float32: "ieee", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    options: dict[str, Any] = {} if layer.depthwise else {"groups": layer.groups, "precision": products[dtype]}
+
+    def run(direction: str, arguments: dict[str, Any], result: str) -> Tensor:
+        module, function, _ = _launches(layer)[direction]
+        return launch_on_gpu(module.removeprefix("sft.kernels."), function, arguments | options, [result])[0]
+
+    forward = _forward_arguments(layer, problem, outputs, dtype) | {"relu": layer.relu}
+    forward["out"] = empty_buffer(layer.num_samples, problem.y.shape[1], forward["geometry"].output_size, dtype)
+    adjoint = _adjoint_arguments(layer, problem, inputs, dtype)
+    adjoint["out"] = empty_buffer(layer.num_samples, num_in, adjoint["geometry"].input_size, dtype)
+    weights, biases = weight_slots(problem.weight, num_splits=32)
+    slots = run("dw", _weight_arguments(layer, problem, outputs, dtype) | {"weights": weights, "biases": biases}, "weights")
+    reduced = {"slots": slots, "out": torch.empty(slots.shape[1:], dtype=dtype)}
+    (dw,) = launch_on_gpu("conv.weight_grad2d_triton", "launch_reduce", reduced, ["out"])
+    ours = {"y": run("y", forward, "out"), "dx": run("dx", adjoint, "out"), "dw": dw.permute(0, 3, 1, 2)}
     for name, result in ours.items():
-        assert_close(result.cpu(), problem.truth[name], problem.scale[name], _num_terms(layer)[name], (layer.name, dtype, name))
+        assert_close(result, problem.truth[name], problem.scale[name], _num_terms(layer)[name], (layer.name, dtype, name))

@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft import InputError
 from sft.kernels.common import BlockSizes
-from sft.kernels.conv.conv2d import GradientSlots
-from sft.kernels.conv.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
 from sft.kernels.geometry import KernelWindow, Span, TileAxis, VolumeGeometry
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written
+from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, launch_on_gpu, weight_slots
 from tests.helpers.triton_gates import Gate, check_gates, in_fp32, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
 
@@ -185,56 +182,6 @@ def _weight(layer: _Layer, problem: _Problem, part: tuple[range, range, range], 
     return {"gradient": dy, "output": y if layer.relu else None, "x": x, "geometry": geometry}
 
 
-@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
-def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
-    problem, dtype = _problem(layer, torch.float64), torch.float64
-    slots = GradientSlots.zeros(problem.parts["weight"], bias=True, num_splits=2)
-    for part in _parts(layer.size, one=False):
-        y = conv3d(**_forward(layer, problem, part, dtype), activation="relu" if layer.relu else "none")
-        torch.testing.assert_close(y, _cut(problem.truth["y"], part), rtol=1e-12, atol=1e-12)
-        conv3d_weight_gradient(**_weight(layer, problem, part, dtype), into=slots)
-    for part in _parts(layer.extents, one=False):
-        dx = conv3d_data_gradient(**_adjoint(layer, problem, part, dtype))
-        torch.testing.assert_close(dx, _cut(problem.truth["dx"], part), rtol=1e-12, atol=1e-12)
-    for ours, name in zip(slots.total(dtype), ("dw", "db"), strict=True):
-        torch.testing.assert_close(ours, problem.truth[name], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
-def test_autograd(layer: _Layer) -> None:
-    problem = _problem(layer, torch.float64)
-    parts = problem.parts
-    leaves = {
-        name: parts[name].clone().requires_grad_() for name in ("x", "weight", "bias", *(("scale", "residual") if layer.fused else ()))
-    }
-    x = leaves["x"].contiguous(memory_format=torch.channels_last_3d)
-    geometry = VolumeGeometry.whole(layer.extents, *layer.windows)
-    fused: dict[str, Any] = {name: leaves[name] for name in leaves if name not in ("x", "weight")}
-    if layer.fused:
-        fused["residual"] = fused["residual"].contiguous(memory_format=torch.channels_last_3d)
-    y = conv3d(x, leaves["weight"], geometry, **fused, activation="relu" if layer.relu else "none")
-    names = ("dx", "dw", "db", "ds", "dr")
-    for ours, name in zip(torch.autograd.grad(y, list(leaves.values()), parts["dy"]), names, strict=False):
-        truth = problem.truth[name]
-        truth = truth * parts["scale"].view(-1, 1, 1, 1, 1) if name == "dw" and layer.fused else truth
-        torch.testing.assert_close(ours, truth, rtol=1e-11, atol=1e-11)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    window = KernelWindow(kernel=3, padding=1)
-    geometry = VolumeGeometry.whole((4, 3, 5), window, window, window)
-    x, weight = torch.zeros(1, 2, 4, 3, 5).to(memory_format=torch.channels_last_3d), torch.zeros(4, 2, 3, 3, 3)
-    with pytest.raises(InputError, match="channels-last: "):
-        conv3d(x.contiguous(), weight, geometry)
-    with pytest.raises(InputError, match=r"weight has shape \(4, 2, 3, 3\), the window is \(3, 3, 3\)"):
-        conv3d(x, weight[:, :, 0], geometry)
-    strip = _geometry(_LAYERS[0], (range(2, 4), range(4), range(6)))
-    depth = TileAxis(input=Span(start=2, size=2, extent=5), output=strip.depth.output, window=window)
-    short = VolumeGeometry(depth=depth, height=strip.height, width=strip.width)
-    with pytest.raises(InputError, match=r"depth: the outputs read input \[1, 5\), the buffer holds \[2, 4\)"):
-        conv3d(x, weight, short)
-
-
 @needs_triton
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
@@ -250,13 +197,13 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     also = [(torch.bfloat16, True), (torch.float16, True)] if layer is _LAYERS[0] else []
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
-        slots = GradientSlots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)
+        weights, biases = weight_slots(problem.parts["weight"])
         for part in _parts(layer.size, one=one):
             arguments = _forward(layer, problem, part, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
             add("launch_conv3d", {"residual": None} | arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
             checks.append((dtype, "y", problem, part, one))
-            arguments = _weight(layer, problem, part, dtype) | {"weights": slots.weights, "biases": slots.biases}
+            arguments = _weight(layer, problem, part, dtype) | {"weights": weights, "biases": biases}
             options = {"precision": "ieee", "block": (64, 32, 32)}
             add("launch_volume_weight_gradient", arguments | options, ["weights", "biases"])
             checks.append((dtype, "dw", problem, part, one))
@@ -326,16 +273,21 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
+    """The untiled volume by each launch, with its default blocks."""
     problem = _problem(layer, dtype)
-    parts = problem.parts
-    leaves = [_last(parts[name], dtype).cuda().requires_grad_() for name in ("x", "weight")]
-    leaves.append(parts["bias"].to(dtype).cuda().requires_grad_())
-    fused: dict[str, Any] = {}
-    if layer.fused:
-        fused = {"scale": parts["scale"].to(dtype).cuda(), "residual": _last(parts["residual"], dtype).cuda()}
-    geometry = VolumeGeometry.whole(layer.extents, *layer.windows)
-    y = conv3d(leaves[0], leaves[1], geometry, bias=leaves[2], **fused, activation="relu" if layer.relu else "none")
-    results = [y.detach(), *torch.autograd.grad(y, leaves, parts["dy"].to(dtype).cuda())]
-    for name, result in zip(("y", "dx", "dw", "db"), results, strict=True):
-        scale = parts["scale"].view(-1, 1, 1, 1, 1) if name == "dw" and layer.fused else torch.ones(())
-        assert_close(result.cpu(), problem.truth[name] * scale, problem.scale[name] * scale.abs(), 1000, (layer.name, dtype, name))
+    (outputs,), (inputs,) = _parts(layer.size, one=True), _parts(layer.extents, one=True)
+    options = {"precision": "ieee" if dtype == torch.float32 else "bf16"}
+
+    def run(launch: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
+        return launch_on_gpu(_MODULES[launch], launch, arguments | options, results)
+
+    forward = {"residual": None} | _forward(layer, problem, outputs, dtype) | {"relu": layer.relu}
+    forward["out"] = _empty((layer.num_samples, layer.channels[1], *layer.size), dtype)
+    adjoint = _adjoint(layer, problem, inputs, dtype)
+    adjoint["out"] = _empty((layer.num_samples, layer.channels[0], *layer.extents), dtype)
+    weights, biases = weight_slots(problem.parts["weight"], num_splits=32)
+    slots = _weight(layer, problem, outputs, dtype) | {"weights": weights, "biases": biases}
+    dw, db = (part.sum(0).to(dtype) for part in run("launch_volume_weight_gradient", slots, ["weights", "biases"]))
+    (y,), (dx,) = run("launch_conv3d", forward, ["out"]), run("launch_volume_data_gradient", adjoint, ["out"])
+    for name, result in {"y": y, "dx": dx, "dw": dw.movedim(-1, 1), "db": db}.items():
+        assert_close(result, problem.truth[name], problem.scale[name], 1000, (layer.name, dtype, name))

@@ -1,4 +1,4 @@
-"""Norms of strips: the plain reference against PyTorch's own norms in float64, the interpreted kernels against both."""
+"""Norms of strips: the plain reference against PyTorch's own norms in float64, the interpreted kernels against the reference."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft import InputError
-from sft.kernels.norm.norm import (
-    MomentSlots,
-    NormGradientSlots,
-    NormStatistics,
-    add_moments,
-    add_norm_sums,
-    norm2d,
-    normalize,
-    normalize_gradient,
-)
-from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer
+from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, launch_on_gpu
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
+from tests.kernels.oracles.norm import (
+    Moments,
+    NormStatistics,
+    NormSums,
+    reference_norm_gradient,
+    reference_normalize,
+)
 
 _EPS = 1e-3
 
@@ -92,9 +88,9 @@ def _strips(image: Tensor) -> list[Tensor]:
 
 
 def _statistics(norm: _Norm, x: Tensor) -> NormStatistics:
-    moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+    moments = Moments.zeros(norm.shape[1], num_samples=norm.num_samples)
     for strip in _strips(x):
-        add_moments(_last(strip), into=moments)
+        moments.add(strip)
     return moments.total(norm.num_groups)
 
 
@@ -108,52 +104,22 @@ def test_strips_are_the_whole(norm: _Norm) -> None:
     x = parts["x"].view(norm.shape[0], norm.num_groups, -1) if norm.num_groups else parts["x"].transpose(0, 1).flatten(1)[None]
     torch.testing.assert_close(statistics.unbiased, x.var(2), rtol=1e-12, atol=0)
     mean, rstd = statistics.mean, statistics.rstd(_EPS, torch.float64)
-    sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+    sums = NormSums.zeros(norm.shape[1], num_samples=norm.num_samples)
     outputs = []
     for x, g, r in zip(_strips(parts["x"]), _strips(dy), _strips(parts.get("residual", dy)), strict=True):
-        residual = _last(r) if norm.residual else None
-        outputs.append(
-            normalize(_last(x), mean, rstd, weight=parts.get("weight"), bias=parts.get("bias"), residual=residual, relu=norm.relu)
-        )
-        add_norm_sums(_last(g), _last(x), mean, rstd, into=sums, output=outputs[-1] if norm.relu else None)
+        residual = r if norm.residual else None
+        outputs.append(reference_normalize(x, mean, rstd, parts.get("weight"), parts.get("bias"), residual, relu=norm.relu))
+        sums.add(g, outputs[-1] if norm.relu else None, x, mean, rstd)
     torch.testing.assert_close(torch.cat(outputs, 2), y.detach(), rtol=1e-9, atol=1e-9)
     total = sums.total(statistics, parts.get("weight"))
     shares = [
-        normalize_gradient(
-            _last(g), _last(x), mean, rstd, weight=parts.get("weight"), output=o if norm.relu else None, back=total.back
-        )
+        reference_norm_gradient(g, o if norm.relu else None, x, mean, rstd, parts.get("weight"), total.back)
         for x, g, o in zip(_strips(parts["x"]), _strips(dy), outputs, strict=True)
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(torch.cat(shares, 2), truth["x"], rtol=1e-8, atol=1e-8)
     if norm.affine:
         torch.testing.assert_close(total.weight, truth["weight"], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(total.bias, truth["bias"], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("norm", _NORMS, ids=_IDS)
-def test_autograd(norm: _Norm) -> None:
-    parts, dy = _problem(norm)
-    leaves = {name: _last(part).requires_grad_() if part.dim() == 4 else part.clone().requires_grad_() for name, part in parts.items()}
-    theirs, ours = norm.own(leaves), norm2d(**leaves, num_groups=norm.num_groups, eps=_EPS, relu=norm.relu)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    for own, expected in zip(*(torch.autograd.grad(y, list(leaves.values()), dy) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-8)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    x, mean = torch.zeros(2, 4, 5, 3).to(memory_format=torch.channels_last), torch.zeros(1, 4)
-    with pytest.raises(InputError, match=r"slots are for 1 samples of 5 channels, x has \(2, 4\)"):
-        add_moments(x, into=MomentSlots.zeros(5, device="cpu"))
-    with pytest.raises(InputError, match=r"4 channels do not make 3 groups"):
-        norm2d(x, num_groups=3)
-    with pytest.raises(InputError, match=r"mean has shape \(4,\), x has \(2, 4\)"):
-        normalize(x, mean[0], mean[0])
-    with pytest.raises(InputError, match=r"rstd is torch.float64 \(1, 4\), mean \(1, 4\); give both as torch.float32"):
-        normalize(x, mean, mean.double())
-    with pytest.raises(InputError, match=r"gradient is torch.bfloat16, x is torch.float32"):
-        normalize_gradient(x.bfloat16(), x, mean, mean)
-    with pytest.raises(InputError, match="of each sample and the statistics of all together"):
-        add_norm_sums(x, x, mean, mean, into=NormGradientSlots.zeros(4, device="cpu", num_samples=2))
 
 
 def _surrounded(image: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,15 +145,13 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
         statistics = _statistics(norm, parts["x"])
         mean, rstd = statistics.mean.float(), statistics.rstd(_EPS)
         vectors: dict[str, Tensor | None] = {name: parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias")}
-        moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
-        sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
-        exact = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
-        scale = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
+        moments = Moments.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=3)
+        sums, exact, scale = (NormSums.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=number) for number in (3, 1, 1))
         strips = [_strips(image) for image in (parts["x"], dy, parts.get("residual", dy))]
         for index, (x, g, r) in enumerate(zip(*strips, strict=True)):
             x, g, r = (_surrounded(image, dtype) for image in (x, g, r))
             residual = r if norm.residual else None
-            y = normalize(x, mean, rstd, **vectors, residual=residual, relu=norm.relu)
+            y = reference_normalize(x, mean, rstd, vectors["weight"], vectors["bias"], residual, relu=norm.relu)
             own: dict[str, Any] = {"mean": mean, "rstd": rstd}
             output = _surrounded(y, dtype) if norm.relu else None
             arguments: dict[str, Any] = {"x": x, "counts": moments.counts, "means": moments.means, "squares": moments.squares}
@@ -196,15 +160,13 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             arguments = {"x": x, **own, **vectors, "residual": residual, "relu": norm.relu, "out": _surrounded(x * float("nan"), dtype)}
             add("apply", norm, dtype, "launch_normalize", arguments, ["out"], y)
             common = {"gradient": g, "output": output, "x": x, **own}
-            add_norm_sums(
-                g.double(), x.double(), mean.double(), rstd.double(), into=exact, output=None if output is None else output.double()
-            )
-            add_norm_sums(g.double().abs(), x.double().abs(), -mean.double().abs(), rstd.double(), into=scale)
+            exact.add(g.double(), None if output is None else output.double(), x.double(), mean.double(), rstd.double())
+            scale.add(g.double().abs(), None, x.double().abs(), -mean.double().abs(), rstd.double())
             arguments = common | {"first": sums.first, "second": sums.second}
             add("sums", norm, dtype, "launch_norm_sums", arguments, ["first", "second"], (sums, exact, scale) if index == 2 else None)
             back = (mean * 0.01, rstd * 0.02)
             for weight, part in ((vectors["weight"], back), (None, None)):
-                dx = normalize_gradient(g, x, mean, rstd, weight=weight, output=output, back=part)
+                dx = reference_norm_gradient(g, output, x, mean, rstd, weight, part)
                 arguments = common | {"weight": weight, "back": part, "out": _surrounded(x * float("nan"), dtype)}
                 add("gradient", norm, dtype, "launch_norm_gradient", arguments, ["out"], dx)
     for (kind, norm, dtype, truth), results in zip(checks, interpret(jobs, tmp_path), strict=True):
@@ -216,7 +178,7 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             else:  # the interpreter truncates to bfloat16
                 torch.testing.assert_close(results[0].float(), truth.float(), rtol=2.0**-7, atol=2.0**-14, msg=str(context))
         elif kind == "moments" and truth is not None:
-            statistics = MomentSlots(counts=results[0], means=results[1], squares=results[2]).total(norm.num_groups)
+            statistics = Moments(counts=results[0], means=results[1], squares=results[2]).total(norm.num_groups)
             assert torch.equal(statistics.counts, truth[1].counts), context
             torch.testing.assert_close(statistics.mean, truth[1].mean, rtol=0, atol=1e-6, msg=str(context))  # of a deviation of one
             torch.testing.assert_close(statistics.variance, truth[1].variance, rtol=2e-6, atol=0, msg=str(context))
@@ -251,12 +213,28 @@ def test_on_a_gpu(norm: _Norm, dtype: torch.dtype) -> None:
     parts, dy = _problem(norm, dtype)
     leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
     y = norm.own(leaves)
-    truth = torch.autograd.grad(y, list(leaves.values()), dy)
-    ours = {name: (_last(part) if part.dim() == 4 else part).to("cuda", dtype).requires_grad_() for name, part in parts.items()}
-    result = norm2d(**ours, num_groups=norm.num_groups, eps=_EPS, relu=norm.relu)
-    results = torch.autograd.grad(result, list(ours.values()), _last(dy).to("cuda", dtype))
+    truth = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True)) | {"y": y.detach()}
+    x, g = _last(parts["x"]).to(dtype), _last(dy).to(dtype)
+    weight, bias = (parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias"))
+
+    def run(launch: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
+        return launch_on_gpu("norm.norm_triton", launch, arguments, results)
+
+    empty = Moments.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=8)
+    slots = {"counts": empty.counts, "means": empty.means, "squares": empty.squares}
+    counts, means, squares = run("launch_moments", {"x": x} | slots, list(slots))
+    statistics = Moments(counts=counts, means=means, squares=squares).total(norm.num_groups)
+    own: dict[str, Any] = {"x": x, "mean": statistics.mean.float(), "rstd": statistics.rstd(_EPS)}
+    residual = _last(parts["residual"]).to(dtype) if norm.residual else None
+    forward = own | {"weight": weight, "bias": bias, "residual": residual, "relu": norm.relu, "out": torch.empty_like(x)}
+    (result,) = run("launch_normalize", forward, ["out"])
+    backward = own | {"gradient": g, "output": result if norm.relu else None}
+    sums = NormSums.zeros(norm.shape[1], num_samples=norm.num_samples, num_splits=8)
+    first, second = run("launch_norm_sums", backward | {"first": sums.first, "second": sums.second}, ["first", "second"])
+    total = NormSums(first=first, second=second).total(statistics, weight)
+    back = (total.back[0].float(), total.back[1].float())
+    (dx,) = run("launch_norm_gradient", backward | {"weight": weight, "back": back, "out": torch.empty_like(x)}, ["out"])
+    ours = {"y": result, "x": dx} | ({"weight": total.weight, "bias": total.bias} if norm.affine else {})
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-3 if norm.mean else 1e-5
-    for own, expected in zip((result, *results), (y, *truth), strict=True):
-        assert float((own.detach().cpu().double() - expected.detach()).abs().max()) <= limit * max(
-            1.0, float(expected.detach().abs().max())
-        )
+    for name, own_result in ours.items():
+        assert float((own_result.double() - truth[name]).abs().max()) <= limit * max(1.0, float(truth[name].abs().max())), name

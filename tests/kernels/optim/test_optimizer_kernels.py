@@ -12,13 +12,16 @@ from torch import Tensor
 
 import sft
 from sft import InputError
-from sft.kernels.optim.optimizers import adamw_step, sgd_step
 from sft.optim import AdamWUpdate, SGDUpdate
 from sft.optim.update import KernelUpdate
+from tests.helpers.tile_buffers import launch_on_gpu
 from tests.helpers.triton_gates import Gate, check_gates
 from tests.helpers.triton_process import interpret, needs_triton
+from tests.kernels.oracles.optimizers import reference_adamw, reference_sgd
 
 _SIZE = 1003
+_SGD_DEFAULTS: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+_ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
 _SGD: list[dict[str, Any]] = [
     {"lr": 0.1},
     {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True},
@@ -45,6 +48,14 @@ def _kind(options: dict[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in options.items())
 
 
+def _sgd_step(parameter: Tensor, gradient: Tensor, momentum_buffer: Tensor | None, *, first: bool, **options: Any) -> None:
+    reference_sgd(parameter, gradient, momentum_buffer, first=first, **_SGD_DEFAULTS | options)
+
+
+def _adamw_step(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *, step: int, **options: Any) -> None:
+    reference_adamw(parameter, gradient, mean, square, step=step, **_ADAMW_DEFAULTS | options)
+
+
 def _state(options: dict[str, Any]) -> dict[str, Any]:
     return {"momentum_buffer": torch.full((_SIZE,), math.nan) if options.get("momentum") else None}
 
@@ -59,7 +70,7 @@ def test_sgd_is_torch_s(options: dict[str, Any], dtype: torch.dtype) -> None:
     for step in range(3):
         theirs.grad = _draw(step + 1, dtype)
         optimizer.step()
-        sgd_step(ours, theirs.grad, **state, first=step == 0, **options)
+        _sgd_step(ours, theirs.grad, **state, first=step == 0, **options)
         assert torch.equal(ours, theirs)
 
 
@@ -72,32 +83,8 @@ def test_adamw_is_torch_s(options: dict[str, Any], dtype: torch.dtype) -> None:
     for step in range(3):
         theirs.grad = _draw(step + 1, dtype)
         optimizer.step()
-        adamw_step(ours, theirs.grad, mean, square, step=step + 1, **options)
+        _adamw_step(ours, theirs.grad, mean, square, step=step + 1, **options)
         assert torch.equal(ours, theirs)
-
-
-def test_half_precision_gradient_and_copy() -> None:
-    gradient, master, copy = _draw(1, torch.bfloat16), _draw(0), torch.empty(_SIZE, dtype=torch.bfloat16)
-    wide = master.clone()
-    sgd_step(wide, gradient.float(), lr=0.1)
-    sgd_step(master, gradient, lr=0.1, copy=copy)
-    assert torch.equal(master, wide) and torch.equal(copy, wide.bfloat16())
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    vector = torch.zeros(4)
-    with pytest.raises(InputError, match=r"parameter is torch.bfloat16; keep a master copy"):
-        sgd_step(vector.bfloat16(), vector, lr=0.1)
-    with pytest.raises(InputError, match=r"gradient is \(2, 2\), strides \(2, 1\), on cpu; give a contiguous vector of 4"):
-        sgd_step(vector, vector.view(2, 2), lr=0.1)
-    with pytest.raises(InputError, match="momentum and its buffer come together"):
-        sgd_step(vector, vector, lr=0.1, momentum=0.9)
-    with pytest.raises(InputError, match=r"rates are at least 0, got lr=-1, momentum=0.0, weight_decay=0.0"):
-        sgd_step(vector, vector, lr=-1)
-    with pytest.raises(InputError, match=r"mean is torch.float64, parameter is torch.float32"):
-        adamw_step(vector, vector, vector.double(), vector.clone(), step=1, lr=0.1)
-    with pytest.raises(InputError, match=r"got step 0 and betas \(0.9, 1.0\)"):
-        adamw_step(vector, vector, vector.clone(), vector.clone(), step=0, lr=0.1, betas=(0.9, 1.0))
 
 
 @needs_triton
@@ -106,14 +93,13 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
     """Three steps of each, on the same buffers; the copy is the parameter in half precision."""
     jobs: list[dict[str, Any]] = []
     expected: list[dict[str, Tensor | None]] = []
-    defaults = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     for options, dtype in [*((options, torch.float32) for options in _SGD), (_SGD[1], torch.float16)]:
         ours, held = _draw(0), _state(options)
         parameter, state, copy = ours.clone(), _state(options), torch.zeros(_SIZE, dtype=torch.float16)
         for step in range(3):
             gradient = _draw(step + 1, dtype)
-            sgd_step(parameter, gradient, **state, first=step == 0, **options)
-            arguments = {"parameter": ours, "gradient": gradient, **held, "copy": copy, "first": step == 0, **defaults, **options}
+            _sgd_step(parameter, gradient, **state, first=step == 0, **options)
+            arguments = {"parameter": ours, "gradient": gradient, **held, "copy": copy, "first": step == 0, **_SGD_DEFAULTS, **options}
             results = ["parameter", "momentum_buffer", "copy"]
             call = {"run": "launch", "module": "sft.kernels.optim.optimizers_triton", "function": "launch_sgd", "results": results}
             jobs.append(call | {"arguments": arguments})
@@ -123,8 +109,8 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
         truth: dict[str, Any] = {name: buffer.clone() for name, buffer in buffers.items()}
         for step in range(3):
             gradient = _draw(step + 1)
-            adamw_step(**truth, gradient=gradient, step=step + 1, **options)
-            arguments = {"betas": (0.9, 0.999), "eps": 1e-8, "maximize": False, **options, "step": step + 1, "copy": None}
+            _adamw_step(**truth, gradient=gradient, step=step + 1, **options)
+            arguments = {**_ADAMW_DEFAULTS, **options, "step": step + 1, "copy": None}
             call = {"run": "launch", "module": "sft.kernels.optim.optimizers_triton", "function": "launch_adamw", "results": list(buffers)}
             jobs.append(call | {"arguments": {**buffers, "gradient": gradient, **arguments}})
             expected.append(dict(truth) if step == 2 else {})
@@ -216,16 +202,21 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nearest_roots")
 def test_on_a_gpu() -> None:
     for options in _SGD:
-        theirs, ours = _draw(0), _draw(0).cuda()
-        states = [_state(options), {name: None if t is None else t.cuda() for name, t in _state(options).items()}]
+        truth: dict[str, Any] = {"parameter": _draw(0)} | _state(options)
+        ours: dict[str, Any] = {name: None if buffer is None else buffer.clone() for name, buffer in truth.items()}
+        names = [name for name, buffer in ours.items() if buffer is not None]
         for step in range(3):
-            sgd_step(theirs, _draw(step + 1), **states[0], first=step == 0, **options)
-            sgd_step(ours, _draw(step + 1).cuda(), **states[1], first=step == 0, **options)
-        assert torch.equal(ours.cpu(), theirs)
+            gradient = _draw(step + 1)
+            _sgd_step(gradient=gradient, first=step == 0, **truth, **options)
+            arguments = ours | {"gradient": gradient, "copy": None, "first": step == 0, **_SGD_DEFAULTS, **options}
+            ours |= zip(names, launch_on_gpu("optim.optimizers_triton", "launch_sgd", arguments, names), strict=True)
+        assert torch.equal(ours["parameter"], truth["parameter"])
     for options in _ADAMW:
-        truth = [_draw(0), torch.zeros(_SIZE), torch.zeros(_SIZE)]
-        buffers = [buffer.cuda() for buffer in truth]
+        truth = {"parameter": _draw(0), "mean": torch.zeros(_SIZE), "square": torch.zeros(_SIZE)}
+        ours = {name: buffer.clone() for name, buffer in truth.items()}
         for step in range(3):
-            for (parameter, mean, square), device in ((truth, "cpu"), (buffers, "cuda")):
-                adamw_step(parameter, _draw(step + 1).to(device), mean, square, step=step + 1, **options)
-        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(buffers, truth, strict=True))
+            gradient = _draw(step + 1)
+            _adamw_step(gradient=gradient, step=step + 1, **truth, **options)
+            arguments = ours | {"gradient": gradient, "copy": None, "step": step + 1, **_ADAMW_DEFAULTS, **options}
+            ours |= zip(truth, launch_on_gpu("optim.optimizers_triton", "launch_adamw", arguments, list(truth)), strict=True)
+        assert all(torch.equal(ours[name], buffer) for name, buffer in truth.items())

@@ -1,4 +1,4 @@
-"""Pools of tiles: the plain reference and the interpreted kernels against the whole image, in memory that is NaN all around."""
+"""Pools of tiles: the interpreted kernels against PyTorch and a plain reference on the untiled image; memory around the tiles is NaN."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft import InputError
 from sft.kernels.geometry import Geometry, KernelWindow
-from sft.kernels.pool.pool import (
-    average_pool2d,
-    average_pool2d_gradient,
-    max_pool2d,
-    max_pool2d_gradient,
-    max_pool2d_with_taps,
-    tap_channels,
-)
-from sft.kernels.pool.pool_reference import pack_taps, unpack_taps
+from sft.kernels.pool.taps import is_packed, tap_channels
 from tests.helpers.tile_buffers import assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
 from tests.helpers.triton_process import interpret, needs_triton
+from tests.kernels.oracles.pool import pack_taps, reference_average_pool, reference_average_pool_gradient, reference_max_pool
 
 _NUM_CHANNELS = 6
 
@@ -95,60 +86,25 @@ def _geometry(pool: _Pool, tile: tuple[range, range], *, adjoint: bool = False) 
 
 
 def _taps(pool: _Pool, x: Tensor) -> Tensor:
-    return max_pool2d_with_taps(_last(x), Geometry.whole(pool.extents, pool.window, pool.window))[1]
-
-
-@pytest.mark.parametrize("pool", _POOLS, ids=lambda pool: pool.name)
-def test_reference_of_tiles_is_the_whole(pool: _Pool) -> None:
-    x, dy, y, dx = _problem(pool, torch.float64)
-    taps = _taps(pool, x) if pool.average is None else None
-    total = torch.zeros_like(x)
-    for tile in _tiles(tuple(y.shape)):
-        geometry = _geometry(pool, tile)
-        part = fill_buffer(x, (geometry.height.input, geometry.width.input), torch.float64).requires_grad_()
-        ours = max_pool2d(part, geometry) if pool.average is None else average_pool2d(part, geometry, **pool.average)
-        torch.testing.assert_close(ours, _cut(y, tile), rtol=1e-14, atol=1e-14)
-        (share,) = torch.autograd.grad(ours, part, _last(_cut(dy, tile)))
-        (top, bottom), (left, right) = geometry.height.input.data, geometry.width.input.data
-        row, column = geometry.height.input.start, geometry.width.input.start
-        total[:, :, row + top : row + bottom, column + left : column + right] += share[:, :, top:bottom, left:right]
-    torch.testing.assert_close(total, dx, rtol=1e-13, atol=1e-13)
-    for tile in _tiles(pool.extents):
-        geometry = _geometry(pool, tile, adjoint=True)
-        spans = (geometry.height.output, geometry.width.output)
-        part = fill_buffer(dy, spans, torch.float64)
-        if pool.average is None:
-            assert taps is not None
-            ours = max_pool2d_gradient(part, fill_buffer(taps, spans, torch.uint8), geometry)
-        else:
-            ours = average_pool2d_gradient(part, geometry, **pool.average)
-        torch.testing.assert_close(ours, _cut(dx, tile), rtol=1e-14, atol=1e-14)
+    geometry = Geometry.whole(pool.extents, pool.window, pool.window)
+    _, taps = reference_max_pool(x, geometry)
+    return _last(pack_taps(taps) if is_packed(geometry) else taps)
 
 
 def test_nan_and_equal_elements_as_in_pytorch() -> None:
-    x = torch.tensor([[[[1.0, float("nan"), 2.0, 2.0], [float("nan"), 0.0, 2.0, -1.0]]]]).requires_grad_()
+    x = torch.tensor([[[[1.0, float("nan"), 2.0, 2.0], [float("nan"), 0.0, 2.0, -1.0]]]])
     geometry = Geometry.whole((2, 4), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2))
-    theirs, ours = F.max_pool2d(x, 2), max_pool2d(x, geometry)
+    theirs, indices = F.max_pool2d(x, 2, return_indices=True)
+    ours, taps = reference_max_pool(x, geometry)
     torch.testing.assert_close(ours, theirs, equal_nan=True)
-    gradients = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (theirs, ours)]
-    assert torch.equal(*gradients)
+    assert torch.equal(taps.long(), indices // 4 % 2 * 2 + indices % 2)
 
 
-def test_packing() -> None:
+def test_packed_taps_are_two_bits_of_each_channel() -> None:
     taps = torch.randint(4, (2, 7, 3, 5), dtype=torch.uint8)
-    assert pack_taps(taps).shape == (2, 2, 3, 5)
-    assert torch.equal(unpack_taps(pack_taps(taps), 7), taps)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    x = torch.zeros(1, 4, 6, 6).to(memory_format=torch.channels_last)
-    with pytest.raises(InputError, match=r"dilation 1 .*, got \(2, 2\)"):
-        average_pool2d(x, Geometry.whole((6, 6), KernelWindow(kernel=2, dilation=2), KernelWindow(kernel=2, dilation=2)))
-    with pytest.raises(InputError, match="x has shape"):
-        max_pool2d(x, Geometry.whole((6, 5), KernelWindow(kernel=2), KernelWindow(kernel=2)))
-    geometry = Geometry.whole((6, 6), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2))
-    with pytest.raises(InputError, match=r"taps are uint8, got torch.int64"):
-        max_pool2d_gradient(x[:, :, :3, :3], torch.zeros(1, 1, 3, 3, dtype=torch.int64), geometry)
+    packed = pack_taps(taps)
+    assert packed.shape == (2, 2, 3, 5)
+    assert all(torch.equal(packed[:, channel // 4] >> channel % 4 * 2 & 3, taps[:, channel]) for channel in range(7))
 
 
 @needs_triton
@@ -170,7 +126,7 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
         x, dy, y, dx = _problem(pool, dtype)
         whole = Geometry.whole(pool.extents, pool.window, pool.window)
         if pool.average is not None and dtype == torch.float32:
-            y, dx = average_pool2d(_last(x), whole, **pool.average), average_pool2d_gradient(_last(dy), whole, **pool.average)
+            y, dx = reference_average_pool(x, whole, **pool.average), reference_average_pool_gradient(dy, whole, **pool.average)
         taps = _taps(pool, x) if pool.average is None else None
         outputs = _tiles(tuple(y.shape)) if dtype == torch.float32 else [(range(y.shape[2]), range(y.shape[3]))]
         inputs = _tiles(pool.extents) if dtype == torch.float32 else [(range(pool.extents[0]), range(pool.extents[1]))]

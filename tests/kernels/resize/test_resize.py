@@ -1,9 +1,9 @@
-"""Resizing of tiles: the plain reference against PyTorch's whole image, the interpreted kernel against both; NaN all around."""
+"""Resizing of tiles: the interpreted kernel against PyTorch and a plain reference on the untiled image; memory around the tiles is NaN."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft import InputError
+from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind
+from sft.backends.resize import band_rows
 from sft.kernels.geometry import Span
-from sft.kernels.resize.resize import Interpolation, ResizeAxis, band_table, resize2d, resize2d_gradient
-from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer
+from sft.kernels.resize.band_table import BandTable
+from sft.lower.rules.resample import ResampledRange
+from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, launch_on_gpu
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton
+from tests.kernels.oracles.resize import reference_resize
 
 _NUM_CHANNELS = 5
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Resize:
     name: str
-    mode: Interpolation
+    mode: ResamplingKind
     extents: tuple[int, int]
     lengths: tuple[int, int]
     align_corners: bool = False
@@ -34,18 +36,23 @@ class _Resize:
 
     def whole(self, x: Tensor) -> Tensor:
         """PyTorch's own."""
-        mode = "bilinear" if self.mode == "linear" else self.mode
+        mode = {"linear": "bilinear", "nearest exact": "nearest-exact"}.get(self.mode, self.mode)
         size: dict[str, Any] = {"size": self.lengths} if self.scales is None else {"scale_factor": self.scales}
         y = F.interpolate(x, **size, mode=mode, align_corners=self.align_corners if mode == "bilinear" else None)
         assert y.shape[2:] == self.lengths
         return y
 
     @property
-    def axes(self) -> list[ResizeAxis]:
-        """Of the whole image."""
-        rule: dict[str, Any] = {"mode": self.mode, "align_corners": self.align_corners}
+    def axes(self) -> list[AxisResampling]:
+        """Both axes, with positions in double precision: those of the mathematical function."""
         return [
-            ResizeAxis(input=Span.whole(extent), output=Span.whole(length), scale=None if self.scales is None else self.scales[i], **rule)
+            AxisResampling(
+                kind=self.mode,
+                extent=extent,
+                length=length,
+                scale=None if self.scales is None else self.scales[i],
+                align_corners=self.align_corners,
+            )
             for i, (extent, length) in enumerate(zip(self.extents, self.lengths, strict=True))
         ]
 
@@ -53,7 +60,7 @@ class _Resize:
 _RESIZES = [
     _Resize(name="nearest doubled", mode="nearest", extents=(7, 5), lengths=(14, 10)),
     _Resize(name="nearest to any size", mode="nearest", extents=(9, 7), lengths=(13, 5)),
-    _Resize(name="nearest exact", mode="nearest-exact", extents=(6, 7), lengths=(10, 4)),
+    _Resize(name="nearest exact", mode="nearest exact", extents=(6, 7), lengths=(10, 4)),
     _Resize(name="linear doubled", mode="linear", extents=(7, 6), lengths=(14, 12)),
     _Resize(name="linear to any size", mode="linear", extents=(8, 9), lengths=(11, 5)),
     _Resize(name="linear by factors", mode="linear", extents=(8, 6), lengths=(13, 15), scales=(1.7, 2.5)),
@@ -78,67 +85,48 @@ def _tiles(size: tuple[int, int]) -> list[tuple[range, range]]:
     return list(itertools.product(rows, (range(left), range(left, size[1]))))
 
 
-def _axes(resize: _Resize, tile: tuple[range, range], *, adjoint: bool, single: bool) -> list[ResizeAxis]:
-    """The axes of a tile of the output, or for the adjoint of the input, its source buffer one row larger than it needs to be."""
-    axes = []
-    for axis, part in zip(resize.axes, tile, strict=True):
-        source, result = (axis.output, axis.input) if adjoint else (axis.input, axis.output)
-        held = Span(start=part.start, size=len(part), extent=result.extent)
-        axis = replace(axis, input=held) if adjoint else replace(axis, output=held)
-        band = axis.adjoint_band(single=single) if adjoint else axis.band(single=single)
-        first, last = band.reads()
-        around = Span(start=max(0, first - 1), size=min(source.extent, last + 1) - max(0, first - 1), extent=source.extent)
-        axes.append(replace(axis, output=around) if adjoint else replace(axis, input=around))
-    return axes
+def _source_span(sampling: AxisResampling, rows: range, *, adjoint: bool) -> Span:
+    """Rows of the source that some rows of the result read, and one more on each side."""
+    band, extent = (sampling.adjoint, sampling.length) if adjoint else (sampling.forward, sampling.extent)
+    start, stop = band.start[rows.start : rows.stop], band.stop[rows.start : rows.stop]
+    used = stop > start
+    first, last = (int(start[used].min()), int(stop[used].max())) if used.any() else (0, 0)
+    return Span(start=max(0, first - 1), size=min(extent, last + 1) - max(0, first - 1), extent=extent)
+
+
+def _table(sampling: AxisResampling, rows: range, source: Span, *, adjoint: bool, device: str = "cpu") -> BandTable:
+    """The table of some rows of the result, as a program makes it for a buffer of the source."""
+    (inputs, first_input), (outputs, first_output) = (len(rows), rows.start), (source.size, source.start)
+    if not adjoint:
+        (inputs, first_input), (outputs, first_output) = (outputs, first_output), (inputs, first_input)
+    span = ResampledRange(sampling, 0, outputs, inputs, is_adjoint=adjoint)
+    first, count, weights = (torch.from_numpy(part).to(device) for part in band_rows(span, first_output, first_input))
+    return BandTable(first=first, count=count, weights=weights)
+
+
+def _whole_tables(resize: _Resize, *, adjoint: bool, device: str = "cpu") -> list[BandTable]:
+    """The tables of the untiled image."""
+    tables = []
+    for axis in resize.axes:
+        result, source = (axis.extent, axis.length) if adjoint else (axis.length, axis.extent)
+        tables.append(_table(axis, range(result), Span.whole(source), adjoint=adjoint, device=device))
+    return tables
 
 
 def _cut(image: Tensor, tile: tuple[range, range]) -> Tensor:
     return image[:, :, tile[0].start : tile[0].stop, tile[1].start : tile[1].stop]
 
 
-@pytest.mark.parametrize("resize", _RESIZES, ids=lambda resize: resize.name)
-def test_reference_of_tiles_is_the_whole(resize: _Resize) -> None:
-    parts = _problem(resize, torch.float64)
-    total = torch.zeros_like(parts["x"])
-    for tile in _tiles(resize.lengths):
-        height, width = _axes(resize, tile, adjoint=False, single=False)
-        part = fill_buffer(parts["x"], (height.input, width.input), torch.float64).requires_grad_()
-        y = resize2d(part, height, width)
-        torch.testing.assert_close(y, _cut(parts["y"], tile), rtol=1e-12, atol=1e-12)
-        (share,) = torch.autograd.grad(y, part, _cut(parts["dy"], tile).contiguous(memory_format=torch.channels_last))
-        total[:, :, height.input.start : height.input.stop, width.input.start : width.input.stop] += share
-    torch.testing.assert_close(total, parts["dx"], rtol=1e-11, atol=1e-11)
-    for tile in _tiles(resize.extents):
-        height, width = _axes(resize, tile, adjoint=True, single=False)
-        dx = resize2d_gradient(fill_buffer(parts["dy"], (height.output, width.output), torch.float64), height, width)
-        torch.testing.assert_close(dx, _cut(parts["dx"], tile), rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_nearest_rows_are_those_of_aten_in_single_precision(mode: Interpolation) -> None:
+def test_nearest_rows_are_those_of_aten_in_single_precision(mode: str) -> None:
     sizes = [(3, 7), (10, 3), (49, 50), (1000, 333), (3000, 4096), (4095, 12285), (20000, 20001)]
     for extent, length in sizes:
         rows = torch.arange(extent, dtype=torch.float32)[None, None, :, None]
         theirs = F.interpolate(rows, size=(length, 1), mode=mode).flatten()
-        band = ResizeAxis(input=Span.whole(extent), output=Span.whole(length), mode=mode).band(single=True)
-        assert torch.equal(torch.from_numpy(band.first), theirs.long()), (extent, length)
-        assert (band.count == 1).all()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    whole = ResizeAxis(input=Span.whole(4), output=Span.whole(8), mode="linear")
-    strip = replace(whole, input=Span(start=2, size=2, extent=4), output=Span(start=4, size=4, extent=8))
-    x = torch.zeros(1, 3, 2, 4).to(memory_format=torch.channels_last)
-    with pytest.raises(InputError, match=r"height: the outputs read input \[1, 4\), the buffer holds \[2, 4\)"):
-        resize2d(x, strip, whole)
-    with pytest.raises(InputError, match=r"height: the gradient reads outputs \[3, 8\), the buffer holds \[4, 8\)"):
-        resize2d_gradient(torch.zeros(1, 3, 4, 8).to(memory_format=torch.channels_last), strip, whole)
-    with pytest.raises(InputError, match=r"x has shape \(1, 3, 2, 4\), the geometry says \(1, 3, 4, 4\)"):
-        resize2d(x, whole, whole)
-    with pytest.raises(InputError, match="align_corners is for linear"):
-        replace(whole, mode="nearest", align_corners=True)
-    with pytest.raises(InputError, match="'cubic'; choose one of nearest, nearest-exact, linear"):
-        replace(whole, mode="cubic")  # type: ignore[arg-type]
+        kind: ResamplingKind = "nearest" if mode == "nearest" else "nearest exact"
+        band = AxisResampling(kind=kind, extent=extent, length=length, is_double=False).forward
+        assert torch.equal(torch.from_numpy(band.start), theirs.long()), (extent, length)
+        assert (band.stop - band.start == 1).all()
 
 
 @needs_triton
@@ -150,22 +138,19 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
         for dtype in (torch.float32, torch.float16, torch.bfloat16) if index in (1, 4) else (torch.float32,):
             parts, single = _problem(resize, dtype), dtype == torch.float32
             scales = _problem(resize, dtype)
-            whole = resize.axes
             for adjoint in (False, True):
                 source = parts["dy" if adjoint else "x"]
                 image = source.to(dtype).contiguous(memory_format=torch.channels_last)
-                reference = (resize2d_gradient if adjoint else resize2d)(image, *whole)
-                tables = {"adjoint": adjoint, "double": True, "device": _CPU}
-                height, width = (band_table(axis, **tables) for axis in whole)
-                scale = _absolute(source, height.weights, height.first, width.weights, width.first)
+                height, width = _whole_tables(resize, adjoint=adjoint)
+                reference = reference_resize(image, height, width)
+                scale = _absolute(source, height, width)
                 size = resize.extents if adjoint else resize.lengths
                 for tile in _tiles(size) if single and index in (1, 4, 5) else [(range(size[0]), range(size[1]))]:
-                    axes = _axes(resize, tile, adjoint=adjoint, single=True)
-                    spans = (axes[0].output, axes[1].output) if adjoint else (axes[0].input, axes[1].input)
+                    spans = [_source_span(axis, rows, adjoint=adjoint) for axis, rows in zip(resize.axes, tile, strict=True)]
                     out = empty_buffer(2, _NUM_CHANNELS, (len(tile[0]), len(tile[1])), dtype)
-                    arguments: dict[str, Any] = {"x": fill_buffer(source, spans, dtype), "out": out, "block": (64, 8)}
-                    for name, axis in zip(("height", "width"), axes, strict=True):
-                        arguments[name] = band_table(axis, adjoint=adjoint, double=False, device=_CPU)
+                    arguments: dict[str, Any] = {"x": fill_buffer(source, (spans[0], spans[1]), dtype), "out": out, "block": (64, 8)}
+                    for name, axis, rows, span in zip(("height", "width"), resize.axes, tile, spans, strict=True):
+                        arguments[name] = _table(axis, rows, span, adjoint=adjoint)
                     call = {"run": "launch", "module": "sft.kernels.resize.resize_triton", "function": "launch_resize", "results": ["out"]}
                     jobs.append(call | {"arguments": arguments})
                     truth, most = scales["dx" if adjoint else "y"], height.weights.shape[1] * width.weights.shape[1]
@@ -177,12 +162,14 @@ def test_interpreted_kernel(tmp_path: Path) -> None:
         assert_close(result, truth, scale, most + 2, context)  # two more roundings: of the weights
 
 
-def _absolute(source: Tensor, rows: Tensor, first_row: Tensor, columns: Tensor, first_column: Tensor) -> Tensor:
+def _absolute(source: Tensor, height: BandTable, width: BandTable) -> Tensor:
     """The sums of absolute terms, by dense matrices."""
     matrices = []
-    for weights, first, extent in ((rows, first_row, source.shape[2]), (columns, first_column, source.shape[3])):
-        dense = torch.zeros(len(weights), extent + weights.shape[1], dtype=torch.float64)
-        matrices.append(dense.scatter_add_(1, first[:, None].long() + torch.arange(weights.shape[1]), weights)[:, :extent])
+    for table, extent in ((height, source.shape[2]), (width, source.shape[3])):
+        columns = table.weights.shape[1]
+        weights = torch.where(torch.arange(columns) < table.count[:, None], table.weights, 0).double()
+        dense = torch.zeros(len(weights), extent + columns, dtype=torch.float64)
+        matrices.append(dense.scatter_add_(1, table.first[:, None].long() + torch.arange(columns), weights)[:, :extent])
     return torch.einsum("nchw,rh,sw->ncrs", source.abs(), *matrices)
 
 
@@ -192,7 +179,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     x, out = (meta_image(64, torch.bfloat16, size) for size in (resize.extents, resize.lengths))
     gates = []
     for adjoint, when in ((False, 80), (True, 90)):
-        height, width = (band_table(axis, adjoint=adjoint, double=False, device=torch.device("meta")) for axis in resize.axes)
+        height, width = _whole_tables(resize, adjoint=adjoint, device="meta")
         given = {"x": out if adjoint else x, "out": x if adjoint else out, "height": height, "width": width}
         gates.append(Gate(module="resize.resize_triton", launch="launch_resize", when=(when,), arguments=given))
     check_gates(gates, tmp_path)
@@ -204,8 +191,9 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resize", _RESIZES, ids=lambda resize: resize.name)
 def test_on_a_gpu(resize: _Resize) -> None:
     parts = _problem(resize, torch.float32)
-    x = parts["x"].float().cuda().contiguous(memory_format=torch.channels_last).requires_grad_()
-    y = resize2d(x, *resize.axes)
-    (dx,) = torch.autograd.grad(y, x, parts["dy"].float().cuda())
-    torch.testing.assert_close(y.detach().cpu().double(), parts["y"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dx.cpu().double(), parts["dx"], rtol=1e-5, atol=1e-5)
+    for source, result, adjoint in (("x", "y", False), ("dy", "dx", True)):
+        height, width = _whole_tables(resize, adjoint=adjoint, device="cuda")
+        x = parts[source].float().contiguous(memory_format=torch.channels_last)
+        out = torch.empty_like(parts[result], dtype=torch.float32, memory_format=torch.channels_last)
+        (ours,) = launch_on_gpu("resize.resize_triton", "launch_resize", {"x": x, "out": out, "height": height, "width": width}, ["out"])
+        torch.testing.assert_close(ours.double(), parts[result], rtol=1e-5, atol=1e-5)

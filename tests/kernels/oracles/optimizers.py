@@ -1,7 +1,4 @@
-"""One step of SGD in plain PyTorch: the operations of ``torch.optim.SGD(foreach=False)`` in their order.
-
-One step of AdamW in plain PyTorch: the operations of ``torch.optim.AdamW(foreach=False)`` in their order.
-"""
+"""One step of SGD and of AdamW in plain PyTorch: the operations of ``torch.optim`` with ``foreach=False``, in their order."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def reference_sgd(
     maximize: bool,
     first: bool,
 ) -> None:
-    """Change ``parameter`` and ``momentum_buffer`` in place; see ``sgd.sgd_step``."""
+    """Change ``parameter`` and ``momentum_buffer`` in place."""
     update = gradient.to(parameter.dtype)
     if maximize:
         update = -update
@@ -51,7 +48,7 @@ def reference_adamw(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """Change ``parameter``, ``mean`` and ``square`` in place; see ``adamw.adamw_step``."""
+    """Change ``parameter``, ``mean`` and ``square`` in place."""
     gradient = gradient.to(parameter.dtype)
     if maximize:
         gradient = -gradient

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-__all__ = ["BandTable", "reference_resize"]
+from sft.kernels.resize.band_table import BandTable
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BandTable:
-    """A band on the image's device. Rows are numbered as in the buffer that is read."""
-
-    #: int32 ``[rows]``
-    first: Tensor
-    #: int32 ``[rows]``
-    count: Tensor
-    #: fp32, or fp64 for images in fp64, ``[rows, most]``, contiguous
-    weights: Tensor
+__all__ = ["reference_resize"]
 
 
 def reference_resize(x: Tensor, height: BandTable, width: BandTable) -> Tensor:

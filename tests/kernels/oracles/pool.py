@@ -9,22 +9,19 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sft.kernels.conv.conv_reference import data_view, fold_windows, padded_input
 from sft.kernels.geometry import Geometry, TileAxis
+from sft.kernels.pool.taps import TAPS_PER_BYTE
 
-__all__ = ["CODES_PER_BYTE", "count_bounds", "pack_taps", "reference_average_pool", "reference_average_pool_gradient"]
-__all__ += ["reference_max_pool", "reference_max_pool_gradient", "unpack_taps"]
-
-#: taps of windows of at most four elements take two bits
-CODES_PER_BYTE = 4
+__all__ = ["pack_taps", "reference_average_pool", "reference_average_pool_gradient", "reference_max_pool"]
 
 
 def reference_max_pool(x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """The maxima, and for each the number of the tap that it came from, uint8, not packed. The first of equals; NaN beats all."""
-    padded = padded_input(x, geometry, float("-inf"))
-    is_data = padded_input(torch.ones_like(x[:1, :1]), geometry) > 0
+    padded = _padded_input(x, geometry, float("-inf"))
+    is_data = _padded_input(torch.ones_like(x[:1, :1]), geometry) > 0
     best = taps = None
     for number, (rows, columns) in enumerate(_tap_views(geometry, geometry.output_size)):
         value, valid = padded[:, :, rows, columns], is_data[:, :, rows, columns]
@@ -37,16 +34,9 @@ def reference_max_pool(x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     return best, torch.where(taps == 255, 0, taps)
 
 
-def reference_max_pool_gradient(gradient: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the input buffer; ``taps`` as ``reference_max_pool`` has them."""
-    spans = (geometry.height.output.data, geometry.width.output.data)
-    part, chosen = data_view(gradient, spans), data_view(taps, spans)
-    return _scatter_taps([torch.where(chosen == number, part, 0) for number in range(geometry.kernel[0] * geometry.kernel[1])], geometry)
-
-
 def reference_average_pool(x: Tensor, geometry: Geometry, *, count_padding: bool, divisor: int | None) -> Tensor:
     """The averages."""
-    padded = padded_input(x, geometry).to(_wide(x))
+    padded = _padded_input(x, geometry).to(_wide(x))
     total = torch.zeros(*x.shape[:2], *geometry.output_size, dtype=padded.dtype, device=x.device)
     for rows, columns in _tap_views(geometry, geometry.output_size):
         total += padded[:, :, rows, columns]
@@ -56,12 +46,12 @@ def reference_average_pool(x: Tensor, geometry: Geometry, *, count_padding: bool
 def reference_average_pool_gradient(gradient: Tensor, geometry: Geometry, *, count_padding: bool, divisor: int | None) -> Tensor:
     """The gradient of the input buffer."""
     (top, _), (left, _) = spans = (geometry.height.output.data, geometry.width.output.data)
-    part = data_view(gradient, spans).to(_wide(gradient))
+    part = _data_view(gradient, spans).to(_wide(gradient))
     share = part / _counts(geometry, part, (top, left), count_padding, divisor)
     return _scatter_taps([share] * (geometry.kernel[0] * geometry.kernel[1]), geometry).to(gradient.dtype)
 
 
-def count_bounds(axis: TileAxis, count_padding: bool) -> tuple[int, int]:
+def _count_bounds(axis: TileAxis, count_padding: bool) -> tuple[int, int]:
     """Rows of the input buffer, as a half-open range of its coordinates, that count towards the number of elements."""
     padding = axis.window.padding if count_padding else 0
     return -axis.input.start - padding, axis.input.extent - axis.input.start + padding
@@ -70,16 +60,40 @@ def count_bounds(axis: TileAxis, count_padding: bool) -> tuple[int, int]:
 def pack_taps(taps: Tensor) -> Tensor:
     """Numbers below 4 of four neighbouring channels in one byte, the first in the lowest bits: ``[N, ceil(C / 4), h, w]``."""
     num_samples, num_channels, height, width = taps.shape
-    groups = -(-num_channels // CODES_PER_BYTE)
-    padded = taps.new_zeros(num_samples, groups * CODES_PER_BYTE, height, width)
+    groups = -(-num_channels // TAPS_PER_BYTE)
+    padded = taps.new_zeros(num_samples, groups * TAPS_PER_BYTE, height, width)
     padded[:, :num_channels] = taps
-    parts = padded.view(num_samples, groups, CODES_PER_BYTE, height, width).unbind(2)
+    parts = padded.view(num_samples, groups, TAPS_PER_BYTE, height, width).unbind(2)
     return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
 
 
-def unpack_taps(packed: Tensor, num_channels: int) -> Tensor:
-    """The inverse of ``pack_taps``."""
-    return torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1, 2)[:, :num_channels]
+def _data_view(tensor: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """View of the rows and columns of a buffer that are data, given as half-open ranges."""
+    return tensor[(slice(None), slice(None), *(slice(low, high) for low, high in spans))]
+
+
+def _padded_input(x: Tensor, geometry: Geometry, value: float = 0.0) -> Tensor:
+    """Rows and columns that the output's windows read, with ``value`` outside the data."""
+    pads: list[int] = []
+    for axis in reversed(geometry.axes):
+        low, high = axis.input.data
+        first, last = axis.window.reads(0, axis.output.size)
+        offset = axis.shift + axis.window.padding
+        pads += [low - (first + offset), (last + offset) - high]
+    return F.pad(_data_view(x, tuple(axis.input.data for axis in geometry.axes)), pads, value=value)
+
+
+def _fold_windows(spread: Tensor, geometry: Geometry) -> Tensor:
+    """Crop and pad sums over the rows that the output's data rows read to the input buffer; zero in rows that are not data."""
+    to_data: list[int] = []
+    to_buffer: list[int] = []
+    for axis in reversed(geometry.axes):
+        low, high = axis.input.data
+        first, last = axis.window.reads(*axis.output.data)
+        offset = axis.shift + axis.window.padding
+        to_data += [first + offset - low, high - (last + offset)]
+        to_buffer += [low, axis.input.size - high]
+    return F.pad(F.pad(spread, to_data), to_buffer)
 
 
 def _tap_views(geometry: Geometry, size: tuple[int, int]) -> list[tuple[slice, slice]]:
@@ -100,7 +114,7 @@ def _scatter_taps(shares: list[Tensor], geometry: Geometry) -> Tensor:
     spread = torch.zeros(*first.shape[:2], *(stop - start for start, stop in ranges), dtype=_wide(first), device=first.device)
     for (rows, columns), share in zip(_tap_views(geometry, (first.shape[2], first.shape[3])), shares, strict=True):
         spread[:, :, rows, columns] += share
-    return fold_windows(spread, geometry).to(first.dtype)
+    return _fold_windows(spread, geometry).to(first.dtype)
 
 
 def _counts(geometry: Geometry, like: Tensor, start: tuple[int, int], count_padding: bool, divisor: int | None) -> Tensor:
@@ -109,7 +123,7 @@ def _counts(geometry: Geometry, like: Tensor, start: tuple[int, int], count_padd
         return torch.full_like(like[:1, :1], divisor)
     counts = []
     for axis, offset, size in zip(geometry.axes, start, like.shape[2:], strict=True):
-        low, high = count_bounds(axis, count_padding)
+        low, high = _count_bounds(axis, count_padding)
         first = (torch.arange(size, device=like.device) + offset) * axis.window.stride + axis.shift
         counts.append((first + axis.window.kernel).clamp(max=high) - first.clamp(min=low))
     return (counts[0][:, None] * counts[1]).to(like.dtype)

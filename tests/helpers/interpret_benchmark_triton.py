@@ -1,0 +1,29 @@
+"""Served by ``serve_triton``: verify cases of the kernel benchmark under Triton's interpreter. See ``triton_process.interpret_benchmark``.
+
+A job is a dictionary with the ``name`` of a case; its result is the largest relative error of the case's results in its last dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
+
+import kernel_bench  # a folder of scripts
+import kernel_launches
+
+#: enough for the order of slots to matter; the interpreter runs a program for each
+kernel_launches.num_weight_splits, kernel_launches.num_norm_splits = 2, 4
+
+
+def run(job: dict[str, Any]) -> float:
+    """Verify one case at a quarter of its small size."""
+    (case,) = (case for case in kernel_bench.all_cases() if case.name == job["name"])
+    smaller = replace(case, small=tuple(max(2, 2 * (length // 8)) for length in case.small))
+    error: float = kernel_bench.verify(smaller, case.dtypes[-1], torch.device("cpu"))
+    return error

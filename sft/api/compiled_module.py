@@ -157,7 +157,7 @@ class _CompiledShardedModule(CompiledModule):
         sharding = self._sft_engine.sharding
         assert sharding is not None
         self._sft_engine.meet()  # FSDP would wait for its own timeout, and not name the missing rank
-        with sharding.calling():
+        with sharding.call_context():
             return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
 
     def _get_fsdp_state(self) -> Any:

@@ -139,7 +139,7 @@ class Engine:
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
         if self.sharding is not None:
-            self.sharding.check_called()
+            self.sharding.check_in_call()
         if self.mesh is None:
             return self._run(inputs, input_grad)
         party = self._joined()
@@ -261,7 +261,7 @@ class Engine:
             make_machine=TorchMachine if self.party is None else self.party.machine,
             graphs=ready.graphs,
             turn=self.preparation.turn,
-            differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.watched(),
+            differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.backward_context(),
             retaining=(lambda: None) if ready.retained is None else patch_lock()(ready.retained.check),
             weights=self._bound_weights(ready.region, graph, tensors),
         )

@@ -1,4 +1,4 @@
-"""One image over several ranks: bands of rows, and slides over replicas, on ``torch.distributed``."""
+"""Data and domain parallelism on ``torch.distributed``: bands of rows of one image, and replicas with images of their own."""
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
-"""Where runs are divided for bands: exchange rows of a cut, or compute its halo again.
+"""Division of runs into segments for bands, and balance of the bands' costs.
 
-Inside a segment the halo of a band is computed by both neighbours, and grows with the segment's depth; at a cut the neighbours' rows are
-exchanged instead, and the cut is held whole (a band of it). So a run is divided into segments at some of its cut positions, for
+**Cuts.** Inside a segment the halo of a band is computed by both neighbours, and grows with the depth of the segment. At a cut the
+neighbours exchange rows instead, and each band stores its rows of the cut. So a run is divided at some of its cut positions, for
 
-    (FLOPs computed twice) + (a fixed cost of each segment) + price * (bytes held at cuts),
+    (FLOPs computed twice) + (a fixed cost of each segment) + price * (bytes stored at cuts),
 
-the least of which over all divisions is a shortest path from the run's begin to its end. The price is the trade-off between time and
-memory: at 0 runs are divided wherever that saves more than a segment costs; as it grows, cuts in shallow, large images go first.
+whose least value over all divisions is a shortest path from the start of the run to its end. The price trades time for memory: at 0, runs
+are divided wherever that saves more than a segment costs; as it grows, cuts in shallow, large images disappear first.
 
-Where bands begin and end, so that the rank that computes most computes as little as possible.
-
-Bands of equal rows do not cost the same: the first and the last have one neighbour whose rows they compute again, the others have two, and
-where bands begin at multiples of the network's stride some get more rows than others. A band's cost is taken to be a part of its own (those
-rows, and what all ranks compute) and a price for each row, the same for all; the bounds that level this are tried, and what they cost
-exactly says whether they are taken, and what to level next.
+**Bounds.** Bands of equal rows have different costs: the first and the last have one neighbour whose rows they recompute, inner bands have
+two, and with bounds at multiples of the network's stride some bands get more rows. The cost of a band is modelled as a constant (its halo
+rows, and work that all ranks do) plus a price per row, the same for all. Bounds that level these costs are tried; their exact cost decides
+if they are taken, and gives the constants of the next correction.
 """
 
 from __future__ import annotations
@@ -31,111 +29,114 @@ from sft.planner.projection import plain_programs
 
 __all__ = ["RunCuts", "balance_bands", "balanced_bounds", "run_divisions"]
 
-#: For each phase that is divided, where: numbers of operators of its run before each cut.
+#: For each divided phase the number of operators of its run before each cut.
 RunCuts = dict[int, tuple[int, ...]]
 
-#: A segment more has to save this share of the step's FLOPs.
+#: An additional segment has to save this fraction of the step's FLOPs.
 _SEGMENT_SHARE = 2e-4
-#: Positions of one run that are looked at.
+#: Most candidate positions of a run.
 _MAX_POSITIONS = 32
-#: Prices of a byte, in shares of the step's FLOPs for all bytes that could be held.
+#: Prices of a byte, as fractions of the step's FLOPs for the bytes of all candidate cuts.
 _BYTE_PRICES = (0.0, 0.1, 1.0)
 
 
-def run_divisions(problem: PlanningProblem, shares: BandPartition) -> Iterator[RunCuts]:
-    """Divisions of all runs, from that which computes least twice to none; each once."""
+def run_divisions(problem: PlanningProblem, partition: BandPartition) -> Iterator[RunCuts]:
+    """Divisions of all runs, from the one with the fewest redundant FLOPs to none; each once."""
     runs = {
-        number: _RunPartitioner(problem, phase.streamed, shares)
+        number: _RunPartitioner(problem, phase.streamed, partition)
         for number, phase in enumerate(problem.phases.phases)
         if len(phase.streamed) > 1
     }
     total_flops = max(1, sum(program.flops for program in plain_programs(problem)))
-    total_bytes = max(1, sum(sum(run.held_bytes) for run in runs.values()))
+    total_bytes = max(1, sum(sum(run.stored_bytes) for run in runs.values()))
     seen = []
     for price in (*_BYTE_PRICES, None):
         if price is None:
-            found: RunCuts = {}
+            division: RunCuts = {}
         else:
-            found = {number: run.divided(_SEGMENT_SHARE * total_flops, price * total_flops / total_bytes) for number, run in runs.items()}
-            found = {number: cuts for number, cuts in found.items() if cuts}
-        if found not in seen:
-            seen.append(found)
-            yield found
+            segment_cost, byte_cost = _SEGMENT_SHARE * total_flops, price * total_flops / total_bytes
+            cuts_by_run = {number: run.cheapest_cuts(segment_cost, byte_cost) for number, run in runs.items()}
+            division = {number: cuts for number, cuts in cuts_by_run.items() if cuts}
+        if division not in seen:
+            seen.append(division)
+            yield division
 
 
 class _RunPartitioner:
-    """One run: at its positions the bytes held there, and between any two of them what the middle band computes beyond its share."""
+    """Costs of dividing one run: bytes stored at each position, and redundant FLOPs of the middle band between two positions."""
 
-    def __init__(self, problem: PlanningProblem, names: Sequence[str], shares: BandPartition) -> None:
+    def __init__(self, problem: PlanningProblem, names: Sequence[str], partition: BandPartition) -> None:
         graph, phases = problem.graph, problem.phases
-        self.problem, self.names, self.shares = problem, names, shares
-        known = cut_positions(graph, names, phases.streamed)
-        inner = [position for position in known if 0 < position < len(names)]
+        self.problem, self.names, self.partition = problem, names, partition
+        candidates = cut_positions(graph, names, phases.streamed)
+        inner = [position for position in candidates if 0 < position < len(names)]
         step = -(-len(inner) // _MAX_POSITIONS) or 1
         self.positions = [0, *inner[::step], len(names)]
         self._extents = problem.extents(ROWS)
         self._flops = _operator_flops(problem)
-        self.held_bytes = [0] * len(self.positions)
+        self.stored_bytes = [0] * len(self.positions)
         for index, position in enumerate(self.positions[1:-1], start=1):
             crossing = set(graph.live_out(names[:position])) & set(graph.sources(names[position:], phases.streamed))
-            self.held_bytes[index] = sum(problem.value_bytes(name) + problem.grad_bytes(name) for name in crossing) // shares.num_bands
+            self.stored_bytes[index] = sum(problem.value_bytes(name) + problem.grad_bytes(name) for name in crossing) // partition.num_bands
 
-    def divided(self, segment_cost: float, byte_cost: float) -> tuple[int, ...]:
-        """The inner positions of the cheapest division."""
+    def cheapest_cuts(self, segment_cost: float, byte_cost: float) -> tuple[int, ...]:
+        """Inner positions of the cheapest division."""
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for stop in range(1, len(self.positions)):
             options = []
             for start in range(stop):
                 cost, cuts = best[start]
-                held = byte_cost * self.held_bytes[start]
-                total = cost + held + segment_cost + self._twice(start, stop)
+                total = cost + byte_cost * self.stored_bytes[start] + segment_cost + self._redundant_flops(start, stop)
                 options.append((total, (*cuts, self.positions[start]) if start else cuts))
             best.append(min(options, key=lambda option: option[0]))
         return best[-1][1]
 
-    def _twice(self, start: int, stop: int) -> float:
-        """FLOPs that all bands together compute beyond the image's own, between two positions."""
-        if self.shares.num_bands == 1:
+    def _redundant_flops(self, start: int, stop: int) -> float:
+        """FLOPs of all bands beyond those of the image, between two positions."""
+        if self.partition.num_bands == 1:
             return 0.0
         first, last = self.positions[start], self.positions[stop]
-        return self.problem.memoize(("computed twice", self.shares, self.names[first], last), lambda: self._count(first, last))
+        return self.problem.memoize(
+            ("computed twice", self.partition, self.names[first], last), lambda: self._count_redundant_flops(first, last)
+        )
 
-    def _count(self, first: int, last: int) -> float:
-        problem, shares, names = self.problem, self.shares, self.names[first:last]
-        phases, middle = problem.phases, shares.num_bands // 2
-        part = row_band_of(problem.graph, names, phases.rows, phases.streamed, self._extents, shares, middle)
+    def _count_redundant_flops(self, first: int, last: int) -> float:
+        """Redundant FLOPs of the middle band between two positions, times the number of bands."""
+        problem, partition, names = self.problem, self.partition, self.names[first:last]
+        phases, middle = problem.phases, partition.num_bands // 2
+        row_band = row_band_of(problem.graph, names, phases.rows, phases.streamed, self._extents, partition, middle)
         total = 0.0
         for name in names:
             if name in phases.streamed:
                 extent = self._extents[name]
-                more = len(part.computed[name]) - len(shares.rows(middle, extent))
-                total += self._flops.get(name, 0) * max(0, more) / extent
-        return total * shares.num_bands
+                extra_rows = len(row_band.computed[name]) - len(partition.rows(middle, extent))
+                total += self._flops.get(name, 0) * max(0, extra_rows) / extent
+        return total * partition.num_bands
 
 
 def _operator_flops(problem: PlanningProblem) -> dict[str, int]:
-    """FLOPs of each operator, forward and back, once more forward where strips are recomputed."""
+    """FLOPs of each operator, forward and backward; the forward counts twice in training, where strips are recomputed."""
 
     def count() -> dict[str, int]:
-        found: dict[str, int] = {}
+        flops: dict[str, int] = {}
         for turn, program in enumerate(plain_programs(problem)):
             for instruction in program.instructions:
                 weight = 2 if not turn and problem.training else 1
-                found[instruction.owner] = found.get(instruction.owner, 0) + weight * instruction.flops
-        return found
+                flops[instruction.owner] = flops.get(instruction.owner, 0) + weight * instruction.flops
+        return flops
 
     return problem.memoize("FLOPs of operators", count)
 
 
-#: Corrections of the bounds that are tried, one after the other.
+#: Corrections of the bounds that are tried in turn.
 _NUM_CORRECTIONS = 2
 
 
 class _BandCosts(Protocol):
-    """Decisions for all bands, projected."""
+    """Projected costs of decisions for all bands."""
 
     @property
-    def shares(self) -> BandPartition: ...
+    def partition(self) -> BandPartition: ...
     @property
     def flops_by_band(self) -> Sequence[int]: ...
     @property
@@ -144,31 +145,31 @@ class _BandCosts(Protocol):
     def peak_bytes(self) -> int: ...
 
 
-Found = TypeVar("Found", bound=_BandCosts)
+Candidate = TypeVar("Candidate", bound=_BandCosts)
 
 
-def balance_bands(found: Found, project: Callable[[BandPartition], Found], multiple: int, room_bytes: int) -> Found:
-    """The same decisions on bands whose largest cost is smaller, where there are such that fit; or what was found.
+def balance_bands(candidate: Candidate, project: Callable[[BandPartition], Candidate], multiple: int, room_bytes: int) -> Candidate:
+    """Replace the bounds of bands by ones with a smaller largest cost, if such bounds fit.
 
     Args:
-        found: the decisions on bands of some bounds.
-        project: what they cost on bands of others.
+        candidate: decisions with their costs under the present bounds.
+        project: costs of the same decisions under other bounds.
         multiple: rows that bands are multiples of.
-        room_bytes: what each band may hold.
+        room_bytes: most bytes of each band.
     """
     for _ in range(_NUM_CORRECTIONS):
-        bounds = balanced_bounds(found.shares.bounds, found.flops_by_band, found.row_flops, multiple)
-        if bounds == found.shares.bounds:
+        bounds = balanced_bounds(candidate.partition.bounds, candidate.flops_by_band, candidate.row_flops, multiple)
+        if bounds == candidate.partition.bounds:
             break
-        other = project(BandPartition(bounds))
-        if max(other.flops_by_band) >= max(found.flops_by_band) or other.peak_bytes > room_bytes:
+        rebalanced = project(BandPartition(bounds))
+        if max(rebalanced.flops_by_band) >= max(candidate.flops_by_band) or rebalanced.peak_bytes > room_bytes:
             break
-        found = other
-    return found
+        candidate = rebalanced
+    return candidate
 
 
 def balanced_bounds(bounds: Sequence[int], costs: Sequence[float], row_cost: float, multiple: int = 1) -> tuple[int, ...]:
-    """Bounds of bands, each of at least ``multiple`` rows, with the least largest cost.
+    """Bounds of bands of at least ``multiple`` rows each, with the least largest cost.
 
     >>> balanced_bounds((0, 30, 60, 90), (33, 36, 33), 1)
     (0, 31, 59, 90)
@@ -176,23 +177,27 @@ def balanced_bounds(bounds: Sequence[int], costs: Sequence[float], row_cost: flo
     (0, 32, 60, 90)
 
     Args:
-        bounds: as they are: what lies between two of them is a band.
-        costs: of the bands as they are.
-        row_cost: what a row more costs.
-        multiple: rows that bands are multiples of; the last one has the rest, too.
+        bounds: present bounds; band ``b`` has the rows from ``bounds[b]`` to ``bounds[b + 1]``.
+        costs: present costs of the bands.
+        row_cost: cost of one more row.
+        multiple: unit of rows of a band; the last band also has the remainder.
     """
-    num_units, rest = divmod(bounds[-1], multiple)
+    num_units, remainder = divmod(bounds[-1], multiple)
     unit = row_cost * multiple
     if num_units <= len(costs) or unit <= 0:
         return tuple(bounds)
-    own = [cost - row_cost * (stop - start) for cost, (start, stop) in zip(costs, pairwise(bounds), strict=True)]
-    own[-1] += row_cost * rest
-    # What all would cost if rows could be divided; bands get what is surely below, and the rows that are left go where they cost least.
-    level = (sum(own) + unit * num_units) / len(own)
-    units = [max(1, int((level - each) // unit)) for each in own]
+    constants = [cost - row_cost * (stop - start) for cost, (start, stop) in zip(costs, pairwise(bounds), strict=True)]
+    constants[-1] += row_cost * remainder
+    # The common cost if rows were divisible. Bands get units that surely stay below it; remaining units go where they cost least.
+    level = (sum(constants) + unit * num_units) / len(constants)
+    units = [max(1, int((level - constant) // unit)) for constant in constants]
     while sum(units) > num_units:
-        units[max((each + unit * number, band) for band, (each, number) in enumerate(zip(own, units, strict=True)) if number > 1)[1]] -= 1
-    heap = [(each + unit * (number + 1), band) for band, (each, number) in enumerate(zip(own, units, strict=True))]
+        units[
+            max(
+                (constant + unit * number, band) for band, (constant, number) in enumerate(zip(constants, units, strict=True)) if number > 1
+            )[1]
+        ] -= 1
+    heap = [(constant + unit * (number + 1), band) for band, (constant, number) in enumerate(zip(constants, units, strict=True))]
     heapq.heapify(heap)
     for _ in range(num_units - sum(units)):
         cost, band = heap[0]

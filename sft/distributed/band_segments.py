@@ -1,4 +1,4 @@
-"""Segments of one band: the same walks over its own rows, and the same whole tensors with gradients that are counted once."""
+"""Segments of one band: sweeps over the band's rows, and untiled segments whose gradients are counted once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["BandSegment", "BandWholeSegment", "OwnedGradMask"]
 
 @dataclass(kw_only=True)
 class BandSegment(TiledSegment):
-    """A segment of which a band runs its own rows.
+    """A tiled segment of which a band runs its own rows.
 
     Attributes:
-        first_rows: for each value that crosses the segment's border the image's row that this band's buffer begins with.
-        synchronized: global values that are those of all replicas together.
-        shared: programs by signature, for all bands of one process (a planner runs them all).
+        first_rows: first row of this band's buffer, in the full image, for each value that crosses the segment's border.
+        synchronized: global values that are merged over all replicas.
+        shared: programs by signature, shared by all bands of one process (a planner runs them all).
     """
 
     first_rows: Mapping[str, int]
@@ -49,14 +49,14 @@ class BandSegment(TiledSegment):
         return self.shared[key]
 
     @cached_property
-    def timetable(self) -> StripTimeline:
-        """When which rows are made and read."""
+    def timeline(self) -> StripTimeline:
+        """Order in which rows are computed and read."""
         assert isinstance(self.schedule, StripSchedule)
         return StripTimeline(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
 
     @cached_property
     def _strips_before(self) -> Mapping[Sweep, int]:
-        """Strips of the walks before each walk, forward."""
+        """Strips before each sweep, forward."""
         return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.sweeps)}
 
     def _run_forward(
@@ -68,7 +68,7 @@ class BandSegment(TiledSegment):
         walk: Sweep,
         partial: Mapping[str, Buffer] | None,
     ) -> None:
-        if partial is not None:  # strips that are only restored are run when their gradients are made
+        if partial is not None:  # restored strips run again in the backward pass, where `_run_joint` counts them
             cast(BandMachine, machine).comm_queue.reach(self._strips_before[walk] + index)
         super()._run_forward(machine, values, cache, index, walk, partial)
 
@@ -83,18 +83,20 @@ class BandSegment(TiledSegment):
         carried: dict[str, Buffer],
         weight: int,
     ) -> dict[str, Buffer]:
-        cast(BandMachine, machine).comm_queue.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
+        cast(BandMachine, machine).comm_queue.reach(self.timeline.num_strips - self._strips_before[walk] - index - 1)
         return super()._run_joint(machine, values, cache, grads, index, walk, carried, weight)
 
     def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
-        own = cast(BandMachine, machine)
+        band_machine = cast(BandMachine, machine)
         for name in self.reductions:
             if self.spans_batch(name) == (chunk is None):
                 scope = self.scope_of(Sweep(self.chunks[0] if chunk is None else chunk, 0))
                 node = scope.graph[name]
                 over: RankGroup = "mesh" if name in self.synchronized else "band"
                 largest = bool(node.argument("largest", True))
-                own.comm.merge(own, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest)
+                band_machine.comm.merge(
+                    band_machine, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest
+                )
         super().close_reductions(machine, values, partial, chunk)
 
     def _source_slice(self, machine: BufferOps, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
@@ -111,25 +113,25 @@ class BandSegment(TiledSegment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedGradMask:
-    """What a rank counts of a gradient that all ranks have.
+    """Part of a replicated gradient that this rank contributes to a sum over bands.
 
     Attributes:
-        own: of images whose gradient is a sum over bands the rows that the rank counts.
-        extents: all rows of these.
-        summed: whole values whose gradient is a sum over bands.
-        is_first: whether the rank counts these.
+        owned_rows: for images whose gradient is a sum over bands, the rows that this rank counts.
+        num_rows: their number of rows.
+        summed: untiled values whose gradient is a sum over bands.
+        is_first: True if this rank counts these.
     """
 
-    own: Mapping[str, Interval]
-    extents: Mapping[str, int]
+    owned_rows: Mapping[str, Interval]
+    num_rows: Mapping[str, int]
     summed: frozenset[str]
     is_first: bool
 
     def apply(self, machine: Machine, name: str, handle: Buffer, axes: Axes) -> None:
-        """Set to zero what other ranks count."""
-        if name in self.own:
-            own, extent = self.own[name], self.extents[name]
-            for rows in (Interval(0, own.start), Interval(own.stop, extent)) if own else (Interval(0, extent),):
+        """Zero the gradient that other ranks count."""
+        if name in self.owned_rows:
+            owned, num_rows = self.owned_rows[name], self.num_rows[name]
+            for rows in (Interval(0, owned.start), Interval(owned.stop, num_rows)) if owned else (Interval(0, num_rows),):
                 if rows:
                     machine.fill(machine.view(handle, None, rows, axes=axes), 0.0)
         elif name in self.summed and not self.is_first:
@@ -138,21 +140,21 @@ class OwnedGradMask:
 
 @dataclass(kw_only=True)
 class BandWholeSegment(WholeSegment):
-    """A segment on whole tensors, which every rank runs.
+    """An untiled segment, which every rank runs.
 
     Attributes:
-        counts: what this rank counts of the gradients that all ranks make.
+        grad_mask: the part of the gradients that this rank counts.
     """
 
-    counts: OwnedGradMask
+    grad_mask: OwnedGradMask
 
     def backward(self, machine: Machine, values: ValueBindings, saved: Residuals | None, grads: Gradients, *, consume: bool = True) -> None:
-        own = Gradients({name: grads.by_name[name] for name in self.scope.outputs if name in grads.by_name}, grads.sinks)
-        arrived = set(own.by_name)
-        super().backward(machine, values, saved, own, consume=consume)
-        for name in [name for name in own.by_name if name not in arrived]:
-            handle = own.by_name.pop(name)
-            self.counts.apply(machine, name, handle, self.scope.axes)
+        local_grads = Gradients({name: grads.by_name[name] for name in self.scope.outputs if name in grads.by_name}, grads.sinks)
+        incoming = set(local_grads.by_name)
+        super().backward(machine, values, saved, local_grads, consume=consume)
+        for name in [name for name in local_grads.by_name if name not in incoming]:
+            handle = local_grads.by_name.pop(name)
+            self.grad_mask.apply(machine, name, handle, self.scope.axes)
             if name in grads.by_name:
                 machine.add(grads.by_name[name], handle)
             else:

@@ -1,21 +1,17 @@
-"""Rows on their way between bands, while segments run.
+"""Exchange of halo rows between bands while segments run.
 
-Strips run from the top to the bottom, so of a result the rows that the band above borrows are made first; and of what comes from below, the
-last strips of the next segment are the first to read it. So the messages *upwards* are posted as soon as these rows are there, between two
-strips, and waited for before the strip that reads what they bring. It is the other way round with the messages *downwards*: their rows are
-made last and read first, so they are posted when the segment has run and waited for before the next one that reads them begins. In the
-backward pass strips run from the bottom to the top, and upwards and downwards change places.
+Forward, strips run from top to bottom, sweep after sweep (a sweep covers a chunk of the batch and a panel). The halo of the band *above* is
+computed by the first strips of the last sweep, and rows from the band *below* are first read by the last strips of the next segment's first
+sweep. So messages *upwards* are posted between two strips, as soon as their rows exist, and waited for before the strip that reads them.
+Messages *downwards* have rows that are computed last and read first: they are posted after the segment and waited for before the next
+segment that reads them. In the backward pass strips run from bottom to top, and upwards and downwards exchange roles: gradients of rows
+that belong to the band below are complete first, and gradients from the band above are needed last.
 
-A message is waited for at the latest when the segment behind that which posted it has run, so that what is staged for a value that is read
-much later does not wait for that. All bands post in one order: segment by segment, what is made first, then what is made last, and the
-values of a segment in order. Whole images that everybody gathers are exchanged at once.
+A message is waited for at the latest when the segment after the one that posted it has run, so that staging memory does not wait for a late
+reader. All bands post in the same order: segment by segment, rows computed first before rows computed last, and the values of a segment in
+order. Images that all bands gather are exchanged at once.
 
-When rows of a value that crosses a segment's border are made and read, in strips of one band's walks.
-
-Forward, strips run from the top to the bottom, walk after walk (parts of the batch, and panels). So the rows that go to the band above are
-there when the last walk has made its first strips, and those that come from below are read by the last strips of the first walk. Back, the
-strips run from the bottom to the top, and it is the other way round: gradients of rows that belong to the band below are complete
-first, and those that come from above are needed last.
+`StripTimeline` answers when rows are computed and read, in numbers of strips; `HaloExchange` posts the messages and waits for them.
 """
 
 from __future__ import annotations
@@ -38,11 +34,11 @@ __all__ = ["HaloExchange", "StripTimeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class StripTimeline:
-    """The strips of a segment on one band; all answers are numbers of strips that run before.
+    """Order of the strips of a segment on one band. All methods return the number of strips that run before the event.
 
     Attributes:
-        schedule: the strips of a walk.
-        num_walks: walks in each direction.
+        schedule: the strips of a sweep.
+        num_walks: sweeps in each direction.
     """
 
     schedule: StripSchedule
@@ -50,29 +46,29 @@ class StripTimeline:
 
     @property
     def num_strips(self) -> int:
-        """Strips of all walks."""
+        """Strips of all sweeps."""
         return self.schedule.num_steps * self.num_walks
 
-    def made(self, name: str, stop: int) -> int:
-        """Forward, until the rows of a result before ``stop`` are made, in all walks."""
+    def strips_until_computed(self, name: str, stop: int) -> int:
+        """Forward: strips until the rows of a result before ``stop`` are computed in all sweeps."""
         if not self.schedule.num_steps:
             return 0
         return (self.num_walks - 1) * self.schedule.num_steps + int(np.searchsorted(self.schedule.frontier[name], stop))
 
-    def read(self, name: str, start: int) -> int:
-        """Forward, before the first of a walk that reads a row of a source from ``start`` on; all of them where none does."""
+    def strips_before_read(self, name: str, start: int) -> int:
+        """Forward: strips before the first of a sweep that reads a row of a source from ``start`` on; all strips if none does."""
         _, stops = self.schedule.rows_read(name, self.schedule.names)
         reads = stops > start
         return int(reads.argmax()) if reads.any() else self.schedule.num_steps
 
-    def settled(self, name: str, start: int) -> int:
-        """Back, until nothing is added any more to the gradients of a source's rows from ``start`` on."""
+    def strips_until_grad_complete(self, name: str, start: int) -> int:
+        """Backward: strips until the gradients of a source's rows from ``start`` on are complete."""
         if not self.schedule.num_steps:
             return 0
-        return self.num_walks * self.schedule.num_steps - self.read(name, start)
+        return self.num_walks * self.schedule.num_steps - self.strips_before_read(name, start)
 
-    def wanted(self, name: str, stop: int) -> int:
-        """Back, before the first that takes the gradient of a row of a result before ``stop``."""
+    def strips_before_grad_read(self, name: str, stop: int) -> int:
+        """Backward: strips before the first that reads the gradient of a row of a result before ``stop``."""
         if not self.schedule.num_steps:
             return 0
         return self.schedule.num_steps - int(np.searchsorted(self.schedule.frontier[name], stop))
@@ -80,139 +76,159 @@ class StripTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class HaloExchange:
-    """What one band sends and receives of the values between segments.
+    """Messages of one band about values between segments.
 
     Attributes:
-        band: which.
-        layout: who holds what.
-        strip_timelines: of each segment in strips.
-        reads: for each segment the values it takes from outside.
-        makes: for each segment the values that others need.
-        returned: of values whose borrowed rows' gradients return beside strips the segment that adds to these last.
-        rows: the buffer of a value's rows, or (``True``) of their gradients, around a handle.
+        band: index of the band.
+        ownership: row ownership of the values.
+        strip_timelines: timeline of each segment in strips.
+        reads: for each segment the values that it reads from outside.
+        writes: for each segment the values that other segments or the caller read.
+        last_contributors: for values whose gradients of halo rows return between strips, the segment that adds to them last.
+        row_buffer: the rows of a value around a buffer; with True the rows of its gradient.
     """
 
     band: int
-    layout: OwnershipMap
+    ownership: OwnershipMap
     strip_timelines: Sequence[StripTimeline | None]
     reads: Sequence[tuple[str, ...]]
-    makes: Sequence[tuple[str, ...]]
-    returned: Mapping[str, int]
-    rows: Callable[[str, Buffer, bool], RowBuffer]
+    writes: Sequence[tuple[str, ...]]
+    last_contributors: Mapping[str, int]
+    row_buffer: Callable[[str, Buffer, bool], RowBuffer]
 
     @contextmanager
     def forward(self, machine: BandMachine, index: int, values: Mapping[str, Buffer]) -> Iterator[None]:
-        """Run a segment forward inside: what it reads arrives, what others read of its results goes."""
-        table, earlier = self.strip_timelines[index], list(machine.row_exchanges)
+        """Run a segment forward inside: rows that it reads arrive, rows that other bands read of its results are sent."""
+        timeline, pending = self.strip_timelines[index], list(machine.row_exchanges)
         for name in self.reads[index]:
-            self._take(machine, name, table, _strips_before_read)
-        lent = {name: held for name in self.makes[index] if (held := self.layout.held.get(name)) is not None and held.borrowed}
-        ahead = self._row_exchanges({name: held.borrowed for name, held in lent.items() if not held.is_gathered}, upwards=True)
-        due = max((_require_timeline(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
-        self._send_ahead(machine, ahead, due, values)
+            self._await_rows(machine, name, timeline, _due_before_read)
+        sent = {
+            name: value for name in self.writes[index] if (value := self.ownership.values.get(name)) is not None and value.halo_transfers
+        }
+        first_exchanges = self._row_exchanges(
+            {name: value.halo_transfers for name, value in sent.items() if not value.is_gathered}, upwards=True
+        )
+        due = max(
+            (
+                _require_timeline(timeline).strips_until_computed(name, exchange.sent_span.stop)
+                for name, exchange in first_exchanges.items()
+            ),
+            default=0,
+        )
+        self._queue_post(machine, first_exchanges, due, values)
         yield
-        machine.comm_queue.finish(1 if table is None else table.num_strips)
-        self._end(machine, earlier)
-        for name, held in lent.items():
-            if held.is_gathered:
-                self._gather(machine, name, values[name], held)
-        self._send(
-            machine, self._row_exchanges({n: held.borrowed for n, held in lent.items() if not held.is_gathered}, upwards=False), values
+        machine.comm_queue.finish(1 if timeline is None else timeline.num_strips)
+        self._wait_for(machine, pending)
+        for name, value in sent.items():
+            if value.is_gathered:
+                self._gather(machine, name, values[name], value)
+        self._post(
+            machine,
+            self._row_exchanges({n: value.halo_transfers for n, value in sent.items() if not value.is_gathered}, upwards=False),
+            values,
         )
 
     @contextmanager
     def backward(self, machine: BandMachine, index: int, grads: Mapping[str, Buffer], *, is_run: bool) -> Iterator[None]:
-        """Run a segment back inside (if it has a backward pass): gradients of lent rows arrive, those of borrowed rows go."""
-        table, earlier = self.strip_timelines[index], list(machine.row_exchanges)
-        for name in self.makes[index]:
-            self._take(machine, name, table, _strips_before_needed)
-        complete = {name: self.layout.held[name].lent for name, last in self.returned.items() if last == index}
-        ahead = self._row_exchanges(complete, upwards=False, returns=True)
-        due = max((_require_timeline(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
-        self._send_ahead(machine, ahead, due, grads)
+        """Run a segment backward inside (if it has a backward pass): gradients of sent rows arrive, gradients of halo rows return."""
+        timeline, pending = self.strip_timelines[index], list(machine.row_exchanges)
+        for name in self.writes[index]:
+            self._await_rows(machine, name, timeline, _due_before_grad_read)
+        complete = {name: self.ownership.values[name].grad_transfers for name, last in self.last_contributors.items() if last == index}
+        first_exchanges = self._row_exchanges(complete, upwards=False, returns=True)
+        due = max(
+            (
+                _require_timeline(timeline).strips_until_grad_complete(name, exchange.sent_span.start)
+                for name, exchange in first_exchanges.items()
+                if exchange.sends
+            ),
+            default=0,
+        )
+        self._queue_post(machine, first_exchanges, due, grads)
         yield
-        machine.comm_queue.finish((1 if table is None else table.num_strips) if is_run else 0)
-        self._end(machine, earlier)
-        self._send(machine, self._row_exchanges(complete, upwards=True, returns=True), grads)
+        machine.comm_queue.finish((1 if timeline is None else timeline.num_strips) if is_run else 0)
+        self._wait_for(machine, pending)
+        self._post(machine, self._row_exchanges(complete, upwards=True, returns=True), grads)
 
     def end(self, machine: BandMachine) -> None:
-        """Wait for all that is still under way."""
-        self._end(machine, list(machine.row_exchanges))
+        """Wait for all pending messages."""
+        self._wait_for(machine, list(machine.row_exchanges))
 
     def _row_exchanges(
         self, transfers: Mapping[str, Sequence[RowTransfer]], *, upwards: bool, returns: bool = False
     ) -> dict[str, RowExchange]:
-        """What goes one way, by value."""
-        found = {}
-        for name, crossing in transfers.items():
-            crossing = sorted(crossing, key=lambda t: abs(t.source - t.target))
-            sends = {t.target: t.rows for t in crossing if t.source == self.band and (t.target < t.source) == upwards}
-            receives = {t.source: t.rows for t in crossing if t.target == self.band and (t.target < t.source) == upwards}
+        """Exchanges in one direction, by value."""
+        exchanges = {}
+        for name, both_directions in transfers.items():
+            ordered = sorted(both_directions, key=lambda t: abs(t.source - t.target))
+            sends = {t.target: t.rows for t in ordered if t.source == self.band and (t.target < t.source) == upwards}
+            receives = {t.source: t.rows for t in ordered if t.target == self.band and (t.target < t.source) == upwards}
             if sends or receives:
-                found[name] = RowExchange(value=self.rows(name, None, returns), sends=sends, receives=receives, adds=returns)
-        return found
+                exchanges[name] = RowExchange(value=self.row_buffer(name, None, returns), sends=sends, receives=receives, adds=returns)
+        return exchanges
 
-    def _send_ahead(self, machine: BandMachine, row_exchanges: Mapping[str, RowExchange], due: int, handles: Mapping[str, Buffer]) -> None:
-        """Post what is made first, between strips of the segment that runs next."""
+    def _queue_post(self, machine: BandMachine, row_exchanges: Mapping[str, RowExchange], due: int, handles: Mapping[str, Buffer]) -> None:
+        """Queue the post of rows that are computed first, between strips of the segment that runs next."""
         if not row_exchanges:
             return
-        for name, parcel in row_exchanges.items():
-            parcel.make_room(machine)
-            machine.row_exchanges[name, True] = parcel
+        for name, exchange in row_exchanges.items():
+            exchange.allocate_staging(machine)
+            machine.row_exchanges[name, True] = exchange
 
         def post() -> None:
-            for name, parcel in row_exchanges.items():
-                parcel.post(machine, handles[name])
+            for name, exchange in row_exchanges.items():
+                exchange.post(machine, handles[name])
 
         machine.comm_queue.put(due, post)
 
-    def _send(self, machine: BandMachine, row_exchanges: Mapping[str, RowExchange], handles: Mapping[str, Buffer]) -> None:
-        """Post what is made last."""
-        for name, parcel in row_exchanges.items():
-            parcel.make_room(machine)
-            parcel.post(machine, handles[name])
-            machine.row_exchanges[name, False] = parcel
+    def _post(self, machine: BandMachine, row_exchanges: Mapping[str, RowExchange], handles: Mapping[str, Buffer]) -> None:
+        """Post rows that are computed last."""
+        for name, exchange in row_exchanges.items():
+            exchange.allocate_staging(machine)
+            exchange.post(machine, handles[name])
+            machine.row_exchanges[name, False] = exchange
 
-    def _take(
-        self, machine: BandMachine, name: str, table: StripTimeline | None, due: Callable[[StripTimeline, str, Interval], int]
+    def _await_rows(
+        self, machine: BandMachine, name: str, timeline: StripTimeline | None, due: Callable[[StripTimeline, str, Interval], int]
     ) -> None:
-        """Wait for rows that were made last now, and for those that were made first before the strip that needs them.
+        """Wait now for rows that were computed last, and queue the wait for rows computed first, before the strip that reads them.
 
-        What has only been sent nobody here waits for, and is left to the end of the segment.
+        Exchanges that only send are completed at the end of the segment.
         """
         for is_first in (False, True):
-            parcel = machine.row_exchanges.pop((name, is_first), None)
-            if parcel is None:
+            exchange = machine.row_exchanges.pop((name, is_first), None)
+            if exchange is None:
                 continue
-            if table is None or (parcel.receives and not is_first):
-                parcel.wait(machine)
+            if timeline is None or (exchange.receives and not is_first):
+                exchange.wait(machine)
             else:
                 machine.comm_queue.put(
-                    due(table, name, parcel.received) if parcel.receives else table.num_strips, partial(parcel.wait, machine)
+                    due(timeline, name, exchange.received_span) if exchange.receives else timeline.num_strips,
+                    partial(exchange.wait, machine),
                 )
 
-    def _end(self, machine: BandMachine, which: Sequence[tuple[str, bool]]) -> None:
-        """Wait for those of some row_exchanges that are still under way."""
-        for key in which:
-            parcel = machine.row_exchanges.pop(key, None)
-            if parcel is not None:
-                parcel.wait(machine)
+    def _wait_for(self, machine: BandMachine, keys: Sequence[tuple[str, bool]]) -> None:
+        """Wait for the given exchanges, if they are still pending."""
+        for key in keys:
+            exchange = machine.row_exchanges.pop(key, None)
+            if exchange is not None:
+                exchange.wait(machine)
 
-    def _gather(self, machine: BandMachine, name: str, handle: Buffer, held: RowOwnership) -> None:
-        """Give everybody the own rows of an image, and take theirs."""
-        sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
-        receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
-        machine.comm.exchange(machine, self.rows(name, handle, False), sends, receives, adds=False)
-
-
-def _strips_before_read(table: StripTimeline, name: str, rows: Interval) -> int:
-    return table.read(name, rows.start)
+    def _gather(self, machine: BandMachine, name: str, handle: Buffer, ownership: RowOwnership) -> None:
+        """Send the owned rows of an image to all bands, and receive theirs."""
+        sends = {t.target: t.rows for t in ownership.halo_transfers if t.source == self.band}
+        receives = {t.source: t.rows for t in ownership.halo_transfers if t.target == self.band}
+        machine.comm.exchange(machine, self.row_buffer(name, handle, False), sends, receives, adds=False)
 
 
-def _strips_before_needed(table: StripTimeline, name: str, rows: Interval) -> int:
-    return table.wanted(name, rows.stop)
+def _due_before_read(timeline: StripTimeline, name: str, rows: Interval) -> int:
+    return timeline.strips_before_read(name, rows.start)
 
 
-def _require_timeline(table: StripTimeline | None) -> StripTimeline:
-    assert table is not None, "rows cross beside strips, and the segment has none"
-    return table
+def _due_before_grad_read(timeline: StripTimeline, name: str, rows: Interval) -> int:
+    return timeline.strips_before_grad_read(name, rows.stop)
+
+
+def _require_timeline(timeline: StripTimeline | None) -> StripTimeline:
+    assert timeline is not None, "rows are exchanged between strips of a segment without strips"
+    return timeline

@@ -1,4 +1,4 @@
-"""The machines of a rank in a mesh: of byte counts, and of real tensors."""
+"""Machines of a rank: simulated on byte counts, and real on tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["BandTorchMachine", "BandTracingMachine", "CountingTransport", "memor
 
 @dataclass(slots=True)
 class CountingTransport:
-    """A link to nobody: what goes over it is only counted."""
+    """A transport without peers that only counts the bytes."""
 
     traffic: RankTraffic = field(default_factory=RankTraffic)
 
@@ -34,12 +34,12 @@ class CountingTransport:
 
 @dataclass(slots=True, kw_only=True)
 class BandTracingMachine(TracingMachine):
-    """A machine of byte counts that takes down laps.
+    """Simulated machine of a rank; it records a trace of the schedule.
 
     Attributes:
-        comm: this rank's part in the exchanges.
-        agenda: what is to be done between strips.
-        row_exchanges: rows that are under way.
+        comm: the communicator of the rank.
+        comm_queue: communication to do between strips.
+        row_exchanges: pending exchanges of rows.
     """
 
     comm: Communicator
@@ -62,12 +62,12 @@ class BandTracingMachine(TracingMachine):
 
 @dataclass(slots=True, kw_only=True)
 class BandTorchMachine(TorchMachine):
-    """A machine of real tensors.
+    """Torch machine of a rank.
 
     Attributes:
-        comm: this rank's part in the exchanges.
-        agenda: what is to be done between strips.
-        row_exchanges: rows that are under way.
+        comm: the communicator of the rank.
+        comm_queue: communication to do between strips.
+        row_exchanges: pending exchanges of rows.
     """
 
     comm: Communicator
@@ -84,18 +84,20 @@ class BandTorchMachine(TorchMachine):
         merge_statistics(kind, parts, largest=largest)
 
     def synchronized_share(self, moments: Buffer, num_elements: int) -> torch.Tensor:
-        share: torch.Tensor = num_elements / moments[..., 2:]
-        return share
+        fraction: torch.Tensor = num_elements / moments[..., 2:]
+        return fraction
 
 
 def memory_order_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its dimensions in the order of its memory, contiguous, as a view.
+    """The tensor with its dimensions in memory order, as a contiguous view.
 
     Raises:
-        InternalError: it is not one piece of memory.
+        InternalError: its memory is not contiguous.
     """
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim] != 1), reverse=True)
-    found = tensor.permute(order)
-    if not found.is_contiguous():
-        raise InternalError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not one piece of memory")
-    return found
+    view = tensor.permute(order)
+    if not view.is_contiguous():
+        raise InternalError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous in any order of its dimensions"
+        )
+    return view

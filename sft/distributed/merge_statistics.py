@@ -1,7 +1,6 @@
-"""Running reductions of several bands merged into one, in the bands' order: the same on every rank, to the last bit.
+"""Merge of the bands' running reductions, in the order of the bands: bitwise the same on every rank.
 
-Sums add up. Moments merge as those of strips do (Chan, Golub and LeVeque, 1983). A band without rows has what a running reduction
-starts from, which changes nothing.
+Sums add. Moments merge like those of strips (Chan, Golub and LeVeque, 1983). A band without rows has the neutral element of its reduction.
 """
 
 from __future__ import annotations
@@ -20,21 +19,23 @@ def _add(total: Tensor, part: Tensor) -> Tensor:
 
 
 def _merge_moments(total: Tensor, part: Tensor) -> Tensor:
+    """Merge mean, sum of squared deviations, and count (Chan, Golub and LeVeque, 1983)."""
     mean, squares, count = total.unbind(-1)
     other_mean, other_squares, other_count = part.unbind(-1)
     delta, sum_count = other_mean - mean, count + other_count
-    share = torch.where(sum_count > 0, other_count / sum_count, 0.0)
-    squares.add_(other_squares).add_(delta * delta * count * share)
-    mean.add_(delta * share)
+    fraction = torch.where(sum_count > 0, other_count / sum_count, 0.0)
+    squares.add_(other_squares).add_(delta * delta * count * fraction)
+    mean.add_(delta * fraction)
     count.copy_(sum_count)
     return total
 
 
 def _merge_minmax(total: Tensor, part: Tensor, largest: bool) -> Tensor:
+    """Merge extreme values, with the number of elements that have them."""
     value, count = total.unbind(-1)
     other, other_count = part.unbind(-1)
     best = torch.maximum(value, other) if largest else torch.minimum(value, other)
-    # A band without rows counts infinitely many.
+    # The neutral element has an infinite count.
     merged = torch.where(value == best, count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
     merged += torch.where(other == best, other_count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
     value.copy_(best)
@@ -43,12 +44,13 @@ def _merge_minmax(total: Tensor, part: Tensor, largest: bool) -> Tensor:
 
 
 def _merge_argmax(total: Tensor, part: Tensor) -> Tensor:
-    value, place = total.unbind(-1)
-    other, other_place = part.unbind(-1)
-    # The place of a band without rows is as infinite as its value, and comes behind all others.
-    is_earlier = other_place.nan_to_num(neginf=math.inf) < place.nan_to_num(neginf=math.inf)
+    """Merge extreme values with their positions; of equal values the first position wins, and NaN wins always."""
+    value, position = total.unbind(-1)
+    other, other_position = part.unbind(-1)
+    # The neutral element has an infinite position, after all other positions.
+    is_earlier = other_position.nan_to_num(neginf=math.inf) < position.nan_to_num(neginf=math.inf)
     is_better = (other > value) | ((other == value) & is_earlier) | other.isnan()
-    place.copy_(torch.where(is_better, other_place, place))
+    position.copy_(torch.where(is_better, other_position, position))
     value.copy_(torch.where(is_better, other, value))
     return total
 
@@ -57,7 +59,7 @@ def _merge_logsumexp(total: Tensor, part: Tensor) -> Tensor:
     return torch.logaddexp(total, part, out=total)
 
 
-#: How running reductions merge, by the operator table's name.
+#: Merge functions, by the reduction's name in the operator table.
 MERGES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("sum", "mean", "fixed_size_avg_pool", "spatial_contraction", "border_rows"), _add),
     "moments": _merge_moments,
@@ -68,12 +70,12 @@ MERGES: dict[str, Callable[..., Tensor]] = {
 
 
 def merge_statistics(kind: str, parts: Sequence[Tensor], *, largest: bool = True) -> Tensor:
-    """The running reduction of all parts; the first one is written to.
+    """Merge running reductions into the first one.
 
     Args:
         kind: a key of :data:`MERGES`.
-        parts: running reductions (fp64) in the bands' order.
-        largest: of ``"minmax"``, whether they are the largest.
+        parts: running reductions (fp64) in the order of the bands; the first is overwritten with the result.
+        largest: of ``"extremes"``, True for maxima.
     """
     options = {"largest": largest} if kind == "minmax" else {}
     total = parts[0]

@@ -1,8 +1,8 @@
-"""The mesh: how many replicas of how many bands, and where this rank is in it.
+"""Mesh of ranks: number of replicas, number of bands, and the position of this rank.
 
 ``sft.compile(mesh=...)`` takes a ``torch.distributed.device_mesh.DeviceMesh`` with dimensions called ``"replica"`` and ``"band"``, in this
-order; one of them may be left out. Ranks along ``"band"`` share one image, ranks along ``"replica"`` have images of their own. A pair of
-numbers plans without any processes.
+order; one of them may be omitted. Ranks along ``"band"`` share one image, ranks along ``"replica"`` have images of their own. A pair of
+numbers plans without processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MESH_DIM_NAMES = ("replica", "band")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """A mesh without processes: plans only.
+    """Extents of a mesh, enough to plan without processes.
 
     Attributes:
-        num_replicas: images that are worked on at once.
+        num_replicas: images that are processed at once.
         num_bands: ranks that share one image.
     """
 
@@ -38,20 +38,20 @@ class MeshShape:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.num_replicas * self.num_bands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveMesh:
-    """A mesh of running processes, seen from one of them.
+    """A mesh of running processes, as seen by one of them.
 
     Attributes:
         shape: its extents.
-        replica: which replica this rank belongs to.
-        band: which band of its image is this rank's.
+        replica: index of this rank's replica.
+        band: index of this rank's band.
         ranks: the global ranks, replica by replica, band by band.
-        timeout: how long a rank waits for another.
+        timeout: longest wait for another rank.
     """
 
     shape: MeshShape
@@ -62,7 +62,7 @@ class LiveMesh:
 
 
 def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
-    """What an argument ``mesh`` stands for.
+    """Convert the argument ``mesh`` of ``sft.compile``.
 
     Raises:
         InputError: it is no mesh with these dimensions, or this process is not in it.
@@ -86,25 +86,25 @@ def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
             f"mesh has dimensions {names or 'without names'}; name them 'replica' and 'band', in this order: "
             "init_device_mesh(device_type, (replicas, bands), mesh_dim_names=('replica', 'band'))"
         )
-    place = mesh.get_coordinate()
-    if place is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         raise InputError(f"this process is not in the mesh (ranks {mesh.mesh.flatten().tolist()}); compile on its ranks only")
     extents = dict(zip(names, mesh.mesh.shape, strict=True))
-    at = dict(zip(names, place, strict=True))
+    index = dict(zip(names, coordinate, strict=True))
     return LiveMesh(
         shape=MeshShape(num_replicas=int(extents.get("replica", 1)), num_bands=int(extents.get("band", 1))),
-        replica=int(at.get("replica", 0)),
-        band=int(at.get("band", 0)),
+        replica=int(index.get("replica", 0)),
+        band=int(index.get("band", 0)),
         ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
         timeout=timeout,
     )
 
 
 def refuse_sinks_on_mesh(input_grad: Any) -> None:
-    """Refuse sinks for an input's gradient: rows at the bands' borders are sums over ranks.
+    """Refuse sinks for an input's gradient: its rows at the borders of bands are sums over ranks.
 
     Raises:
-        InputError: there is one.
+        InputError: a sink is given.
     """
     if input_grad is not None:
         raise InputError("input_grad is for one device; with mesh give a tensor that requires grad, whose .grad is complete on every rank")

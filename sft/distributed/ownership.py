@@ -1,13 +1,13 @@
-"""What each band holds of each value that crosses a segment's border, what it borrows, and whose gradients are sums over bands.
+"""Ownership of the rows of values that cross segment borders: owned rows, halo rows from other bands, and gradients summed over bands.
 
-A band holds one buffer of such a value: the rows that it owns, and the rows of its neighbours that any segment reads there. When a
-segment has made its own rows, owners send the others theirs (*borrowing*); before the segment that made them runs back, the gradients of
-borrowed rows return to the owners and are added (*returning*), in the order of the bands' distance. So a value is exchanged once each way,
-however many segments read it, and nothing is exchanged inside a segment.
+Of such a value a band has one buffer, with the rows that it owns and the halo rows of its neighbours that any segment reads. After a
+segment has computed its rows, the owners send halo rows to the other bands. Before that segment runs backward, the gradients of halo rows
+return to the owners and are added, in order of the distance between the bands. So a value is exchanged once in each direction, however many
+segments read it, and no exchange happens inside a segment.
 
-What runs on whole tensors (a tail) runs on every rank, on gathered images: borrowing with everything needed. The gradients that it makes
-are the same on all ranks, so they are counted once: of a value whose gradient is a sum over bands each band counts its own rows, and of a
-whole value (a parameter, a global value) the first band alone counts them.
+Operators on untiled tensors (a tail) run on every rank, on gathered images: the halo is the full image. Their gradients are the same on all
+ranks, so they are counted once. Of a value whose gradient is a sum over bands each band counts its own rows; of an untiled value (a
+parameter, a global value) the first band counts the full gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["OwnershipMap", "RowOwnership", "RowTransfer", "assign_ownership"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTransfer:
-    """Rows that go from one band to another.
+    """Rows that one band sends to another.
 
     Attributes:
-        source: the band that has them.
-        target: the band that wants them.
-        rows: which, in the whole image.
+        source: the sending band.
+        target: the receiving band.
+        rows: the rows, in coordinates of the full image.
     """
 
     source: int
@@ -43,54 +43,54 @@ class RowTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOwnership:
-    """One streamed value that crosses a segment's border; tuples have an entry for each band.
+    """Row ownership of one streamed value that crosses a segment border. Tuples have an entry for each band.
 
     Attributes:
-        own: the rows that each band owns.
-        rows: the rows that each band has a buffer for; none of an input that is read while walks run.
-        borrowed: what goes to others once it is made.
-        lent: of which rows gradients come back, ``target`` being the owner.
-        is_summed: whether its gradient is a sum over bands.
-        is_whole: whether every band needs its gradient complete: it is an input, or made on whole tensors.
-        is_gathered: whether every band borrows all of it.
+        owned_rows: the rows that each band owns.
+        buffer_rows: the rows of each band's buffer; none for an input that is read strip by strip.
+        halo_transfers: rows that owners send once they are computed.
+        grad_transfers: rows whose gradients return to the owner (``target``).
+        is_summed: True if its gradient is a sum over bands.
+        is_replicated: True if every band needs the complete gradient: an input, or a result of an untiled segment.
+        is_gathered: True if every band receives all rows.
     """
 
-    own: tuple[Interval, ...]
-    rows: tuple[Interval, ...]
-    borrowed: tuple[RowTransfer, ...] = ()
-    lent: tuple[RowTransfer, ...] = ()
+    owned_rows: tuple[Interval, ...]
+    buffer_rows: tuple[Interval, ...]
+    halo_transfers: tuple[RowTransfer, ...] = ()
+    grad_transfers: tuple[RowTransfer, ...] = ()
     is_summed: bool = False
-    is_whole: bool = False
+    is_replicated: bool = False
     is_gathered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnershipMap:
-    """Who holds what.
+    """Row ownership of all values that cross segment borders.
 
     Attributes:
-        shares: who owns which rows.
-        bands: for each segment what each band computes; ``None`` for segments on whole tensors.
-        held: streamed values that cross a segment's border.
-        summed: whole values whose gradient is a sum over bands: parameters, and what segments in bands read beside images.
+        partition: the rows of each band.
+        bands: for each segment the rows that each band computes; ``None`` for untiled segments.
+        values: ownership of each streamed value that crosses a segment border.
+        summed: untiled values whose gradient is a sum over bands: parameters, and side inputs of segments in bands.
         kept_in_bands: outputs of which each rank returns its own rows.
     """
 
-    shares: BandPartition
+    partition: BandPartition
     bands: tuple[tuple[RowBand, ...] | None, ...]
-    held: Mapping[str, RowOwnership]
+    values: Mapping[str, RowOwnership]
     summed: frozenset[str]
     kept_in_bands: frozenset[str]
 
 
 def assign_ownership(
-    problem: PlanningProblem, choices: Sequence[SegmentChoice], shares: BandPartition, *, outputs_in_bands: bool = False
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], partition: BandPartition, *, outputs_in_bands: bool = False
 ) -> OwnershipMap:
-    """The layout for these decisions."""
-    graph, phases, bands = problem.graph, problem.phases, range(shares.num_bands)
+    """Derive the ownership of all values from the planner's decisions."""
+    graph, phases, bands = problem.graph, problem.phases, range(partition.num_bands)
     extents, ends = problem.extents(ROWS), segment_borders(graph, choices)
-    parts = tuple(
-        tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, shares, band) for band in bands)
+    segment_bands = tuple(
+        tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, partition, band) for band in bands)
         if choice.mode == "tiled"
         else None
         for choice in choices
@@ -105,64 +105,67 @@ def assign_ownership(
         for name in reads:
             readers.setdefault(name, []).append(index)
 
-    def needed(name: str, wanted: Callable[[int], bool]) -> list[Interval]:
-        """What bands read of a value for some of the segments in bands."""
-        found = []
+    def rows_read(name: str, is_selected: Callable[[int], bool]) -> list[Interval]:
+        """The rows of a value that each band reads in the selected segments."""
+        reads_by_band = []
         for band in bands:
             rows = Interval(0, 0)
             for index in readers.get(name, ()):
-                part = parts[index]
-                if part is not None and wanted(index):
-                    rows = rows.hull(part[band].computed[name])
-            found.append(rows)
-        return found
+                row_bands = segment_bands[index]
+                if row_bands is not None and is_selected(index):
+                    rows = rows.hull(row_bands[band].computed[name])
+            reads_by_band.append(rows)
+        return reads_by_band
 
-    def differentiated(name: str) -> bool:
-        """Whether bands add to a value's gradient, each its share."""
-        return name in problem.requires_grad and any(parts[index] is not None and has_gradients[index] for index in readers.get(name, ()))
+    def is_summed(name: str) -> bool:
+        """True if each band contributes to a value's gradient."""
+        return name in problem.requires_grad and any(
+            segment_bands[index] is not None and has_gradients[index] for index in readers.get(name, ())
+        )
 
     crossing = [name for name in dict.fromkeys((*graph.inputs, *readers, *maker)) if name in phases.streamed]
-    outputs = {name for name in graph.outputs if name in maker and parts[maker[name]] is not None}
+    outputs = {name for name in graph.outputs if name in maker and segment_bands[maker[name]] is not None}
     kept = frozenset(name for name in outputs if outputs_in_bands and name in phases.streamed)
-    held: dict[str, RowOwnership] = {}
+    values: dict[str, RowOwnership] = {}
     for name in crossing:
-        everything = Interval(0, extents[name])
-        own = tuple(shares.rows(band, extents[name]) for band in bands)
-        is_whole = name not in maker or parts[maker[name]] is None
-        is_gathered = name in outputs - kept or any(parts[index] is None for index in readers.get(name, ()))
-        wants = [everything] * len(own) if is_gathered else needed(name, lambda index: True)
+        full = Interval(0, extents[name])
+        owned = tuple(partition.rows(band, extents[name]) for band in bands)
+        is_replicated = name not in maker or segment_bands[maker[name]] is None
+        is_gathered = name in outputs - kept or any(segment_bands[index] is None for index in readers.get(name, ()))
+        wanted_rows = [full] * len(owned) if is_gathered else rows_read(name, lambda index: True)
         if name in problem.from_source:
-            rows = (Interval(0, 0),) * len(own)
-        elif is_whole:
-            rows = (everything,) * len(own)
+            rows = (Interval(0, 0),) * len(owned)
+        elif is_replicated:
+            rows = (full,) * len(owned)
         else:
-            rows = tuple(_normalize_empty(mine.hull(wanted)) for mine, wanted in zip(own, wants, strict=True))
-        held[name] = RowOwnership(
-            own=own,
-            rows=rows,
-            borrowed=() if is_whole else _transfers(own, wants),
-            lent=_return_transfers(own, needed(name, lambda index: has_gradients[index])) if differentiated(name) else (),
-            is_summed=differentiated(name),
-            is_whole=is_whole,
+            rows = tuple(_normalize_empty(rows_owned.hull(rows_wanted)) for rows_owned, rows_wanted in zip(owned, wanted_rows, strict=True))
+        values[name] = RowOwnership(
+            owned_rows=owned,
+            buffer_rows=rows,
+            halo_transfers=() if is_replicated else _transfers(owned, wanted_rows),
+            grad_transfers=_return_transfers(owned, rows_read(name, lambda index: has_gradients[index])) if is_summed(name) else (),
+            is_summed=is_summed(name),
+            is_replicated=is_replicated,
             is_gathered=is_gathered,
         )
     leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.requires_grad}
     sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)
-    summed = frozenset(name for name in sides if name in leaves or differentiated(name))
-    return OwnershipMap(shares=shares, bands=parts, held=held, summed=summed, kept_in_bands=kept)
+    summed = frozenset(name for name in sides if name in leaves or is_summed(name))
+    return OwnershipMap(partition=partition, bands=segment_bands, values=values, summed=summed, kept_in_bands=kept)
 
 
 def _normalize_empty(rows: Interval) -> Interval:
+    """The rows; an empty interval starts at 0."""
     return rows or Interval(0, 0)
 
 
-def _transfers(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[RowTransfer, ...]:
-    """From every owner to every other band that wants rows of its."""
-    pairs = ((source, target) for source in range(len(own)) for target in range(len(own)) if source != target)
-    found = (RowTransfer(source=source, target=target, rows=own[source].intersect(wants[target])) for source, target in pairs)
-    return tuple(transfer for transfer in found if transfer.rows)
+def _transfers(owned: Sequence[Interval], wanted_rows: Sequence[Interval]) -> tuple[RowTransfer, ...]:
+    """Transfers from every owner to every other band that needs its rows."""
+    pairs = ((source, target) for source in range(len(owned)) for target in range(len(owned)) if source != target)
+    transfers = (RowTransfer(source=source, target=target, rows=owned[source].intersect(wanted_rows[target])) for source, target in pairs)
+    return tuple(transfer for transfer in transfers if transfer.rows)
 
 
-def _return_transfers(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[RowTransfer, ...]:
-    """The same rows, to their owners."""
-    return tuple(RowTransfer(source=t.target, target=t.source, rows=t.rows) for t in _transfers(own, wants))
+def _return_transfers(owned: Sequence[Interval], wanted_rows: Sequence[Interval]) -> tuple[RowTransfer, ...]:
+    """The same rows, back to their owners."""
+    return tuple(RowTransfer(source=t.target, target=t.source, rows=t.rows) for t in _transfers(owned, wanted_rows))

@@ -1,7 +1,7 @@
-"""Plans for a mesh: which decisions fit on every band, and what they cost there.
+"""Planner for a mesh: decisions that fit on every band, and their cost on each.
 
-All bands share their decisions; each has strips, states and halos of its own, so each is projected by itself, exactly, by running its
-region on the machine of byte counts. What the highest of them needs must fit the budget.
+All bands share the decisions. Each band has strips, states and halos of its own, so each is projected separately and exactly, by running
+its region on a simulated machine. The band with the highest peak must fit the budget.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from sft.runtime.strip_checkpoints import Checkpoints
 __all__ = ["ProjectedMeshPlan", "band_choices", "plan_bands", "project_bands"]
 
 _ALL_KEPT = Checkpoints()
-#: Numbers of states to hold where all of them are too much.
+#: Numbers of states to keep if all of them do not fit.
 _SLOTS = (8, 4, 2)
-#: Strips of a band are no lower than so many rows of the image, unless they are asked for.
+#: Least rows of a band's strips, unless options request fewer.
 _MIN_ROWS = 4
-#: Panels narrower than this are all halo; more of them must need less than this share of what fewer need.
+#: Narrower panels consist of halo only. More panels must need less than this fraction of the bytes of fewer panels.
 _MIN_PANEL_COLS = 64
 _WORTH_ANOTHER_PANEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedMeshPlan:
-    """Decisions for a mesh, and what they cost each band.
+    """Decisions for a mesh, with their cost on each band.
 
     Attributes:
-        bands: the decisions, and the regions that carry them out.
-        planned: those of the band that needs most, as of a plan for one device.
-        mesh: what the ranks hold, compute and send.
+        bands: the decisions, and the regions that run them.
+        planned: the plan of the band with the highest peak, as for one device.
+        mesh: memory, FLOPs and traffic of all ranks.
     """
 
     bands: BandRegionBuilder
@@ -67,27 +67,27 @@ def band_choices(
     restart: bool = False,
     cuts: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[SegmentChoice, ...]:
-    """Every streamed run in strips, everything else on whole tensors.
+    """Every streamed run in strips, all other operators untiled.
 
     Args:
-        problem: what is planned.
-        strip_rows: of a run, in rows of its tallest source.
-        policy: which states are kept.
-        batch_tile: batch elements that walk together; all of them by default.
-        num_panels: panels side by side.
-        restart: whether walks run forward once more instead of keeping their states.
-        cuts: for each phase where its run is divided into segments, as numbers of operators before the cut.
+        problem: the planning problem.
+        strip_rows: strip height of a run, in rows of its tallest source.
+        policy: the states to keep.
+        batch_tile: batch elements of a sweep. Default: `None`, all of them
+        num_panels: number of panels across the width.
+        restart: True if sweeps run forward once more instead of keeping their states.
+        cuts: division of each phase's run into segments, as numbers of operators before the cut. Default: `None`, no division
     """
     choices: list[SegmentChoice] = []
-    rest: tuple[str, ...] = ()
+    untiled: tuple[str, ...] = ()
     for number, phase in enumerate(problem.phases.phases):
         for start, stop in pairwise((0, *(cuts or {}).get(number, ()), len(phase.streamed))):
             names = phase.streamed[start:stop]
             if not names:
                 continue
-            if rest:
-                choices.append(SegmentChoice(nodes=rest, mode="whole"))
-                rest = ()
+            if untiled:
+                choices.append(SegmentChoice(nodes=untiled, mode="whole"))
+                untiled = ()
             choices.append(
                 SegmentChoice(
                     nodes=names,
@@ -100,15 +100,15 @@ def band_choices(
                     restart=restart,
                 )
             )
-        rest += phase.tail
-    if rest:
-        choices.append(SegmentChoice(nodes=rest, mode="whole"))
+        untiled += phase.tail
+    if untiled:
+        choices.append(SegmentChoice(nodes=untiled, mode="whole"))
     return tuple(choices)
 
 
 @dataclass(frozen=True, slots=True)
 class _BandProjection:
-    """What a step costs one band: bytes and FLOPs, and bytes on the links."""
+    """Cost of a step on one band: bytes, FLOPs, and traffic."""
 
     region: BandRegion
     projection: Projection
@@ -117,48 +117,52 @@ class _BandProjection:
 
 @dataclass(frozen=True, slots=True)
 class _BandsCandidate:
-    """Decisions for all bands, and what a step costs some of them, or each."""
+    """Decisions for all bands, with the cost of a step on some or all of them."""
 
     bands: BandRegionBuilder
     costs: Mapping[int, _BandProjection]
 
     @property
     def peak_bytes(self) -> int:
+        """Highest peak of the bands."""
         return max(cost.projection.peak_bytes for cost in self.costs.values())
 
     @property
     def flops(self) -> float:
+        """Most FLOPs of a band."""
         return max(cost.projection.flops for cost in self.costs.values())
 
     @property
-    def shares(self) -> BandPartition:
-        return self.bands.layout.shares
+    def partition(self) -> BandPartition:
+        """Rows of each band."""
+        return self.bands.ownership.partition
 
     @property
     def flops_by_band(self) -> list[int]:
-        return [self.costs[band].projection.flops for band in range(self.shares.num_bands)]
+        """FLOPs of each band."""
+        return [self.costs[band].projection.flops for band in range(self.partition.num_bands)]
 
     @property
     def row_flops(self) -> float:
-        """FLOPs of a row of the tallest input, nearly: those of halos count as their bands' own rows'."""
-        return sum(_tiled_flops(self.bands, cost.projection) for cost in self.costs.values()) / self.shares.height
+        """Approximate FLOPs of a row of the tallest input; FLOPs of halos count as those of the band's rows."""
+        return sum(_tiled_flops(self.bands, cost.projection) for cost in self.costs.values()) / self.partition.height
 
 
-def project_bands(bands: BandRegionBuilder, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _BandProjection]:
-    """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
-    found: dict[int, _BandProjection] = {}
-    alike: dict[object, _BandProjection] = {}
-    for band in range(shape.num_bands) if which is None else which:
+def project_bands(bands: BandRegionBuilder, shape: MeshShape, indices: Sequence[int] | None = None) -> dict[int, _BandProjection]:
+    """Cost of a step on the given bands (all by default). Bands with the same structure share one projection."""
+    costs: dict[int, _BandProjection] = {}
+    by_key: dict[object, _BandProjection] = {}
+    for band in range(shape.num_bands) if indices is None else indices:
         region = bands.region(band)
-        key = bands.likeness(region)
-        if key not in alike:
+        key = bands.cost_key(region)
+        if key not in by_key:
             transport = CountingTransport()
             machine = BandTracingMachine(
                 on_host=bands.problem.on_host, comm=Communicator(transport=transport, shape=shape, replica=0, band=band)
             )
-            alike[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), transport.traffic)
-        found[band] = replace(alike[key], region=region)
-    return found
+            by_key[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), transport.traffic)
+        costs[band] = replace(by_key[key], region=region)
+    return costs
 
 
 def plan_bands(
@@ -173,55 +177,57 @@ def plan_bands(
     """Choose decisions for all bands of an image.
 
     Raises:
-        BudgetError: nothing found fits every band.
-        InputError: an option is not for meshes, or the image has fewer rows than bands.
+        BudgetError: no decisions fit every band.
+        InputError: an option does not apply to meshes, or the image has fewer rows than bands.
     """
     height = _image_height(problem)
     _check(problem, shape, options, height)
     room_bytes = budget_bytes - problem.resident_bytes
     multiple = _bounds_multiple(problem, height, shape.num_bands)
-    shares = BandPartition(even_band_bounds(height, shape.num_bands, multiple))
+    partition = BandPartition(even_band_bounds(height, shape.num_bands, multiple))
     middle, smallest = shape.num_bands // 2, sys.maxsize
-    some = sorted({0, middle, shape.num_bands - 1})
+    sampled_bands = sorted({0, middle, shape.num_bands - 1})
     best: _BandsCandidate | None = None
     lowest: BandRegionBuilder | None = None
 
-    def made(choices: tuple[SegmentChoice, ...], shares: BandPartition = shares) -> BandRegionBuilder:
+    def build(choices: tuple[SegmentChoice, ...], partition: BandPartition = partition) -> BandRegionBuilder:
         return BandRegionBuilder(
-            problem, choices, shares, outputs_in_bands=outputs_in_bands, num_replicas=shape.num_replicas, synchronized=synchronized
+            problem, choices, partition, outputs_in_bands=outputs_in_bands, num_replicas=shape.num_replicas, synchronized=synchronized
         )
 
-    for cuts in run_divisions(problem, shares) if options.tile is None else ({},):
-        if cuts and _stored_cut_bytes(made(band_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
+    for cuts in run_divisions(problem, partition) if options.tile is None else ({},):
+        if cuts and _stored_cut_bytes(build(band_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
             continue
         for num_panels in _panel_counts(problem, options):
-            least = smallest
-            for candidates in _shrinking_choices(problem, options, shares, cuts, room_bytes, num_panels):
-                before = sys.maxsize
+            least_bytes = smallest
+            for candidates in _shrinking_choices(problem, options, partition, cuts, room_bytes, num_panels):
+                previous_bytes = sys.maxsize
                 for choices in candidates:
-                    bands = made(choices)
-                    found = _BandsCandidate(bands, project_bands(bands, shape, some))
-                    if found.peak_bytes <= room_bytes:
-                        found = _BandsCandidate(bands, project_bands(bands, shape))  # others may need more: halos at uneven bounds
-                    peak_bytes = found.peak_bytes
+                    bands = build(choices)
+                    candidate = _BandsCandidate(bands, project_bands(bands, shape, sampled_bands))
+                    if candidate.peak_bytes <= room_bytes:
+                        candidate = _BandsCandidate(
+                            bands, project_bands(bands, shape)
+                        )  # unsampled bands may need more: halos at uneven bounds
+                    peak_bytes = candidate.peak_bytes
                     if peak_bytes < smallest:
                         smallest, lowest = peak_bytes, bands
                     if peak_bytes <= room_bytes:
-                        if best is None or found.flops < best.flops:
-                            best = found
+                        if best is None or candidate.flops < best.flops:
+                            best = candidate
                         break
-                    if peak_bytes >= before:
-                        break  # what lower strips save goes into states
-                    before = peak_bytes
+                    if peak_bytes >= previous_bytes:
+                        break  # the savings of lower strips go into states
+                    previous_bytes = peak_bytes
                 if best is not None:
-                    break  # what follows restores states
-            if best is not None or smallest > _WORTH_ANOTHER_PANEL * least:
+                    break  # the remaining choices restore states
+            if best is not None or smallest > _WORTH_ANOTHER_PANEL * least_bytes:
                 break
     if best is not None:
         choices = best.bands.choices
 
-        def rebuilt(shares: BandPartition) -> _BandsCandidate:
-            bands = made(choices, shares)
+        def rebuilt(partition: BandPartition) -> _BandsCandidate:
+            bands = build(choices, partition)
             return _BandsCandidate(bands, project_bands(bands, shape))
 
         best = balance_bands(best, rebuilt, multiple, room_bytes)
@@ -243,17 +249,20 @@ def _image_height(problem: PlanningProblem) -> int:
 
 
 def _bounds_multiple(problem: PlanningProblem, height: int, num_bands: int) -> int:
-    """Rows of the image after which every value's pattern repeats: bounds on them make the smallest halos. 1 where that is too much."""
+    """Rows of the image after which the pattern of every value repeats; bounds at multiples have the smallest halos. 1 if that is too
+    many.
+    """
     strides = [
         problem.stride(phase.streamed) * max(1, height // problem.run_height(phase.streamed))
         for phase in problem.phases.phases
         if phase.streamed
     ]
-    found = max(strides, default=1)
-    return found if 4 * found * num_bands <= height else 1
+    multiple = max(strides, default=1)
+    return multiple if 4 * multiple * num_bands <= height else 1
 
 
 def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height: int) -> None:
+    """Refuse options and shapes that do not apply to meshes."""
     problems = []
     if options.halo == "recompute" or options.strategy == "sft":
         problems.append("halo 'recompute' and strategy 'sft' are for one device; leave them out with mesh")
@@ -277,11 +286,16 @@ def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height:
 
 
 def _shrinking_choices(
-    problem: PlanningProblem, options: Options, shares: BandPartition, cuts: Mapping[int, Sequence[int]], room_bytes: int, num_panels: int
+    problem: PlanningProblem,
+    options: Options,
+    partition: BandPartition,
+    cuts: Mapping[int, Sequence[int]],
+    room_bytes: int,
+    num_panels: int,
 ) -> Iterator[Iterator[tuple[SegmentChoice, ...]]]:
-    """Decisions with strips that get lower and lower: first with all states kept, then with few."""
-    height = shares.height
-    tallest = max(len(shares.rows(band, height)) for band in range(shares.num_bands))
+    """Decisions with decreasing strip heights: first with all states kept, then with few."""
+    height = partition.height
+    tallest = max(len(partition.rows(band, height)) for band in range(partition.num_bands))
     batch_tile = problem.batch_tile(options.batch_tile or problem.num_batch)
 
     def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
@@ -298,9 +312,9 @@ def _shrinking_choices(
     def descent(policy: Checkpoints) -> Iterator[tuple[SegmentChoice, ...]]:
         rows = tallest
         while True:
-            found = choose(rows, policy)
-            if rows <= _MIN_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
-                yield found
+            choices = choose(rows, policy)
+            if rows <= _MIN_ROWS or _strip_bytes(problem, choices, num_panels) <= room_bytes:
+                yield choices
             if rows <= _MIN_ROWS:
                 return
             rows = max(_MIN_ROWS, rows // 2)
@@ -320,7 +334,7 @@ def _shrinking_choices(
 
 
 def _panel_counts(problem: PlanningProblem, options: Options) -> Iterator[int]:
-    """1, 2, 4, ..., or what was asked for."""
+    """1, 2, 4, ..., or the number of panels that the options request."""
     width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
     if options.tile is not None:
         cols = options.tile[1]
@@ -333,28 +347,31 @@ def _panel_counts(problem: PlanningProblem, options: Options) -> Iterator[int]:
 
 
 def _stored_cut_bytes(bands: BandRegionBuilder, band: int) -> int:
-    """Bytes of a band's rows of all cuts, which a training step holds between its passes; of inference nothing is known."""
-    problem, held = bands.problem, bands.layout.held
+    """Bytes of a band's rows of all cuts, which a training step stores between its passes. 0 for inference, where they are freed in
+    between.
+    """
+    problem, values = bands.problem, bands.ownership.values
     if not problem.training:
         return 0
     total = 0
-    for name, part in held.items():
+    for name, value in values.items():
         if name not in problem.graph.inputs:
-            total += problem.value_bytes(name) * len(part.rows[band]) // problem.extent(name, ROWS)
+            total += problem.value_bytes(name) * len(value.buffer_rows[band]) // problem.extent(name, ROWS)
     return total
 
 
 def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num_panels: int) -> float:
-    """What the largest strip needs, by the formula."""
-    most = 0.0
+    """Bytes of the largest strip, by the footprint formula."""
+    largest_bytes = 0.0
     for choice in choices:
         if choice.mode == "tiled":
             footprint = _footprint(problem, choice.nodes, choice.batch_tile)
-            most = max(most, footprint.working_bytes(choice.strip_rows) / num_panels)
-    return most
+            largest_bytes = max(largest_bytes, footprint.working_bytes(choice.strip_rows) / num_panels)
+    return largest_bytes
 
 
 def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
+    """Footprint of a run, memoized."""
     graph, phases = problem.graph, problem.phases
     return problem.memoize(
         ("footprint", names, batch),
@@ -362,15 +379,15 @@ def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> 
     )
 
 
-def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, found: Sequence[_BandProjection]) -> ProjectedMeshPlan:
-    """The plan and what it says about every band."""
+def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, costs: Sequence[_BandProjection]) -> ProjectedMeshPlan:
+    """The plan, with the cost of every band."""
     undivided = _tiled_flops(bands, project_bands(_undivided(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0].projection)
-    tiled = [_tiled_flops(bands, cost.projection) for cost in found]
-    worst = max(range(len(found)), key=lambda band: found[band].projection.peak_bytes)
+    tiled = [_tiled_flops(bands, cost.projection) for cost in costs]
+    worst = max(range(len(costs)), key=lambda band: costs[band].projection.peak_bytes)
     ranks = []
-    for band, cost in enumerate(found):
+    for band, cost in enumerate(costs):
         projection, traffic = cost.projection, cost.traffic
-        rows = bands.layout.shares.rows(band, bands.layout.shares.height)
+        rows = bands.ownership.partition.rows(band, bands.ownership.partition.height)
         sent = traffic.sent_bytes
         ranks.append(
             RankPlan(
@@ -388,21 +405,27 @@ def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, found: Sequ
         )
     return ProjectedMeshPlan(
         bands=bands,
-        planned=ProjectedPlan(bands.choices, found[worst].region, found[worst].projection),
+        planned=ProjectedPlan(bands.choices, costs[worst].region, costs[worst].projection),
         mesh=MeshPlan(
             num_replicas=shape.num_replicas,
             ranks=tuple(ranks),
             halo_flops=max(0, sum(tiled) - undivided),
-            outputs_in_bands=bool(bands.layout.kept_in_bands),
+            outputs_in_bands=bool(bands.ownership.kept_in_bands),
         ),
     )
 
 
 def _undivided(bands: BandRegionBuilder) -> BandRegionBuilder:
-    """The same decisions for one band that is the whole image."""
-    return BandRegionBuilder(bands.problem, bands.choices, BandPartition((0, bands.layout.shares.height)), num_replicas=bands.num_replicas)
+    """The same decisions for one band that is the full image."""
+    return BandRegionBuilder(
+        bands.problem, bands.choices, BandPartition((0, bands.ownership.partition.height)), num_replicas=bands.num_replicas
+    )
 
 
 def _tiled_flops(bands: BandRegionBuilder, projection: Projection) -> int:
-    """FLOPs of segments in strips."""
-    return sum(op.flops for op in projection.op_records if op.move.kind != "loss" and bands.choices[op.move.segment].mode == "tiled")
+    """FLOPs of tiled segments."""
+    return sum(
+        record.flops
+        for record in projection.op_records
+        if record.move.kind != "loss" and bands.choices[record.move.segment].mode == "tiled"
+    )

@@ -1,4 +1,4 @@
-"""``nn.SyncBatchNorm`` in a compiled model: its moments are merged over all replicas' images by the mesh."""
+"""``nn.SyncBatchNorm`` in a compiled model: its moments are merged over the images of all replicas."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = ["check_sync_batch_norms", "synchronized_moments", "without_sync_batch
 
 
 class _LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What a SyncBatchNorm is on one rank."""
+    """The BatchNorm that replaces a SyncBatchNorm during capture."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
 
 
 def _sync_batch_norms(model: nn.Module) -> dict[str, Any]:
+    """SyncBatchNorms of a model by name, also while they are replaced."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -34,22 +35,22 @@ def _sync_batch_norms(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def without_sync_batch_norm(model: nn.Module) -> Iterator[None]:
-    """A model whose SyncBatchNorms are BatchNorms, to be captured."""
-    found: list[tuple[nn.Module, type[nn.Module]]] = [(module, module.__class__) for module in _sync_batch_norms(model).values()]
+    """Replace SyncBatchNorms by BatchNorms inside the context, for capture."""
+    modules: list[tuple[nn.Module, type[nn.Module]]] = [(module, module.__class__) for module in _sync_batch_norms(model).values()]
     try:
-        for module, _ in found:
+        for module, _ in modules:
             module.__class__ = _LocalBatchNorm
         yield
     finally:
-        for module, own in found:
-            module.__class__ = own
+        for module, original in modules:
+            module.__class__ = original
 
 
 def check_sync_batch_norms(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> None:
-    """Refuse norms over ranks that the mesh does not hold, or that are not all of its.
+    """Refuse SyncBatchNorms whose ranks are not exactly those of the mesh.
 
     Raises:
-        UnsupportedError: naming them.
+        UnsupportedError: with the names of the norms.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -60,18 +61,18 @@ def check_sync_batch_norms(model: nn.Module, mesh: LiveMesh | MeshShape | None) 
             if module.process_group is None
             else tuple(dist.get_process_group_ranks(module.process_group))
         )
-        ours = mesh.ranks if isinstance(mesh, LiveMesh) else ()
-        if module.training and len(ranks) > 1 and sorted(ranks) != sorted(ours):
+        mesh_ranks = mesh.ranks if isinstance(mesh, LiveMesh) else ()
+        if module.training and len(ranks) > 1 and sorted(ranks) != sorted(mesh_ranks):
             problems.append(
-                f"{name}: SyncBatchNorm over ranks {list(ranks)}, but the mesh has {list(ours) or 'none'}; compile with a mesh of just "
-                "these ranks, or use BatchNorm"
+                f"{name}: SyncBatchNorm over ranks {list(ranks)}, but the mesh has {list(mesh_ranks) or 'none'}; compile with a mesh of "
+                "just these ranks, or use BatchNorm"
             )
     if problems:
         raise UnsupportedError(problems)
 
 
 def synchronized_moments(model: nn.Module, graph: Graph, mesh: LiveMesh | MeshShape) -> frozenset[str]:
-    """The moments that are those of all replicas together."""
+    """Names of the moments that are merged over all replicas."""
     shape = mesh.shape if isinstance(mesh, LiveMesh) else mesh
     paths = set(_sync_batch_norms(model))
     if shape.num_replicas == 1:

@@ -256,13 +256,13 @@ class Engine:
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             version_guards=tuple(value.version_guard for value in inputs if value.version_guard is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
-            slabs=ready.slabs,
-            room=self.preparation.room,
+            slab_pool=ready.slabs,
+            host_allocator=self.preparation.room,
             make_machine=TorchMachine if self.party is None else self.party.machine,
             graphs=ready.graphs,
-            turn=self.preparation.turn,
-            differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.backward_context(),
-            retaining=(lambda: None) if ready.retained is None else patch_lock()(ready.retained.check),
+            active_graphs=self.preparation.turn,
+            backward_context=contextlib.nullcontext if self.sharding is None else self.sharding.backward_context(),
+            check_retain_graph=(lambda: None) if ready.retained is None else patch_lock()(ready.retained.check),
             weights=self._bound_weights(ready.region, graph, tensors),
         )
 

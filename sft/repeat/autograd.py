@@ -20,7 +20,7 @@ from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan
 from sft.solvers.schedule import Operation, activation_name, grad_name
-from sft.torch_runtime.autograd import autocast_disabled, retains_graph, unneeded_grads
+from sft.torch_runtime.autograd import autocast_disabled, check_unmodified, retains_graph, unneeded_grads
 from sft.torch_runtime.machine import TorchMachine
 
 __all__ = ["BackwardWeightAccess", "ChainCall", "ForwardWeightAccess", "run_chain", "run_inference"]
@@ -141,11 +141,8 @@ class _ChainFunction(torch.autograd.Function):
         n = call.plan.num_blocks
         refuse_after_failure(ctx.table)
         table: Environment = ctx.table
-        if call.programs.reads_output and table.values[activation_name(n)]._version != ctx.version:
-            raise RuntimeError(
-                "the output of a repeated block was modified in place after the forward pass, and the backward pass needs it; "
-                "modify a clone of it instead"
-            )
+        if call.programs.reads_output:
+            check_unmodified(table.values[activation_name(n)], ctx.version, "the output of a repeated block")
         if retains_graph():
             table = table.copy()
         else:

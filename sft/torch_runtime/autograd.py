@@ -1,16 +1,14 @@
-"""A compiled region as one autograd function.
+"""Compiled region as one autograd function, and queries of the running autograd engine.
 
-The whole schedule, forward and backward, is inside: autograd sees inputs, parameters and buffers going in and outputs coming out.
-They pass through ``save_for_backward``, so changing one of them between forward and backward raises as it does in eager PyTorch.
-Gradients are returned, not written: ``.grad`` is touched by autograd after the last strip, or not at all. A leaf that no used output
-depends on gets no gradient, as in eager PyTorch, rather than zeros, which an optimizer with momentum or weight decay would act on.
+The complete schedule, forward and backward, is inside one function: autograd sees inputs, parameters and buffers as its arguments and the
+outputs as its results. The arguments pass through ``save_for_backward``, so changing one between forward and backward raises, as in eager
+PyTorch. Gradients are returned, not written: autograd touches ``.grad`` after the last strip, or not at all. A leaf that no used output
+depends on gets no gradient, as in eager PyTorch, rather than zeros, on which an optimizer with momentum or weight decay would act.
 
-The programs hold every cast that they need. Both passes therefore run with autocast off, whatever the caller has switched on.
+Programs contain every cast that they need. Both passes therefore run with autocast off, whatever the caller's setting.
 
-Sources are no tensors and no part of that: the function keeps the object, and nobody notices when its content changes in between.
-Their gradients leave through sinks, strip by strip, while the backward pass runs.
-
-The backward pass that autograd runs at the moment: what it was asked for.
+Sources are not tensors: the function keeps the object, and a change of its content in between goes unnoticed. Their gradients are added to
+sinks, strip by strip, while the backward pass runs.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 from sft.common.call_guards import refuse_after_failure, refuse_batched_grads
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph, will_engine_execute
-from sft.runtime.region import Region
+from sft.runtime.region import Region, Tape
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
@@ -38,69 +36,39 @@ from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.skip_constant import Skipping
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
 
-__all__ = ["RegionInputs", "autocast_disabled", "engine_will_execute", "retains_graph", "run_region", "unneeded_grads"]
-
-
-def retains_graph() -> bool:
-    """Whether it was asked to retain the graph."""
-    return task_retains_graph()
-
-
-def engine_will_execute(node: Any) -> bool:
-    """Whether it computes what flows into a node of the graph (``None``: into nothing).
-
-    It does not where ``torch.autograd.grad(y, x)`` or ``backward(inputs=[x])`` leaves the node out. Whoever hands a gradient on is not
-    asked; whoever uses it by himself has to be.
-    """
-    if node is None:
-        return False
-    try:
-        return will_engine_execute(node)
-    except RuntimeError:  # a leaf of torch.autograd.grad: there is no answer for those that are asked for
-        return True
-
-
-def unneeded_grads(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
-    """Of the tensors that a function was given those whose gradients nobody asks for.
-
-    Args:
-        context: of the function, in its backward pass.
-        names: of its tensors in order.
-        first: the place of the first of them.
-    """
-    nodes = [node for node, _ in context.next_functions[first:]]
-    return frozenset(name for name, node in zip(names, nodes, strict=False) if not engine_will_execute(node))
-
-
-def autocast_disabled(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which autocast does not touch this device's operators."""
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+__all__ = [
+    "RegionInputs",
+    "autocast_disabled",
+    "check_unmodified",
+    "engine_will_execute",
+    "retains_graph",
+    "run_region",
+    "unneeded_grads",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionInputs:
-    """What a region runs on.
+    """Inputs of one call of a region.
 
     Attributes:
-        names: the values that the tensors stand for.
+        names: value names of the tensors.
         tensors: resident inputs, parameters and buffers.
-        device: where the region runs.
-        updated: buffers that get a new content right after the forward pass; the backward pass does not read them.
-        sources: what inputs are read from that are not resident, by value name.
-        version_guards: tensors behind such sources: changing them between forward and backward raises, as for all others.
-        sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
-        reading: gains what is read.
-        skipping: gains what strips are run, and which are left out.
-        slabs: room on the host for copies; none where there are none.
-        room: where cuts are that are never whole on the device.
-        make_machine: makes what runs a pass, of what the plain machine is made of.
-        graphs: recordings of programs of the region.
-        turn: whose recordings are alive, of all plans of the model.
-        differentiating: what the backward pass runs in.
-        retaining: refuses a backward pass that retains the graph, where there is no room for that.
-        weights: the parameters that are streamed; their tensors here are the host's.
+        device: device of the region.
+        updated: buffers that are overwritten right after the forward pass; the backward pass does not read them.
+        sources: sources of the inputs that are not resident, by value name.
+        version_guards: tensors that back such sources; changing one between forward and backward raises, as for all tensors.
+        sinks: factories of the gradient sinks of such inputs that need a gradient, called once for each backward pass.
+        reading: statistics of the inputs read.
+        skipping: statistics of the strips left out.
+        slab_pool: slabs on the host for offloaded values; ``None`` for a schedule without any.
+        host_allocator: allocates cuts on the host.
+        make_machine: constructor of the machine of a pass.
+        graphs: recorded programs of the region.
+        active_graphs: the recordings that are alive, over all plans of the model.
+        backward_context: context in which a backward pass runs.
+        check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
+        weights: the streamed parameters; their entries in ``tensors`` are on the host.
     """
 
     names: tuple[str, ...]
@@ -112,60 +80,62 @@ class RegionInputs:
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
     skipping: Skipping = field(default_factory=Skipping)
-    slabs: HostSlabPool | None = None
-    room: HostAllocator = field(default_factory=HostAllocator)
+    slab_pool: HostSlabPool | None = None
+    host_allocator: HostAllocator = field(default_factory=HostAllocator)
     make_machine: Callable[..., TorchMachine] = TorchMachine
     graphs: GraphCache | None = None
-    turn: ActiveGraphs = field(default_factory=ActiveGraphs)
-    differentiating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    retaining: Callable[[], None] = lambda: None
+    active_graphs: ActiveGraphs = field(default_factory=ActiveGraphs)
+    backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
 
     def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
-        """The streamed weights of a forward pass; ``None`` where there are none."""
+        """Streamed weights of a forward pass; ``None`` if all are resident."""
         return contextlib.nullcontext() if self.weights is None else self.weights.forward()
 
     def backward_weights(self, reached: Collection[str], grads: dict[str, Any]) -> contextlib.AbstractContextManager[WeightPass | None]:
-        """Those of a backward pass, which gain ``grads``; see :meth:`BoundWeights.backward`."""
+        """Streamed weights of a backward pass, which adds to ``grads``; see :meth:`BoundWeights.backward`."""
         return contextlib.nullcontext() if self.weights is None else self.weights.backward(reached, grads)
 
-    def machine(self, *, backward: bool, copies: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
-        """What runs a pass."""
-        self.turn.take(self.graphs)
-        account, skipping = (self.reading.backward, self.skipping.backward) if backward else (self.reading.forward, self.skipping.forward)
-        parts = {
-            "reading": account,
-            "skipping": skipping,
-            "offloader": copies,
-            "host_allocator": self.room,
-            "graphs": self.graphs,
-            "weights": weights,
-        }
-        return self.make_machine(self.device, **parts)
+    def machine(self, *, backward: bool, offloader: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
+        """Machine of one pass."""
+        self.active_graphs.activate(self.graphs)
+        return self.make_machine(
+            self.device,
+            reading=self.reading.backward if backward else self.reading.forward,
+            skipping=self.skipping.backward if backward else self.skipping.forward,
+            offloader=offloader,
+            host_allocator=self.host_allocator,
+            graphs=self.graphs,
+            weights=weights,
+        )
 
 
-def run_region(region: Region, leaves: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
-    """Run a region on tensors and sources; returns the outputs by value name.
+def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
+    """Run a region on tensors and sources.
 
     Args:
-        region: what to run.
-        leaves: what it runs on.
-        hosts: what takes the outputs that are on the host. Their gradients arrive on the host, too.
+        region: the region.
+        inputs: its inputs.
+        hosts: destinations of the outputs on the host. Their gradients arrive on the host, too.
+
+    Returns:
+        The outputs by value name.
     """
-    tensors, hosts = leaves.tensors, hosts or {}
-    keep = torch.is_grad_enabled() and (bool(leaves.sinks) or any(tensor.requires_grad for tensor in tensors))
-    given = dict(zip(leaves.names, tensors, strict=True))
-    made = [name for name in region.outputs if name not in given]
+    tensors, hosts = inputs.tensors, hosts or {}
+    keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
+    leaves = dict(zip(inputs.names, tensors, strict=True))
     if not keep:
-        with torch.no_grad(), autocast_disabled(leaves.device), leaves.forward_weights() as weights:
-            machine = leaves.machine(backward=False, weights=weights)
-            outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
+        with torch.no_grad(), autocast_disabled(inputs.device), inputs.forward_weights() as weights:
+            machine = inputs.machine(backward=False, weights=weights)
+            outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
-    # A sink is no tensor: without this one autograd might see nothing here that requires grad.
-    extra = (torch.empty(0, requires_grad=True, device="cpu"),) if leaves.sinks else ()
-    bare = replace(leaves, tensors=(), version_guards=())  # autograd's context must not keep what autograd is to watch
-    results = _RegionFunction.apply(region, bare, hosts, *tensors, *leaves.version_guards, *extra)  # type: ignore[no-untyped-call]  # as torch leaves it
-    return {**{name: given[name] for name in region.outputs if name in given}, **dict(zip(made, results, strict=True))}
+    # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
+    anchor = (torch.empty(0, requires_grad=True, device="cpu"),) if inputs.sinks else ()
+    without_tensors = replace(inputs, tensors=(), version_guards=())  # autograd's context must not keep the tensors that autograd watches
+    results = _RegionFunction.apply(region, without_tensors, hosts, *tensors, *inputs.version_guards, *anchor)  # type: ignore[no-untyped-call]  # as torch leaves it
+    computed = [name for name in region.outputs if name not in leaves]
+    return {**{name: leaves[name] for name in region.outputs if name in leaves}, **dict(zip(computed, results, strict=True))}
 
 
 def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
@@ -175,33 +145,32 @@ def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, leaves: RegionInputs, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
+        ctx: Any, region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
-        copies = None if leaves.slabs is None else HostOffloader(leaves.device, leaves.slabs.lease())
-        with autocast_disabled(leaves.device), _quiesce_on_error(copies), leaves.forward_weights() as weights:
-            machine = leaves.machine(backward=False, copies=copies, weights=weights)
-            outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
-            # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
+        leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
+        offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
+        with autocast_disabled(inputs.device), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
+            machine = inputs.machine(backward=False, offloader=offloader, weights=weights)
+            outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
+            # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
             tape.copies.wait(machine, tuple(tape.copies.by_target))
-        made = [name for name in region.outputs if name not in given]
-        # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
-        # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
-        # Of an output on the host the tape holds a copy of its own, which nobody can change.
-        values = {name: value for name, value in tape.values.by_name.items() if name not in given and name not in leaves.sources}
-        # Of an output that is a copy of what the tape holds, likewise.
-        watched = [name for name in made if name in values and name not in hosts and values[name] is outputs[name]]
+        computed = [name for name in region.outputs if name not in leaves]
+        # The tape keeps only values that the region computed: leaves return through saved tensors, which autograd checks. Outputs on the
+        # tape are aliases, since a result would keep its own graph alive. An alias shares the version, so a change in place is noticed.
+        # Of outputs on the host, and of outputs that are copies of a value on the tape, the tape has its own value, which cannot change.
+        values = {name: value for name, value in tape.values.by_name.items() if name not in leaves and name not in inputs.sources}
+        watched = [name for name in computed if name in values and name not in hosts and values[name] is outputs[name]]
         values.update({name: outputs[name].detach() for name in watched})
         tape.values.by_name = values
         ctx.versions = {name: values[name]._version for name in watched}
-        is_updated = [name in leaves.updated for name in leaves.names]
-        ctx.save_for_backward(*(None if up else tensor for up, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
+        is_updated = [name in inputs.updated for name in inputs.names]
+        ctx.save_for_backward(*(None if updated else tensor for updated, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.leaves, ctx.tape, ctx.copies = region, leaves, tape, copies
-        ctx.made, ctx.num_tensors = made, len(tensors)
-        results = tuple(_output_tensor(outputs[name]) for name in made)
-        fixed = [result for name, result in zip(made, results, strict=True) if name not in region.requires_grad]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.region, ctx.inputs, ctx.tape, ctx.offloader = region, inputs, tape, offloader
+        ctx.computed, ctx.num_tensors = computed, len(tensors)
+        results = tuple(_output_tensor(outputs[name]) for name in computed)
+        constant = [result for name, result in zip(computed, results, strict=True) if name not in region.requires_grad]
+        ctx.mark_non_differentiable(*constant)
         return results
 
     @staticmethod
@@ -211,22 +180,22 @@ class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         refuse_batched_grads(grads)
-        arriving = list(grads)
-        # What a second derivative could be asked for: all that the gradients are a function of.
+        output_grads = list(grads)
+        # Tensors that the gradients are a function of: a second derivative could be taken with respect to them.
         watched = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
         del grads  # each gradient lives as long as the backward pass needs it
-        with torch.no_grad(), ctx.leaves.differentiating():
-            found = _differentiate(ctx, arriving)
+        with torch.no_grad(), ctx.inputs.backward_context():
+            input_grads = _differentiate(ctx, output_grads)
         if not torch.is_grad_enabled():
-            return (None, None, None, *found)
-        # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
-        leaves = [None if grad is None else grad.detach().requires_grad_() for grad in found]
-        given: Any = _OnceDifferentiable.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return (None, None, None, *given)
+            return (None, None, None, *input_grads)
+        # create_graph=True. Torch's own once_differentiable returns constants if the incoming gradient is one.
+        leaves = [None if grad is None else grad.detach().requires_grad_() for grad in input_grads]
+        guarded: Any = _OnceDifferentiable.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return (None, None, None, *guarded)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as they are, which cannot be differentiated again."""
+    """Identity on gradients that raises when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -243,82 +212,131 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of the function's tensors, given those of its results (the list is emptied)."""
+    """Gradients of the function's tensors, given the gradients of its results; empties the list."""
     tensors = ctx.saved_tensors
     region: Region = ctx.region
-    leaves: RegionInputs = ctx.leaves
+    inputs: RegionInputs = ctx.inputs
     consume = not retains_graph()
-    tape = ctx.tape
+    tape: Tape = ctx.tape
     refuse_after_failure(tape)
     for name, version in ctx.versions.items():
-        if tape.values.by_name[name]._version != version:
-            raise RuntimeError(
-                f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
-                "modify a clone of it instead"
-            )
-    if leaves.weights is not None:
-        leaves.weights.check()
+        check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
+    if inputs.weights is not None:
+        inputs.weights.check()
     if not consume:
-        leaves.retaining()
-    copies = ctx.copies
+        inputs.check_retain_graph()
+    offloader = ctx.offloader
     if consume:
-        ctx.tape = ctx.copies = None
+        ctx.tape = ctx.offloader = None
     else:
         tape = tape.fork()
-    given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
-    tape.values.by_name.update(given)
-    tape.values.by_name.update(leaves.sources)
-    by_output = {name: grad for name, grad in zip(ctx.made, grads, strict=True) if name in region.requires_grad}
+    leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
+    tape.values.by_name.update(leaves)
+    tape.values.by_name.update(inputs.sources)
+    by_output = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
     reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
-    wanted = {
-        name: _materialize_grad(grad, region, name, torch.device("cpu") if name in region.host_outputs else leaves.device)
+    output_grads = {
+        name: _materialize_grad(grad, region, name, torch.device("cpu") if name in region.host_outputs else inputs.device)
         for name, grad in by_output.items()
     }
     grads.clear()
     by_output.clear()
-    sinks = {name: make() for name, make in leaves.sinks.items()}
-    if copies is not None:
-        copies.exceeds = not consume
-    if leaves.weights is not None:  # their gradients are used here and now
-        reached -= unneeded_grads(ctx, leaves.names)
-    live_out: dict[str, torch.Tensor] = {}
-    with leaves.backward_weights(reached, live_out) as weights:
-        machine = leaves.machine(backward=True, copies=copies, weights=weights)
-        with autocast_disabled(leaves.device), _quiesce_on_error(copies):
-            found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
+    sinks = {name: make() for name, make in inputs.sinks.items()}
+    if offloader is not None:
+        offloader.may_exceed_slab = not consume
+    if inputs.weights is not None:  # their gradients are used during the pass
+        reached -= unneeded_grads(ctx, inputs.names)
+    weight_grads: dict[str, torch.Tensor] = {}
+    with inputs.backward_weights(reached, weight_grads) as weights:
+        machine = inputs.machine(backward=True, offloader=offloader, weights=weights)
+        with autocast_disabled(inputs.device), _quiesce_on_error(offloader):
+            leaf_grads = region.backward(machine, tape, output_grads, sinks=sinks, consume=consume)
         for sink in sinks.values():
             sink.finish()
-    found.update(live_out)
-    live_out.clear()
-    if region.host_outputs and leaves.device.type == "cuda":
-        # Gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
-        torch.cuda.current_stream(leaves.device).synchronize()
-    named = [found.get(name) if name in reached else None for name in leaves.names]
-    return [*named, *[None] * (ctx.num_tensors - len(named))]
+    leaf_grads.update(weight_grads)
+    weight_grads.clear()
+    if region.host_outputs and inputs.device.type == "cuda":
+        # Their gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
+        torch.cuda.current_stream(inputs.device).synchronize()
+    by_tensor = [leaf_grads.get(name) if name in reached else None for name in inputs.names]
+    return [*by_tensor, *[None] * (ctx.num_tensors - len(by_tensor))]
 
 
 @contextlib.contextmanager
-def _quiesce_on_error(copies: HostOffloader | None) -> Iterator[None]:
-    """Where a pass fails, copies that are under way end before their buffers are somebody else's."""
+def _quiesce_on_error(offloader: HostOffloader | None) -> Iterator[None]:
+    """If a pass fails, wait for copies under way before their buffers are freed."""
     try:
         yield
     except BaseException:
-        if copies is not None:
-            copies.quiesce()
+        if offloader is not None:
+            offloader.quiesce()
         raise
 
 
 def _reachable_values(region: Region, outputs: Collection[str]) -> frozenset[str]:
-    """The values that a gradient of these outputs flows to."""
-    found = set(outputs)
+    """Values that a gradient of these outputs reaches."""
+    reached = set(outputs)
     for node in reversed(region.graph.nodes):
-        if node.name in found:
-            found.update(name for name in node.operands if name in region.requires_grad)
-    return frozenset(found)
+        if node.name in reached:
+            reached.update(name for name in node.operands if name in region.requires_grad)
+    return frozenset(reached)
 
 
 def _materialize_grad(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:
-    """An output that the loss does not use has a zero gradient; it costs no memory."""
+    """The gradient of an output; of an output that the loss does not use, zeros that take no memory."""
     if grad is not None:
         return grad
     return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.output_shape(name))
+
+
+# -- shared with sft.repeat.autograd --------------------------------------------------------------------------------
+
+
+def check_unmodified(value: torch.Tensor, version: int, description: str) -> None:
+    """Check that an output that the backward pass reads is still at the version that the forward pass recorded.
+
+    Raises:
+        RuntimeError: it was modified in place.
+    """
+    if value._version != version:
+        raise RuntimeError(
+            f"{description} was modified in place after the forward pass, and the backward pass needs it; modify a clone of it instead"
+        )
+
+
+def autocast_disabled(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which autocast does not change this device's operators."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def retains_graph() -> bool:
+    """True if the running backward pass retains the graph (``retain_graph=True``)."""
+    return task_retains_graph()
+
+
+def engine_will_execute(node: Any) -> bool:
+    """True if the running backward pass computes the gradient that flows into a node of the graph; False for ``None``.
+
+    ``torch.autograd.grad(y, x)`` and ``backward(inputs=[x])`` leave nodes out. Autograd drops gradients that are returned for them; code
+    that uses a gradient itself must check.
+    """
+    if node is None:
+        return False
+    try:
+        return will_engine_execute(node)
+    except RuntimeError:  # torch does not tell for the leaves of torch.autograd.grad, which it computes
+        return True
+
+
+def unneeded_grads(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
+    """Names of a function's tensors whose gradients the running backward pass does not need.
+
+    Args:
+        context: context of the function, in its backward.
+        names: names of its tensors in order.
+        first: position of the first of them among the function's arguments.
+    """
+    nodes = [node for node, _ in context.next_functions[first:]]
+    return frozenset(name for name, node in zip(names, nodes, strict=False) if not engine_will_execute(node))

@@ -1,14 +1,14 @@
-"""Strips of one signature replayed as CUDA graphs: a strip's program is recorded once, and started again by a single call.
+"""CUDA graphs of strips: the program of a strip signature is recorded once and replayed with a single call.
 
-A recorded program runs on the addresses that it was recorded on. The model's weights stay where they are, and are recorded so. All else
-goes through buffers of the recording, copied in before a replay and out behind it: rows of sources, of outputs and of their gradients and
-carried rows, which move from strip to strip; global values and sums over strips, which are other tensors in each step. Results are copied
-into new tensors, since they live on and the next replay writes over them. Where weights have moved, the program is recorded anew.
+A recorded program runs on the addresses that it was recorded on. The model's weights keep theirs and are recorded as they are. Everything
+that moves is copied into buffers of the recording before a replay, and out of them after it: rows of sources, of outputs and of their
+gradients, carried rows, global values and sums over strips. Results are copied into new tensors, since they outlive the next replay, which
+overwrites them. If weights have moved, the program is recorded again.
 
-The buffers stay for as long as the recording does, and so does the memory that recorded programs work in. That is one pool for all of them:
-nothing in it outlives a replay. So recordings are chosen when everything else is planned, from what the budget has left, and their bytes
-are added to the projected peak. A program whose calls depend on where its strip lies (masks, interpolation), or that uploads a table, is
-not recorded: what it would upload is fixed then.
+The buffers exist as long as the recording, and so does the memory in which recorded programs work. That is one pool for all of them, since
+no value in it outlives a replay. Recordings are therefore chosen last, from the bytes that the budget has left, and their bytes are added
+to the projected peak. A program whose calls depend on the strip's position (masks, interpolation), or that uploads a table, is not
+recorded: a recording would fix the uploaded content.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from sft.runtime.tiled_segment import TiledSegment
 
 __all__ = ["ActiveGraphs", "CudaGraphRecorder", "GraphCache", "GraphRecorder", "buffer_bytes", "recordable_programs"]
 
-#: Ports whose tensors are written.
+#: Roles of ports whose tensors are written.
 _WRITTEN = frozenset({"out", "grad_source", "partial", "grad_side"})
-#: A program that runs less often in a step is not worth its memory.
+#: Minimum number of runs in a step of a program that is recorded.
 _MIN_RUNS = 4
-#: The allocator takes memory for a pool in segments; one for large blocks and one for small ones may be nearly empty.
+#: The allocator reserves memory of a pool in segments; one for large blocks and one for small blocks may be nearly empty.
 _SEGMENTS_BYTES = 22 * 2**20
 
 PortBindings = Mapping[Port, Any]
-#: Runs a program on tensors; its results by port.
+#: Runs a program on bound tensors and returns its results by port.
 RunProgram = Callable[[Program, PortBindings], dict[Port, Tensor]]
 
 
 class GraphRecorder(Protocol):
-    """Records what is done on a device."""
+    """Recorder of device work."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work, once or more, and return what does it again on the same memory."""
+        """Run the work at least once, and return a function that repeats it on the same memory."""
 
 
 @dataclass(slots=True)
 class CudaGraphRecorder:
-    """Records CUDA graphs, all on one stream (libraries keep workspaces for each stream that they have run on) and in one pool of memory.
+    """Recorder of CUDA graphs, all on one stream (libraries keep workspaces for each stream that they have used) and in one memory pool.
 
     Attributes:
         device: the GPU.
@@ -62,7 +62,7 @@ class CudaGraphRecorder:
     _pool: Any = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run once on a stream of their own (kernels are compiled and chosen then), then record."""
+        """Run the work once on the recording stream, which compiles and selects kernels, then record it."""
         with torch.cuda.device(self.device):
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -71,25 +71,25 @@ class CudaGraphRecorder:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            # Other threads, such as a reader's, may use the device meanwhile.
+            # Other threads, such as a strip reader's, may use the device during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay
 
 
 def buffer_bytes(program: Program, weights: Collection[str]) -> int:
-    """Bytes of a recording's buffers: for all that a program reads but the model's weights, and for its results."""
+    """Bytes of a recording's buffers: for every port except the model's weights, and for the results."""
     ports = sum(slot.num_bytes for port, slot in program.ports.items() if not _has_fixed_address(port, weights))
     return ports + sum(program.result_bytes.values())
 
 
 def _has_fixed_address(port: Port, weights: Collection[str]) -> bool:
-    """Whether a port's tensor is where it is in all steps."""
+    """True if a port's tensor has the same address in all steps."""
     return port.role == "side" and port.name in weights
 
 
 def recordable_programs(region: Region, *, training: bool) -> list[Program]:
-    """Programs that run often in a step and can be recorded, those that run most often first."""
+    """Recordable programs that run often in a step, most frequent first."""
     runs: dict[int, int] = {}
     programs: dict[int, Program] = {}
     for segment in region.segments:
@@ -116,16 +116,16 @@ def _is_recordable(program: Program) -> bool:
 
 @dataclass(slots=True)
 class _RecordedGraph:
-    """A recorded program.
+    """Recorded program.
 
     Attributes:
-        fixed: addresses of the weights.
-        buffers: of all else.
-        results: where results are.
-        replay: does it again.
+        weight_addresses: addresses of the weights, by port.
+        buffers: buffers of the other ports.
+        results: buffers of the results.
+        replay: runs the program on these buffers.
     """
 
-    fixed: tuple[tuple[Port, int], ...]
+    weight_addresses: tuple[tuple[Port, int], ...]
     buffers: dict[Port, Tensor]
     results: dict[Port, Tensor]
     replay: Callable[[], None]
@@ -136,11 +136,11 @@ class GraphCache:
     """Recordings of some programs.
 
     Attributes:
-        programs: that are recorded.
+        programs: the programs to record.
         recorder: records them.
-        weights: names of what stays where it is.
-        num_bytes: that all recordings hold.
-        num_replays: so far, for tests.
+        weights: names of the values that keep their addresses.
+        num_bytes: bytes of all recordings.
+        num_replays: number of replays so far, for tests.
     """
 
     programs: tuple[Program, ...]
@@ -149,10 +149,10 @@ class GraphCache:
     num_bytes: int = 0
     num_replays: int = 0
     _recordings: dict[int, _RecordedGraph] = field(default_factory=dict, repr=False)
-    _known: frozenset[int] = field(default_factory=frozenset, repr=False)
+    _program_ids: frozenset[int] = field(default_factory=frozenset, repr=False)
 
     def __post_init__(self) -> None:
-        self._known = frozenset(map(id, self.programs))
+        self._program_ids = frozenset(map(id, self.programs))
 
     @classmethod
     def within(
@@ -163,32 +163,32 @@ class GraphCache:
         weights: frozenset[str] = frozenset(),
         working_bytes: Callable[[Program], int] = attrgetter("peak_bytes"),
     ) -> GraphCache:
-        """Recordings of as many of these programs, the first ones first, as so many bytes have room for.
+        """Cache for those of these programs whose recordings fit, in order.
 
         Args:
-            programs: to be recorded.
-            spare_bytes: what is left of the budget.
+            programs: programs to record.
+            spare_bytes: bytes left of the budget.
             recorder: records them.
-            weights: names of what stays where it is.
-            working_bytes: what a program works in.
+            weights: names of the values that keep their addresses.
+            working_bytes: bytes in which a program works.
         """
         chosen: list[Program] = []
         buffers = pool = 0
         for program in programs:
-            own, shared = buffer_bytes(program, weights), max(pool, working_bytes(program) + _SEGMENTS_BYTES)
-            if buffers + own + shared <= spare_bytes:
+            program_buffers, new_pool = buffer_bytes(program, weights), max(pool, working_bytes(program) + _SEGMENTS_BYTES)
+            if buffers + program_buffers + new_pool <= spare_bytes:
                 chosen.append(program)
-                buffers, pool = buffers + own, shared
+                buffers, pool = buffers + program_buffers, new_pool
         return cls(programs=tuple(chosen), recorder=recorder, weights=weights, num_bytes=buffers + pool)
 
     def run(self, program: Program, bindings: PortBindings, run: RunProgram) -> dict[Port, Tensor] | None:
-        """Run a program by its recording; None where it has none."""
-        if id(program) not in self._known:
+        """Run a program by replaying its recording; ``None`` if it is not to be recorded."""
+        if id(program) not in self._program_ids:
             return None
-        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _has_fixed_address(port, self.weights))
+        addresses = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _has_fixed_address(port, self.weights))
         recording = self._recordings.get(id(program))
-        if recording is None or recording.fixed != fixed:
-            recording = self._recorded(program, bindings, fixed, run)
+        if recording is None or recording.weight_addresses != addresses:
+            recording = self._record(program, bindings, addresses, run)
         self._load(program, bindings, recording.buffers)
         recording.replay()
         self.num_replays += 1
@@ -197,9 +197,9 @@ class GraphCache:
                 bindings[port].copy_(buffer)
         return {port: result.clone() for port, result in recording.results.items()}
 
-    def _recorded(self, program: Program, bindings: PortBindings, fixed: tuple[tuple[Port, int], ...], run: RunProgram) -> _RecordedGraph:
-        """Record a program."""
-        self._recordings.pop(id(program), None)  # the old one's memory first
+    def _record(self, program: Program, bindings: PortBindings, addresses: tuple[tuple[Port, int], ...], run: RunProgram) -> _RecordedGraph:
+        """Record a program; its earlier recording is freed first."""
+        self._recordings.pop(id(program), None)
         device = next(tensor.device for tensor in _tensors(bindings.values()))
         buffers = {
             port: _empty_buffer(slot, device) if port.role == "carry" else torch.empty_like(bindings[port])
@@ -208,26 +208,26 @@ class GraphCache:
         }
         results = {port: _empty_buffer(slot, device) for port, slot in program.results.items()}
         self._load(program, bindings, buffers)
-        given = {**bindings, **buffers}
+        recorded_bindings = {**bindings, **buffers}
         for port in (port for port in buffers if port.role == "carry"):
             rows = Interval(0, buffers[port].shape[_carried_dim(program, program.ports[port])])
-            given[port] = [(0, rows, buffers[port])]
+            recorded_bindings[port] = [(0, rows, buffers[port])]
 
         def work() -> None:
-            for port, result in run(program, given).items():
+            for port, result in run(program, recorded_bindings).items():
                 results[port].copy_(result)
 
-        recording = _RecordedGraph(fixed=fixed, buffers=buffers, results=results, replay=self.recorder.record(work))
+        recording = _RecordedGraph(weight_addresses=addresses, buffers=buffers, results=results, replay=self.recorder.record(work))
         self._recordings[id(program)] = recording
         return recording
 
     def clear(self) -> None:
-        """Forget all recordings, and give their memory back."""
+        """Drop all recordings and free their memory."""
         self._recordings.clear()
 
     @staticmethod
     def _load(program: Program, bindings: PortBindings, buffers: Mapping[Port, Tensor]) -> None:
-        """Copy what moves into its buffers; of what is only written, nothing."""
+        """Copy the bound tensors into the recording's buffers, except those that are only written."""
         for port, buffer in buffers.items():
             if port.role == "carry":
                 load_rows(buffer, _carried_dim(program, program.ports[port]), bindings[port])
@@ -237,19 +237,19 @@ class GraphCache:
 
 @dataclass(slots=True)
 class ActiveGraphs:
-    """Whose recordings are alive: each plan counts its own and no others, so there are those of one plan at a time.
+    """The recordings that are alive: those of one plan at a time, since each plan's peak counts only its own.
 
     Attributes:
-        store: the plan's recordings whose pass ran last; None where it has none.
+        cache: recordings of the plan whose pass ran last; ``None`` if it has none.
     """
 
-    store: GraphCache | None = None
+    cache: GraphCache | None = None
 
-    def take(self, store: GraphCache | None) -> None:
-        """A pass begins: recordings of another plan are forgotten, and their memory is given back."""
-        if self.store is not None and self.store is not store:
-            self.store.clear()
-        self.store = store
+    def activate(self, cache: GraphCache | None) -> None:
+        """Begin a pass with these recordings; those of another plan are dropped."""
+        if self.cache is not None and self.cache is not cache:
+            self.cache.clear()
+        self.cache = cache
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -262,7 +262,7 @@ def _empty_buffer(slot: Slot, device: torch.device) -> Tensor:
 
 
 def _carried_dim(program: Program, slot: Slot) -> int:
-    """The dimension along which a port's rows are carried."""
+    """Dimension along which a port's rows are carried."""
     dim = carried_dim(program, slot)
-    assert dim is not None, "a port of carried rows that nobody loads"
+    assert dim is not None, "the program loads no rows into this carry port"
     return dim

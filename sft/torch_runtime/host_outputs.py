@@ -1,7 +1,7 @@
-"""Outputs on the host: tensors that the region fills strip by strip, in memory or in a mapped file.
+"""Outputs on the host: tensors in memory or in a mapped file that the region fills strip by strip.
 
-Their memory is NumPy's, or a file's, so `sft.measure_peak` on the CPU counts the device's share alone. It is not page-locked, whatever the
-device: torch rounds page-locked buffers up to powers of two and keeps them, and these are the largest arrays of all.
+Their memory is NumPy's, or a file's, so `sft.measure_peak` on the CPU counts the device's share alone. It is not page-locked on any device:
+torch rounds page-locked buffers up to powers of two and keeps them, and these are the largest arrays of all.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["HostOutput", "allocate_host_output", "copy_in_order", "copy_to_host"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostOutput:
-    """An output on the host.
+    """Output on the host.
 
     Attributes:
-        tensor: on the CPU, what the caller gets.
-        file: the file that is its memory, None where it has none.
+        tensor: CPU tensor that the caller gets.
+        file: file that is its memory; ``None`` for RAM.
     """
 
     tensor: Tensor
@@ -37,31 +37,31 @@ class HostOutput:
 
     @classmethod
     def in_file(cls, file: NpyFile) -> HostOutput:
-        """An output that is a file."""
+        """Output in a file."""
         return cls(torch.from_numpy(file.array), file)
 
-    def write(self, view: Tensor, part: Tensor, axes: Axes, batch: Interval | None = None, rows: Interval | None = None) -> None:
-        """Copy a buffer on any device into a part of the tensor.
+    def write(self, view: Tensor, source: Tensor, axes: Axes, batch: Interval | None = None, rows: Interval | None = None) -> None:
+        """Copy a buffer on any device into a region of the tensor.
 
         Args:
-            view: the part: a view of the tensor.
-            part: the buffer.
-            axes: of the image, if it is one.
-            batch: its batch elements.
-            rows: its rows.
+            view: view of the region.
+            source: the buffer.
+            axes: axes of the image, if the output is one.
+            batch: batch elements of the region.
+            rows: rows of the region.
 
         Raises:
             SourceError: the file was cut short.
         """
         if self.file is not None:
             self.file.check()
-        if part.device.type != "meta":
-            copy_in_order(view, part, part)
+        if source.device.type != "meta":
+            copy_in_order(view, source, source)
         if self.file is not None:
             self.file.release(axes.dim(self.tensor.dim(), ROWS), batch, rows)
 
     def publish(self) -> None:
-        """Let the file appear under its name.
+        """Rename the file to its final name.
 
         Raises:
             SourceError: it cannot be renamed.
@@ -70,16 +70,16 @@ class HostOutput:
             self.file.publish()
 
     def discard(self) -> None:
-        """Remove the file if it is not published."""
+        """Remove the file unless it is published."""
         if self.file is not None:
             self.file.discard()
 
 
 def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool, is_dry: bool) -> HostOutput:
-    """An output in host memory; of a dry run on the meta device one number, expanded.
+    """Allocate an output in host memory; for a dry run on the meta device, one expanded number.
 
     Raises:
-        InputError: there is not so much memory.
+        InputError: the system has less memory.
     """
     if is_dry:
         return HostOutput(torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype).expand(shape).detach())
@@ -97,13 +97,13 @@ def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels
 
 
 def copy_in_order(target: Tensor, source: Tensor, dense: Tensor) -> None:
-    """Copy in the order in which ``dense``, one of the two, lies in memory: between devices no temporary is then made beside it."""
+    """Copy in the memory order of ``dense``, one of the two tensors: between devices, that avoids a temporary next to it."""
     order = sorted(range(dense.dim()), key=dense.stride, reverse=True)
     target.permute(order).copy_(source.permute(order))
 
 
 def copy_to_host(host: HostOutput, tensor: Tensor) -> Tensor:
-    """The tensor's content in an output on the host; its gradient is the tensor's."""
+    """Copy a tensor to an output on the host; the gradient of the copy is the tensor's."""
     copy: Tensor = _CopyToHost.apply(tensor, host)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return copy
 

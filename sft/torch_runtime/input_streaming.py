@@ -1,4 +1,4 @@
-"""Reading inputs while sweeps run: from a `sft.sources.Source` to strips on the device, and an account of it."""
+"""Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep, and statistics of the reads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sft.torch_runtime.host_outputs import copy_in_order
 
 __all__ = ["PassReading", "Reading", "SourceStripLoader", "load_source"]
 
-#: A whole image is read in pieces of about so many bytes: what lies behind it (a decoder, pages of a file) is then never whole.
-_PIECE_BYTES = 8 * 2**20
+#: An image is read in chunks of about this size, so that the memory of its decoder, or of its file's pages, stays small.
+_CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(slots=True, kw_only=True)
 class PassReading:
-    """What one pass, forward or backward, read of all inputs that are not resident.
+    """Statistics of the inputs that one pass, forward or backward, read from their sources.
 
     Attributes:
-        read_seconds: time that the readers spent reading and normalising, in threads of their own.
-        waited_seconds: time that the pass stood still for want of a strip.
-        num_rows_read: rows asked of the sources; a row of two batch elements counts twice, overlapping strips ask for it once.
-        read_bytes: bytes that the sources delivered, as numbers for the network.
+        read_seconds: time that reader threads spent reading and normalising.
+        waited_seconds: time that the pass waited for a strip.
+        num_rows_read: rows read; a row of two batch elements counts twice, a row that strips share counts once.
+        read_bytes: bytes that the sources delivered, in the network's element type.
     """
 
     read_seconds: float = 0.0
@@ -37,7 +37,7 @@ class PassReading:
 
     @property
     def hidden_fraction(self) -> float:
-        """The share of the reading time that the pass did not notice, in 0..1; 1 if nothing was read."""
+        """Fraction of the reading time that overlapped with computation, in 0..1; 1 for a pass without reads."""
         return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
 
     def __str__(self) -> str:
@@ -49,15 +49,15 @@ class PassReading:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a call read of its inputs; the backward pass adds its part when it runs.
+    """Statistics of the inputs that a call read; the backward pass adds its share when it runs.
 
     >>> print(Reading())
     forward: 0 rows in 0.00 s, waited 0.00 s (100 % hidden)
     backward: 0 rows in 0.00 s, waited 0.00 s (100 % hidden)
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward passes so far.
+        forward: statistics of the forward pass.
+        backward: statistics of the backward passes so far.
     """
 
     forward: PassReading = field(default_factory=PassReading)
@@ -68,18 +68,18 @@ class Reading:
 
 
 class SourceStripLoader:
-    """Strips of a source on a device, read ahead on the host.
+    """Loader of strips of a source, which a thread on the host reads ahead.
 
     Args:
-        source: of the whole batch.
-        batch: the elements wanted.
-        order: their rows, in the order in which they will be taken.
-        device: where strips go; on the host they stay in the reader's buffers.
-        account: gains what was read when the strips are closed.
+        source: source of the full batch.
+        batch: batch elements to read.
+        order: rows of each strip, in the order in which they are taken.
+        device: device of the strips; on the CPU they are views of the reader's buffers.
+        statistics: updated when the loader is closed.
     """
 
-    def __init__(self, source: Source, batch: Interval, order: Sequence[Interval], device: torch.device, account: PassReading) -> None:
-        self._device, self._account, self._num_batch = device, account, len(batch)
+    def __init__(self, source: Source, batch: Interval, order: Sequence[Interval], device: torch.device, statistics: PassReading) -> None:
+        self._device, self._statistics, self._num_batch = device, statistics, len(batch)
         self._reader: StripReader | None = StripReader(select_samples(source, batch), order)
 
     def take(self, rows: Interval) -> torch.Tensor:
@@ -96,47 +96,47 @@ class SourceStripLoader:
         return copy.copy_(strip)
 
     def close(self) -> None:
-        """End the thread and let go of the buffers."""
+        """Stop the thread, free the buffers and update the statistics."""
         reader, self._reader = self._reader, None
         if reader is None:
             return
         reader.close()
-        self._account.read_seconds += reader.read_seconds
-        self._account.waited_seconds += reader.waited_seconds
-        self._account.num_rows_read += reader.num_rows_read * self._num_batch
-        self._account.read_bytes += reader.read_bytes
+        self._statistics.read_seconds += reader.read_seconds
+        self._statistics.waited_seconds += reader.waited_seconds
+        self._statistics.num_rows_read += reader.num_rows_read * self._num_batch
+        self._statistics.read_bytes += reader.read_bytes
 
 
-def load_source(source: Source, out: torch.Tensor, account: PassReading) -> None:
+def load_source(source: Source, out: torch.Tensor, statistics: PassReading) -> None:
     """Fill a tensor on any device with all rows of a source.
 
     Raises:
         SourceError: the rows cannot be read.
     """
     num, channels, height, width = source.shape
-    piece_rows = max(1, _PIECE_BYTES // (num * channels * width * source.dtype.itemsize))
-    pieces = [Interval(top, min(top + piece_rows, height)) for top in range(0, height, piece_rows)]
+    chunk_rows = max(1, _CHUNK_BYTES // (num * channels * width * source.dtype.itemsize))
+    chunks = [Interval(top, min(top + chunk_rows, height)) for top in range(0, height, chunk_rows)]
     if out.device.type != "cpu":
-        strips = SourceStripLoader(source, Interval(0, num), pieces, torch.device("cpu"), account)
+        loader = SourceStripLoader(source, Interval(0, num), chunks, torch.device("cpu"), statistics)
         try:
-            for rows in pieces:
-                piece = strips.take(rows)
-                for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy to a buffer there first
-                    own = piece[sample : sample + 1]
-                    copy_in_order(out[sample : sample + 1, :, rows.start : rows.stop], own, own)
+            for rows in chunks:
+                strip = loader.take(rows)
+                for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy them via a buffer there
+                    host_rows = strip[sample : sample + 1]
+                    copy_in_order(out[sample : sample + 1, :, rows.start : rows.stop], host_rows, host_rows)
         finally:
-            strips.close()
+            loader.close()
         return
-    # The tensor is where the numbers belong: nothing to copy, and nothing to do meanwhile that a thread could hide behind.
+    # The source writes into the tensor itself: no copy and no computation that a thread could overlap with.
     started = time.perf_counter()
     with torch.no_grad():
-        for rows in pieces:
+        for rows in chunks:
             try:
                 source.rows(rows, out[:, :, rows.start : rows.stop])
             except Exception as error:
                 raise source_error(source, rows, error) from error
-            account.num_rows_read += num * len(rows)
+            statistics.num_rows_read += num * len(rows)
     seconds = time.perf_counter() - started
-    account.read_seconds += seconds
-    account.waited_seconds += seconds
-    account.read_bytes += out.numel() * out.element_size()
+    statistics.read_seconds += seconds
+    statistics.waited_seconds += seconds
+    statistics.read_bytes += out.numel() * out.element_size()

@@ -1,20 +1,20 @@
-"""Copies between the device and the host, beside the computation where the device can do that.
+"""Offloading on torch devices: copies between the device and the host, asynchronous on CUDA.
 
-A buffer that leaves is emptied, not replaced: its storage gives its bytes back to the allocator and gets new ones later, and all tensors on
-it stay what they are. The meter of `sft.measure_peak` sees both, since they are an operator of ours that says that it resizes.
+A buffer that leaves is emptied, not replaced: its storage returns its bytes to the allocator and gets new ones later, and all tensors on it
+stay valid. The meter of `sft.measure_peak` sees both, since an operator of ours resizes the storage and declares it.
 
-*Streams.* On CUDA each direction has a stream of its own; what orders them is events, never a wait of the host.
+*Streams.* On CUDA each direction has a stream of its own; events order them, and the host never waits.
 
-- down: the stream waits for an event that the computation records behind whatever made the buffer; a release makes the computation wait for
-  the copy, and only then is the storage emptied.
-- up: the storage is filled on the computation's stream, whose allocator knows when the block's last user there is through; the stream waits
-  for an event recorded behind that. Whoever reads the buffer waits for the copy.
+- Offload: the stream waits for an event that the computation records after writing the buffer. A release makes the computation wait for the
+  copy; only then is the storage emptied.
+- Prefetch: the storage is filled on the computation's stream, whose allocator knows when the block's last user there is complete; the copy
+  stream waits for an event recorded after that. The first program that reads the buffer waits for the copy.
 
-So every buffer is allocated and freed on the computation's stream, and freed only behind a wait for what the other streams do with it:
-``record_stream``, which leaves it to the allocator to guess, is not needed. The computation's stream is asked for before another one is
-entered, never inside. A part of the slab is given to another copy only behind a wait for the last, too.
+So every buffer is allocated and freed on the computation's stream, and freed only after a wait for the copy streams: ``record_stream``,
+which leaves the order to the allocator's guess, is not needed. The computation's stream is queried before another stream is entered, never
+inside. A range of the slab is given to another copy only after a wait for the last one.
 
-On other devices a copy is done when it was begun.
+On other devices a copy is synchronous.
 """
 
 from __future__ import annotations
@@ -56,85 +56,87 @@ def _copy_streams(device: torch.device) -> _CopyStreams:
 
 
 def upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for copies from the host to a CUDA device."""
+    """Stream of the copies from the host to a CUDA device."""
     return _copy_streams(device).up
 
 
 @dataclass(slots=True)
 class HostOffloader:
-    """What of a step is on the host.
+    """Copies of one step on the host.
 
     Attributes:
-        device: where buffers leave.
-        lease: where they go.
-        exceeds: whether copies that the slab has no room for get memory of their own. A plan's slab is for a backward pass that ends the
-            use of what it has read; where the graph is retained, that stays.
+        device: device of the buffers.
+        lease: slab of the copies.
+        may_exceed_slab: True if copies beyond the slab get memory of their own. The size of a plan's slab assumes a backward pass that
+        frees
+            the copies that it has read; with a retained graph they stay.
     """
 
     device: torch.device
     lease: SlabLease
-    exceeds: bool = False
+    may_exceed_slab: bool = False
     _arena: HostArena = field(default_factory=HostArena)
     _overflow: dict[int, Tensor] = field(default_factory=dict)
 
     def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
-        """Begin to copy the storages of these tensors, each once."""
-        # Torch keeps one Python object for each storage, for as long as that lives.
+        """Begin to copy the storages of these tensors to the host, each once."""
+        # Torch keeps one Python object for each storage while the storage lives.
         buffers = [storage_as_bytes(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
         copy = OffloadedValue(target, buffers, sizes, self._arena.allocate(sum(sizes)))
-        if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
+        if self.may_exceed_slab and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
             self._overflow[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
         with self._on_copy_stream("down") as stream:
-            for buffer, part in self._buffers_with_slab(copy):
-                part.copy_(buffer, non_blocking=True)
+            for buffer, host_bytes in self._buffers_with_slab(copy):
+                host_bytes.copy_(buffer, non_blocking=True)
             copy.offload_done = _record_event(stream)
         return copy
 
     def release(self, copy: OffloadedValue) -> None:
-        """Wait for the copy to the host (and for one from it, if that is going on), and empty the storages."""
+        """Wait for the copy to the host, and for one from it that is under way, and empty the storages."""
         self._wait_copies(copy)
         for buffer in copy.buffers:
             torch.ops.sft.resize_storage_(buffer, 0)
         copy.is_away = True
 
     def prefetch(self, copy: OffloadedValue) -> None:
-        """Fill the storages again, and begin to copy back."""
+        """Allocate the storages' bytes again and begin to copy back."""
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             torch.ops.sft.resize_storage_(buffer, size)
         with self._on_copy_stream("up") as stream:
-            for buffer, part in self._buffers_with_slab(copy):
-                buffer.copy_(part, non_blocking=True)
+            for buffer, host_bytes in self._buffers_with_slab(copy):
+                buffer.copy_(host_bytes, non_blocking=True)
             copy.prefetch_done = _record_event(stream)
         copy.is_away, copy.is_arriving = False, True
 
     def wait_prefetch(self, copy: OffloadedValue) -> None:
-        """Let the computation wait for the copy back."""
+        """Make the computation's stream wait for the copy back."""
         self._wait_copies(copy)
 
     def free_offload(self, copy: OffloadedValue) -> None:
-        """End the use of a copy: what it touches may go."""
+        """Free the copy on the host, after a wait for copies under way."""
         self._wait_copies(copy)
         copy.buffers.clear()
         self._overflow.pop(copy.start, None)
         self._arena.free(copy.start)
 
     def quiesce(self) -> None:
-        """Let the computation wait for everything, when a step has failed and buffers go that copies may still touch."""
+        """Make the computation's stream wait for all copies, when a failed step frees buffers that copies may still access."""
         if self.device.type == "cuda":
             compute, streams = torch.cuda.current_stream(self.device), _copy_streams(self.device)
             compute.wait_stream(streams.down)
             compute.wait_stream(streams.up)
 
     def _buffers_with_slab(self, copy: OffloadedValue) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
-        own, offset = self._overflow.get(copy.start), 0
+        """Each buffer with its bytes in the slab; empty in a dry run."""
+        overflow, offset = self._overflow.get(copy.start), 0
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             if self.device.type != "meta":
-                yield buffer, self.lease.part(copy.start + offset, size) if own is None else own[offset : offset + size]
+                yield buffer, self.lease.slice(copy.start + offset, size) if overflow is None else overflow[offset : offset + size]
             offset += size
 
     def _wait_copies(self, copy: OffloadedValue) -> None:
+        """Make the computation's stream wait for the copies under way."""
         for event in (copy.offload_done, copy.prefetch_done):
             if event is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -143,7 +145,7 @@ class HostOffloader:
 
     @contextmanager
     def _on_copy_stream(self, direction: str) -> Iterator[Any]:
-        """On the stream of a direction, behind what the computation was asked so far; on a device without streams just here."""
+        """Context on the copy stream of a direction, after all work queued so far; without effect on devices without streams."""
         if self.device.type != "cuda":
             yield None
             return
@@ -154,11 +156,11 @@ class HostOffloader:
 
 
 def _record_event(stream: Any) -> Any:
-    """Something to wait for: all that the stream was asked so far."""
+    """Event after all work queued on a stream so far; ``None`` without a stream."""
     return None if stream is None else stream.record_event()
 
 
 def storage_as_bytes(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, as a tensor on it."""
+    """View of all bytes of a tensor's storage."""
     size = tensor.untyped_storage().nbytes()
     return tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0).view(torch.uint8)

@@ -1,9 +1,8 @@
-"""Streamed weights of a compiled model, for one pass: from the records of a store to buffers on the device, and gradients to a sink.
+"""Streamed weights of one pass on torch devices: from the records of a store to device buffers, and gradients to a sink.
 
-On CUDA copies run on the stream that brings values back from the host (``sft.torch_runtime.offload``), with the same rules: buffers are
-taken and given back on the computation's stream, and events say who waits for whom. From a store that is slow (a file) a thread copies, so
-that the computation does not wait for the disk while it has something to do. On the CPU, from the host's memory, a copy is done when it
-was begun.
+On CUDA, copies run on the stream that also prefetches offloaded values (``sft.torch_runtime.offload``), under the same rules: buffers are
+allocated and freed on the computation's stream, and events order the streams. From a slow store (a file) a thread copies, so that the
+computation does not wait for the disk. On the CPU, copies from host memory are synchronous.
 """
 
 from __future__ import annotations
@@ -24,64 +23,53 @@ from torch import Tensor
 from sft.common.errors import SourceError
 from sft.torch_runtime.offload import storage_as_bytes, upload_stream
 from sft.weights import Store, StreamCounters
+from sft.weights.gradient_sinks import BlockSink
 
-__all__ = ["BoundWeights", "GradientReceiver", "WeightPass", "WeightProvider"]
-
-
-class GradientReceiver(Protocol):
-    """Takes the gradients of one backward pass, a parameter at a time."""
-
-    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Take a gradient; see `sft.repeat.streamed.BlockSink`."""
-        ...
-
-    def collect(self) -> Mapping[str, Tensor]:
-        """The gradients that are autograd's to hand on, by parameter, when the pass is done."""
-        ...
+__all__ = ["BoundWeights", "WeightPass", "WeightProvider"]
 
 
 class WeightProvider(Protocol):
-    """The streamed parameters of a model."""
+    """Interface of the streamed parameters of a model."""
 
     device: torch.device
     store: Store
     counters: StreamCounters
 
     def record_of(self, path: str) -> int:
-        """The number of a parameter's record."""
+        """Number of a parameter's record."""
         ...
 
     def versions(self) -> Any:
-        """What changes when the weights do."""
+        """Value that changes with the weights."""
         ...
 
-    def taking(self, order: Sequence[int]) -> AbstractContextManager[GradientReceiver]:
-        """What takes the gradients of a backward pass, whose records are updated in this order."""
+    def open_sink(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
+        """Sink of the gradients of a backward pass, which updates records in this order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundWeights:
-    """The streamed weights of one call of a compiled model.
+    """Streamed weights of one call of a compiled model.
 
     Attributes:
-        owner: has them.
-        paths: their names in the model, by those of their values.
-        versions: of the weights that the call computes with.
+        provider: the streamed parameters of the model.
+        paths: parameter names in the model, by value name.
+        versions: version of the weights that the call computes with.
     """
 
-    owner: WeightProvider
+    provider: WeightProvider
     paths: Mapping[str, str]
     versions: Any
 
     @classmethod
-    def of(cls, owner: WeightProvider, paths: Mapping[str, str]) -> BoundWeights:
-        """For a call that begins now."""
-        return cls(owner, paths, owner.versions())
+    def of(cls, provider: WeightProvider, paths: Mapping[str, str]) -> BoundWeights:
+        """Weights of a call that begins now."""
+        return cls(provider, paths, provider.versions())
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[WeightPass]:
-        """A forward pass."""
+        """Context with the weights of a forward pass."""
         weights = self._pass()
         try:
             yield weights
@@ -90,13 +78,13 @@ class BoundWeights:
 
     @contextlib.contextmanager
     def backward(self, reached: Collection[str], grads: dict[str, Any]) -> Iterator[WeightPass]:
-        """A backward pass; gradients that autograd is to hand on come into ``grads``, by the names of their values.
+        """Context with the weights of a backward pass.
 
         Args:
-            reached: the values that gradients flow to.
-            grads: gains gradients, when the pass is through.
+            reached: values that gradients reach.
+            grads: receives, at the end of the pass, the gradients that autograd returns, by value name.
         """
-        with self._grad_transfer(reached) as sink:
+        with self._open_sink(reached) as sink:
             weights = self._pass(sink, reached)
             try:
                 yield weights
@@ -105,44 +93,50 @@ class BoundWeights:
             collected = {} if sink is None else sink.collect()
             grads.update((name, collected[path]) for name, path in self.paths.items() if path in collected)
 
-    def _grad_transfer(self, reached: Collection[str]) -> AbstractContextManager[GradientReceiver | None]:
-        """What takes the gradients; nothing where none is made of weights: the pass is then no step of theirs."""
+    def _open_sink(self, reached: Collection[str]) -> AbstractContextManager[BlockSink | None]:
+        """Sink of the gradients; ``None`` if no weight is reached, since the pass then does not count as a step of an optimizer."""
         if not any(name in reached for name in self.paths):
             return contextlib.nullcontext()
-        return self.owner.taking([self.owner.record_of(path) for path in self.paths.values()])
+        return self.provider.open_sink([self.provider.record_of(path) for path in self.paths.values()])
 
     def check(self) -> None:
-        """Whether the weights are still those of the call, as autograd says of parameters that were changed in place.
+        """Check that the weights are still those of the call, as autograd does for parameters that were changed in place.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: they have changed.
         """
-        if self.owner.versions() != self.versions:
+        if self.provider.versions() != self.versions:
             raise RuntimeError(
                 "streamed weights of the compiled model were changed after its forward pass, and its backward pass needs them as they "
                 "were; call backward before step()"
             )
 
-    def _pass(self, sink: GradientReceiver | None = None, reached: Collection[str] = ()) -> WeightPass:
-        owner = self.owner
-        records = {name: owner.record_of(path) for name, path in self.paths.items()}
+    def _pass(self, sink: BlockSink | None = None, reached: Collection[str] = ()) -> WeightPass:
+        provider = self.provider
+        records = {name: provider.record_of(path) for name, path in self.paths.items()}
         return WeightPass(
-            device=owner.device, store=owner.store, records=records, paths=self.paths, counters=owner.counters, sink=sink, reached=reached
+            device=provider.device,
+            store=provider.store,
+            records=records,
+            paths=self.paths,
+            counters=provider.counters,
+            sink=sink,
+            reached=reached,
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class WeightPass:
-    """The weights of one pass of a region.
+    """Streamed weights of one pass of a region.
 
     Attributes:
-        device: where they are used.
-        store: where they are.
-        records: the number of each weight's record, by the name of its value.
-        paths: its name in the model, likewise.
-        counters: gain what happens.
-        sink: takes gradients; none in a forward pass.
-        reached: the values that gradients flow to; those of others are zeros, which nobody is to act on.
+        device: device of the buffers.
+        store: store of the weights.
+        records: number of each weight's record, by value name.
+        paths: its name in the model, by value name.
+        counters: statistics, updated.
+        sink: sink of the gradients; ``None`` in a forward pass.
+        reached: values that gradients reach; the gradients of other weights are zeros and are dropped.
     """
 
     device: torch.device
@@ -150,29 +144,31 @@ class WeightPass:
     records: Mapping[str, int]
     paths: Mapping[str, str]
     counters: StreamCounters
-    sink: GradientReceiver | None = None
+    sink: BlockSink | None = None
     reached: Collection[str] = ()
     _arriving: dict[str, Future[Any]] = field(default_factory=dict)
     _missing: set[str] = field(default_factory=set)
     _thread: ThreadPoolExecutor | None = None
 
-    def load(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, handle: Tensor | None, *, ahead: bool) -> Tensor:
-        """Take bytes for a weight, under the handle that there was, and begin to copy; ``ahead`` of its use, or for it."""
-        if handle is None:
+    def load(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, buffer: Tensor | None, *, ahead: bool) -> Tensor:
+        """Allocate a weight's bytes, under its earlier buffer if it has one, and begin to copy; see
+        `sft.runtime.weight_prefetch.WeightOps`.
+        """
+        if buffer is None:
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            handle = data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            buffer = data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         else:
-            torch.ops.sft.resize_storage_(handle, num_bytes)
+            torch.ops.sft.resize_storage_(buffer, num_bytes)
         if self.device.type != "meta":
-            self._arriving[name] = self._begin(storage_as_bytes(handle), self.store.record(self.records[name])[:num_bytes])
+            self._arriving[name] = self._begin(storage_as_bytes(buffer), self.store.record(self.records[name])[:num_bytes])
             self.counters.num_copies += 1
             self.counters.copied_bytes += num_bytes
             if not ahead:
                 self._missing.add(name)
-        return handle
+        return buffer
 
     def wait(self, names: Sequence[str]) -> None:
-        """Let the computation wait for those that are on their way.
+        """Make the computation wait for those of these weights that are being copied.
 
         Raises:
             SourceError: a file cannot be read any more.
@@ -180,22 +176,22 @@ class WeightPass:
         started = time.perf_counter()
         for name in names:
             is_missing = name in self._missing
-            is_there = name not in self._arriving or self._arriving[name].done()
+            is_complete = name not in self._arriving or self._arriving[name].done()
             self.counters.reads += 1
             self.counters.misses += is_missing
-            self.counters.hits += is_there and not is_missing
-            self.counters.waits += not is_there and not is_missing
+            self.counters.hits += is_complete and not is_missing
+            self.counters.waits += not is_complete and not is_missing
             self._wait_copy(name)
         self._missing.clear()
         self.counters.wait_seconds += time.perf_counter() - started
 
     def _wait_copy(self, name: str) -> None:
-        """Wait for a copy. It is under way until then: Ctrl-C may end the wait, and whoever gives the bytes back waits again."""
-        found = self._arriving.get(name)
-        if found is None:
+        """Wait for a copy. It counts as under way until then: Ctrl-C may end the wait, and :meth:`free` waits again."""
+        copy = self._arriving.get(name)
+        if copy is None:
             return
         try:
-            event = found.result()
+            event = copy.result()
         except OSError as error:
             del self._arriving[name]
             raise SourceError(f"cannot read weights: {error}. The store must stay as it is during a pass.") from error
@@ -203,14 +199,14 @@ class WeightPass:
             torch.cuda.current_stream(self.device).wait_event(event)
         del self._arriving[name]
 
-    def free(self, name: str, handle: Tensor) -> None:
-        """Give a weight's bytes back; of one that is on its way when it is through, whatever came of it."""
+    def free(self, name: str, buffer: Tensor) -> None:
+        """Free a weight's bytes, after the copy under way, whether that succeeds or not."""
         with contextlib.suppress(SourceError):
             self._wait_copy(name)
-        torch.ops.sft.resize_storage_(handle, 0)
+        torch.ops.sft.resize_storage_(buffer, 0)
 
     def send_gradient(self, name: str, gradient: Tensor, weight: Tensor) -> None:
-        """Give a gradient to the sink, and write the weight if it was updated."""
+        """Send a gradient to the sink, and write the weight to the store if the sink updated it."""
         if name in self.reached:
             assert self.sink is not None, "a backward pass that reaches weights has a sink"
             record, path = self.records[name], self.paths[name]
@@ -220,7 +216,7 @@ class WeightPass:
                 self.counters.written_bytes += data.numel()
 
     def close(self) -> None:
-        """Wait for what is under way, whatever came of it, and end the thread: nobody reads the store for this pass any more."""
+        """Wait for all copies under way, whether they succeed or not, and stop the thread; the pass reads the store no more."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
@@ -229,8 +225,8 @@ class WeightPass:
             upload_stream(self.device).synchronize()
 
     def _begin(self, target: Tensor, source: Tensor) -> Future[Any]:
-        """Begin a copy; the future's result is a CUDA event to wait for, if there is one."""
-        copy = self._copying(target, source)
+        """Begin a copy; the future's result is a CUDA event to wait for, or ``None``."""
+        copy = self._copy_function(target, source)
         if self.store.is_slow:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="sft-weights")
@@ -239,20 +235,20 @@ class WeightPass:
         done.set_result(copy())
         return done
 
-    def _copying(self, target: Tensor, source: Tensor) -> Callable[[], Any]:
-        """What copies, in whatever thread."""
+    def _copy_function(self, target: Tensor, source: Tensor) -> Callable[[], Any]:
+        """Function that copies, to be called in any thread."""
         if self.device.type != "cuda":
 
             def copy_here() -> None:
-                # Not torch, which would start a team of threads in this one; nor NumPy, who forbids its tensors to be resized.
+                # Not torch, which would start a team of threads in this one; nor NumPy, whose tensors cannot be resized.
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
             return copy_here
-        stream, taken = upload_stream(self.device), torch.cuda.current_stream(self.device).record_event()
+        stream, allocated = upload_stream(self.device), torch.cuda.current_stream(self.device).record_event()
 
         def copy() -> Any:
             with torch.cuda.stream(stream):
-                stream.wait_event(taken)  # until then the bytes may be somebody else's
+                stream.wait_event(allocated)  # until then, earlier work may still use these bytes
                 target.copy_(source, non_blocking=True)
                 return stream.record_event()
 

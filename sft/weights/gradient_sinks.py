@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sft.weights.store import allocate_host_bytes
 
-__all__ = ["BlockSink", "GradientSink", "HostGradientSink", "RequestedGradients"]
+__all__ = ["BlockSink", "GradientSink", "HostGradientSink", "HostGradients", "RequestedGradients"]
 
 
 class BlockSink(Protocol):
@@ -74,10 +74,38 @@ class RequestedGradients:
         return {} if self.sink is None else self.sink.collect()
 
 
-class HostGradientSink:
-    """Accumulates gradients in host memory, for autograd to put into ``.grad``."""
+class HostGradients:
+    """Gradients of one backward pass, gathered in host memory for autograd to put into ``.grad``.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        num_blocks: number of blocks whose gradients of one name are stacked; ``None`` if every block has names of its own.
+    """
+
+    def __init__(self, num_blocks: int | None = None) -> None:
+        self._num_blocks = num_blocks
+        self._grads: dict[str, Tensor] = {}
+
+    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        """Copy a block's gradients to the host. The memory is pageable, since locking pages would take longer than the copy."""
+        for name, value in grads.items():
+            if name not in self._grads:
+                shape = value.shape if self._num_blocks is None else (self._num_blocks, *value.shape)
+                num_bytes = torch.Size(shape).numel() * value.element_size()
+                self._grads[name] = allocate_host_bytes(num_bytes).view(value.dtype).view(shape)
+            target = self._grads[name] if self._num_blocks is None else self._grads[name][block]
+            target.copy_(value)
+        return False
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """The gradients by parameter; none is kept."""
+        grads, self._grads = self._grads, {}
+        return grads
+
+
+class HostGradientSink:
+    """Gradient sink without an optimizer; see `HostGradients`."""
+
+    def __init__(self, num_blocks: int | None = None) -> None:
         self._num_blocks = num_blocks
 
     def extra_bytes(self) -> int:
@@ -87,23 +115,4 @@ class HostGradientSink:
     @contextlib.contextmanager
     def open_pass(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """Sink of one backward pass."""
-        yield _HostBlockGradients(self._num_blocks)
-
-
-class _HostBlockGradients:
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._grads: dict[str, Tensor] = {}
-
-    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        for name, value in grads.items():
-            if name not in self._grads:
-                shape = (self._num_blocks, *value.shape)
-                size = torch.Size(shape).numel() * value.element_size()
-                self._grads[name] = allocate_host_bytes(size).view(value.dtype).view(shape)
-            self._grads[name][block].copy_(value)
-        return False
-
-    def collect(self) -> Mapping[str, Tensor]:
-        grads, self._grads = self._grads, {}
-        return grads
+        yield HostGradients(self._num_blocks)

@@ -226,7 +226,7 @@ def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatc
         copy_in_order(target, source, dense)
 
     monkeypatch.setattr(reading, "copy_in_order", note)
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 4096)
     numbers = torch.rand(3, 2, 40, 16)
     out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
     elsewhere: Any = _Elsewhere(out)

@@ -234,7 +234,7 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
     """Else a trial would need room for a second copy of them."""
     monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
     bound = []
-    make = ProgramBenchmark._made
+    make = ProgramBenchmark._input_for
 
     def note(trial: ProgramBenchmark, program: Any, port: Any, slot: Any) -> Any:
         made = make(trial, program, port, slot)
@@ -242,7 +242,7 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
             bound.append((made.data_ptr(), trial.weights[port.name].data_ptr()))
         return made
 
-    monkeypatch.setattr(ProgramBenchmark, "_made", note)
+    monkeypatch.setattr(ProgramBenchmark, "_input_for", note)
     model = seeded(Residual)
     before = copy.deepcopy(model.state_dict())
     sft.compile(model, _SHAPE, options=sft.Options(tile=(16, None)))

@@ -73,7 +73,7 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
 def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are the model's, images are ours. Convolutions that found their weights channels last were timed as too fast."""
     problem, region = _planned(monkeypatch, tile=(8, None))
-    made_once, seen = ProgramBenchmark._made, dict[str, set[bool]]()
+    made_once, seen = ProgramBenchmark._input_for, dict[str, set[bool]]()
 
     def note(trial: ProgramBenchmark, program: Program, port: Port, slot: Slot) -> Any:
         made = made_once(trial, program, port, slot)
@@ -81,7 +81,7 @@ def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: p
             seen.setdefault(port.role, set()).add(made.is_contiguous(memory_format=torch.channels_last))
         return made
 
-    monkeypatch.setattr(ProgramBenchmark, "_made", note)
+    monkeypatch.setattr(ProgramBenchmark, "_input_for", note)
     run_step(problem, region, TimingMachine())
     assert seen["side"] == seen["grad_side"] == {False}
     assert seen["source"] == seen["out"] == {True}

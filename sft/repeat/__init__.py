@@ -1,4 +1,4 @@
-"""Chains of equal blocks: one block traced once, run many times under a checkpointing schedule."""
+"""Chains of equal blocks (scan over layers): one block traced once, run many times under a checkpointing schedule."""
 
 from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT
 from sft.lower.rules import register_rule

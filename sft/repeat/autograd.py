@@ -1,7 +1,7 @@
-"""A chain of equal blocks as one autograd function.
+"""Autograd function of a chain of equal blocks.
 
-The forward pass runs the schedule up to the loss, the backward pass the rest. Nothing of the caller's changes before everything that can
-fail is done: buffers take their next values at the end of the forward pass, gradients are returned at the end of the backward pass.
+The forward pass runs the schedule up to the loss, the backward pass the remaining operations. All steps that can fail come before changes
+that the caller sees: buffers take their next values at the end of the forward pass, gradients are returned at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ForwardWeightAccess(WeightAccess, Protocol):
     """Weights during a forward pass."""
 
     def commit(self) -> None:
-        """Give the buffers their next values."""
+        """Store the next values in the buffers."""
         ...
 
 
@@ -38,7 +38,7 @@ class BackwardWeightAccess(WeightAccess, Protocol):
     """Weights during a backward pass."""
 
     def collect(self) -> Mapping[str, Tensor]:
-        """The gradients for autograd, by parameter, when the pass is done; the callee keeps none."""
+        """The gradients for autograd, by parameter, at the end of the pass. The caller owns them."""
         ...
 
 
@@ -47,14 +47,15 @@ class ChainCall:
     """One call of a chain.
 
     Attributes:
-        programs: of every block.
+        programs: programs of a block.
         plan: the schedule.
-        device: where it runs.
-        names: the parameters, in the order in which their tensors are given.
+        device: device of the call.
+        names: names of the parameters, in the order of their tensors.
         forward: opens the weights for a forward pass over these operations.
-        backward: opens them for a backward pass, given the tensors that autograd checked, and the parameters without a wanted gradient.
-        seed: of random masks.
-        trace: called with each operation that was run.
+        backward: opens the weights for a backward pass, given the tensors that autograd checked and the parameters without a needed
+            gradient.
+        seed: seed of random masks.
+        trace: called with each operation that has run.
     """
 
     programs: BlockPrograms
@@ -67,7 +68,7 @@ class ChainCall:
     trace: Callable[[str], None] | None = field(default=None)
 
     def executor(self, access: WeightAccess, *, wants_input_grad: bool = True) -> Executor:
-        """An executor with these weights."""
+        """Create an executor with these weights."""
         return Executor(
             programs=self.programs,
             machine=TorchMachine(self.device),
@@ -79,7 +80,7 @@ class ChainCall:
 
 
 def run_inference(call: ChainCall, x: Tensor) -> Tensor:
-    """Run without gradients; nothing is kept."""
+    """Run without gradients; no activations are kept."""
     operations = [operation for operation in call.plan.operations[: call.plan.turn] if operation.kind == "forward"]
     with torch.no_grad(), autocast_disabled(call.device), call.forward(operations) as access:
         out = call.executor(access).infer(x.detach().contiguous(), call.plan.num_blocks)
@@ -91,35 +92,37 @@ def run_chain(call: ChainCall, x: Tensor, watched: Sequence[Tensor], params: Seq
     """Run with gradients.
 
     Args:
-        call: what to run.
+        call: the call.
         x: the input.
-        watched: what the backward pass reads, and must not change until then.
-        params: parameters that are not among these (they are elsewhere, and guarded otherwise), so that autograd sees them.
+        watched: tensors that the backward pass reads; autograd checks that they do not change before it.
+        params: parameters that are not among these (they are in a store that checks them itself); autograd needs to see them.
     """
     out: Tensor = _ChainFunction.apply(call, len(watched), x, *watched, *params)  # type: ignore[no-untyped-call]  # as torch leaves it
     return out
 
 
 class _ChainFunction(torch.autograd.Function):
+    """The autograd function: ``forward`` up to the loss of the schedule, ``backward`` after it."""
+
     @staticmethod
     def forward(ctx: Any, call: ChainCall, num_watched: int, x: Tensor, *tensors: Tensor) -> Tensor:
         operations, turn = call.plan.operations, call.plan.turn
         last = activation_name(call.plan.num_blocks)
-        given = x.detach().contiguous()
-        is_copied = given.data_ptr() != x.data_ptr()
-        table = Environment({activation_name(0): given})
+        source = x.detach().contiguous()
+        has_copy = source.data_ptr() != x.data_ptr()
+        environment = Environment({activation_name(0): source})
         with autocast_disabled(call.device), call.forward(operations[:turn]) as access:
-            call.executor(access).run(operations[:turn], table, is_first=True)
+            call.executor(access).run(operations[:turn], environment, is_first=True)
             access.commit()
-        out = table.values[last]
-        # Autograd's context keeps an alias: the result itself would hold its own graph alive. An alias shares the version.
+        out = environment.values[last]
+        # The context keeps an alias, since the result itself would keep its own graph alive. An alias shares the version counter.
         ctx.version = out._version
         result = out.detach()
-        if not is_copied:
-            del table.values[activation_name(0)]
+        if not has_copy:
+            del environment.values[activation_name(0)]
         ctx.save_for_backward(x, *tensors[:num_watched])
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.table, ctx.num_tensors = call, table, len(tensors)
+        ctx.call, ctx.environment, ctx.num_tensors = call, environment, len(tensors)
         return result
 
     @staticmethod
@@ -136,31 +139,31 @@ class _ChainFunction(torch.autograd.Function):
         x, *watched = ctx.saved_tensors
         call: ChainCall = ctx.call
         if grads[0] is None:
-            nothing: tuple[Tensor | None, ...] = (None,) * (3 + ctx.num_tensors)
-            return nothing
+            no_grads: tuple[Tensor | None, ...] = (None,) * (3 + ctx.num_tensors)
+            return no_grads
         n = call.plan.num_blocks
-        refuse_after_failure(ctx.table)
-        table: Environment = ctx.table
+        refuse_after_failure(ctx.environment)
+        environment: Environment = ctx.environment
         if call.programs.reads_output:
-            check_unmodified(table.values[activation_name(n)], ctx.version, "the output of a repeated block")
+            check_unmodified(environment.values[activation_name(n)], ctx.version, "the output of a repeated block")
         if retains_graph():
-            table = table.copy()
+            environment = environment.copy()
         else:
-            ctx.table = None
-        table.values.setdefault(activation_name(0), x.detach())
-        table.values[grad_name(n)] = grads[0].contiguous()
+            ctx.environment = None
+        environment.values.setdefault(activation_name(0), x.detach())
+        environment.values[grad_name(n)] = grads[0].contiguous()
         operations = call.plan.operations[call.plan.turn + 1 :]
         wants_input_grad = ctx.needs_input_grad[2]
         with autocast_disabled(call.device), call.backward(operations, watched, unneeded_grads(ctx, call.names, 1)) as access:
-            call.executor(access, wants_input_grad=wants_input_grad).run(operations, table, is_first=False)
-            found = dict(access.collect())
-        first = table.values.pop(grad_name(0), None)
-        by_name = [found.pop(name, None) for name in call.names]
-        return (None, None, first, *_scatter_param_grads(by_name, ctx.num_tensors, len(watched)))
+            call.executor(access, wants_input_grad=wants_input_grad).run(operations, environment, is_first=False)
+            param_grads = dict(access.collect())
+        input_grad = environment.values.pop(grad_name(0), None)
+        by_name = [param_grads.pop(name, None) for name in call.names]
+        return (None, None, input_grad, *_scatter_param_grads(by_name, ctx.num_tensors, len(watched)))
 
 
 def _scatter_param_grads(grads: list[Tensor | None], num_tensors: int, num_watched: int) -> list[Tensor | None]:
-    """The parameters' gradients in their places: they come first among the watched tensors, or behind all of these."""
+    """The parameters' gradients at the positions of their tensors: first among the watched tensors, or after all of them."""
     if num_tensors == num_watched:
         return [*grads, *[None] * (num_tensors - len(grads))]
     return [*[None] * num_watched, *grads]

@@ -1,4 +1,4 @@
-"""What the programs of a compiled model call where blocks are repeated (``sft.repeat.costs``)."""
+"""Instructions of repeated blocks in the programs of a compiled model (`costs`): the function that each pass calls."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ Tensors = Sequence[Tensor]
 
 @dataclass(slots=True)
 class RepeatResiduals:
-    """What repeated blocks hold between their forward and their backward pass.
+    """Residuals of repeated blocks between their forward and their backward pass.
 
     Attributes:
-        table: activations and what blocks saved, without the input and the output of all blocks.
-        outside: the storages of these two, which blocks may have saved views of.
+        environment: activations and saved values, without the input and the output of all blocks.
+        external_storages: the storages of these two; blocks may have saved views of them.
     """
 
-    table: Environment
-    outside: tuple[int, ...]
+    environment: Environment
+    external_storages: tuple[int, ...]
 
     def fork(self) -> RepeatResiduals:
-        """The same tensors, for a backward pass that is not the last."""
-        return RepeatResiduals(self.table.copy(), self.outside)
+        """The same tensors, for a backward pass that is not the last one."""
+        return RepeatResiduals(self.environment.copy(), self.external_storages)
 
     @property
     def buffers(self) -> list[Tensor]:
         """One tensor for each storage."""
-        values = [*self.table.values.values(), *(value for kept in self.table.saved.values() for value in kept.values.values())]
+        values = [
+            *self.environment.values.values(),
+            *(value for residuals in self.environment.saved.values() for value in residuals.values.values()),
+        ]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        found = {storage_id(tensor): tensor for tensor in tensors}
-        return [tensor for storage, tensor in found.items() if storage not in self.outside]
+        by_storage = {storage_id(tensor): tensor for tensor in tensors}
+        return [tensor for storage, tensor in by_storage.items() if storage not in self.external_storages]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _PassFunction:
-    """Something to call; parameters, buffers and so on come as lists, in the order of the blocks' own names."""
+    """One pass over all blocks. Parameters and buffers are lists, in the order of the block's names."""
 
     call: RepeatSite
 
@@ -64,15 +67,18 @@ class _PassFunction:
         )
 
     def _forward_access(self, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors) -> StackedWeightAccess:
-        own = self.call.repeated
-        buffers = dict(zip((*own.fixed, *own.updated), (*fixed, *updated), strict=True))
+        repeated = self.call.repeated
+        buffers = dict(zip((*repeated.fixed, *repeated.updated), (*fixed, *updated), strict=True))
         return StackedWeightAccess(
-            dict(zip(own.params, params, strict=True)), buffers, dict(zip(own.shared, shared, strict=True)), updated=own.updated
+            dict(zip(repeated.params, params, strict=True)),
+            buffers,
+            dict(zip(repeated.shared, shared, strict=True)),
+            updated=repeated.updated,
         )
 
 
 class InferencePass(_PassFunction):
-    """All blocks one after the other, with nothing kept: returns the output, and the buffers' next values if there are any."""
+    """All blocks in turn with no activations kept; returns the output and, if any, the buffers' next values."""
 
     def __call__(self, x: Tensor, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors, seed: Tensor | None) -> Any:
         access = self._forward_access(params, fixed, shared, updated)
@@ -82,59 +88,59 @@ class InferencePass(_PassFunction):
 
 
 class ForwardPass(_PassFunction):
-    """The schedule up to the loss: returns the output, a :class:`RepeatResiduals`, and the buffers' next values."""
+    """The schedule up to the loss; returns the output, a :class:`RepeatResiduals`, and the buffers' next values."""
 
     def __call__(
         self, x: Tensor, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors, seed: Tensor | None
     ) -> tuple[Any, ...]:
         plan, access = self.call.plan, self._forward_access(params, fixed, shared, updated)
-        table = Environment({activation_name(0): x})
-        self._executor(access, seed).run(plan.operations[: plan.turn], table, is_first=True)
-        out = table.values.pop(activation_name(plan.num_blocks))
-        table.values.pop(activation_name(0), None)
-        state = RepeatResiduals(table, (storage_id(x), storage_id(out)))
-        return (out, state, *(access.next_values[name] for name in self.call.repeated.updated))
+        environment = Environment({activation_name(0): x})
+        self._executor(access, seed).run(plan.operations[: plan.turn], environment, is_first=True)
+        out = environment.values.pop(activation_name(plan.num_blocks))
+        environment.values.pop(activation_name(0), None)
+        residuals = RepeatResiduals(environment, (storage_id(x), storage_id(out)))
+        return (out, residuals, *(access.next_values[name] for name in self.call.repeated.updated))
 
 
 class BackwardPass(_PassFunction):
-    """The rest of the schedule: returns the gradient of the input, if it wants one, and adds to those of parameters (``sums``)."""
+    """The schedule after the loss; returns the gradient of the input, if needed, and adds to those of the parameters (``sums``)."""
 
     def __call__(
         self,
         gradient: Tensor,
         x: Tensor,
         out: Tensor | None,
-        state: RepeatResiduals,
+        residuals: RepeatResiduals,
         params: Tensors,
         fixed: Tensors,
         shared: Tensors,
         sums: Tensors,
         seed: Tensor | None,
     ) -> Tensor | None:
-        own, plan = self.call.repeated, self.call.plan
+        repeated, plan = self.call.repeated, self.call.plan
         access = StackedWeightAccess(
-            dict(zip(own.params, params, strict=True)),
-            dict(zip(own.fixed, fixed, strict=True)),
-            dict(zip(own.shared, shared, strict=True)),
+            dict(zip(repeated.params, params, strict=True)),
+            dict(zip(repeated.fixed, fixed, strict=True)),
+            dict(zip(repeated.shared, shared, strict=True)),
             sums=dict(zip(self.call.programs.with_gradient, sums, strict=True)),
         )
-        table = state.table
-        table.values |= {activation_name(0): x, grad_name(plan.num_blocks): gradient}
+        environment = residuals.environment
+        environment.values |= {activation_name(0): x, grad_name(plan.num_blocks): gradient}
         if out is not None:
-            table.values[activation_name(plan.num_blocks)] = out
-        self._executor(access, seed).run(plan.operations[plan.turn + 1 :], table, is_first=False)
-        return table.values.pop(grad_name(0), None)
+            environment.values[activation_name(plan.num_blocks)] = out
+        self._executor(access, seed).run(plan.operations[plan.turn + 1 :], environment, is_first=False)
+        return environment.values.pop(grad_name(0), None)
 
 
 def pass_function(call: RepeatSite, kind: PassKind) -> Callable[..., Any]:
-    """What runs a call."""
+    """The function of a pass."""
     kinds: dict[PassKind, type[Any]] = {"inference": InferencePass, "forward": ForwardPass, "backward": BackwardPass}
-    found: Callable[..., Any] = kinds[kind](call)
-    return found
+    function: Callable[..., Any] = kinds[kind](call)
+    return function
 
 
 def site_seed(seed: int, site: int) -> int:
-    """A seed of a repetition's own, so that the masks in its blocks have nothing to do with others of the model."""
+    """A seed for one repetition, so that masks in its blocks are independent of the model's other masks."""
     words = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in (site, 0, 0, 0x5F7)]
     low, high, _, _ = philox4x32((words[0], words[1], words[2], words[3]), key_of(seed))
     return int(high) << 32 | int(low)

@@ -1,10 +1,11 @@
-"""The executor of a chain of equal blocks: one operation of the schedule after the other, and nothing else.
+"""Executor of a chain of equal blocks: runs the operations of a schedule in order.
 
-What exists is what the schedule says: activations, what blocks saved, and gradients are in one table by the schedule's own names, and a
-*free* takes them out. The tensors of a free are gone with it, since nobody else holds them: the executor hands views to no one, and
-autograd sees only what comes in and goes out.
+An `Environment` has all live tensors under the schedule's names: activations, saved values and gradients. A *free* removes a tensor from
+it. The tensor's memory is then free, since no other reference exists: the executor passes no views on, and autograd sees only the input and
+the output.
 
-Weights that are on the device as stacked tensors, one for each parameter of the block, with the block's number as first dimension.
+`WeightAccess` provides the weights of a block. `StackedWeightAccess` takes them from stacked tensors on the device: one for each parameter
+of the block, with the block's number as first dimension.
 """
 
 from __future__ import annotations
@@ -27,48 +28,48 @@ __all__ = ["Environment", "Executor", "StackedWeightAccess", "WeightAccess"]
 
 
 class WeightAccess(Protocol):
-    """Where blocks' parameters and buffers come from, and their gradients and next values go to."""
+    """Source of the blocks' parameters and buffers, and destination of their gradients and next values."""
 
-    def take(self, block: int) -> Mapping[str, Tensor]:
-        """The parameters and buffers of a block (from 0), on the device, until :meth:`give`."""
+    def acquire(self, block: int) -> Mapping[str, Tensor]:
+        """The parameters and buffers of a block (from 0), on the device until :meth:`release`."""
         ...
 
-    def give(self, block: int) -> None:
-        """They are not used any more."""
+    def release(self, block: int) -> None:
+        """The block's tensors are no longer used."""
         ...
 
     def update(self, block: int, values: Mapping[str, Tensor]) -> None:
-        """The next values of a block's buffers."""
+        """Store the next values of a block's buffers."""
         ...
 
     def gradients(self, block: int, grads: dict[str, Tensor]) -> None:
-        """The gradients of a block's parameters, between :meth:`take` and :meth:`give`; they are the callee's to change."""
+        """Store the gradients of a block's parameters, between :meth:`acquire` and :meth:`release`. The callee may overwrite them."""
         ...
 
 
 @dataclass(slots=True)
 class Environment:
-    """What is there: tensors by the schedule's names, and what blocks saved."""
+    """Live tensors: activations and gradients by the schedule's names, and the blocks' residuals."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     saved: dict[str, Residuals] = field(default_factory=dict)
 
     def copy(self) -> Environment:
-        """The same tensors in a table of their own, for a backward pass that is to leave this one as it is."""
-        return Environment(dict(self.values), {name: Residuals(dict(kept.values)) for name, kept in self.saved.items()})
+        """A shallow copy, for a backward pass that must leave this one unchanged."""
+        return Environment(dict(self.values), {name: Residuals(dict(residuals.values)) for name, residuals in self.saved.items()})
 
 
 @dataclass(slots=True, kw_only=True)
 class Executor:
-    """Runs operations.
+    """Runs operations of a schedule.
 
     Attributes:
-        programs: of every block.
-        machine: runs them.
-        access: has the weights.
-        seed: of random masks.
-        wants_input_grad: whether the first block's input wants a gradient.
-        trace: called with each operation that was run, for tests.
+        programs: programs of a block.
+        machine: runs the programs.
+        access: provides the weights.
+        seed: seed of random masks.
+        wants_input_grad: True if the first block's input needs a gradient.
+        trace: called with each operation that has run, for tests.
     """
 
     programs: BlockPrograms
@@ -78,82 +79,84 @@ class Executor:
     wants_input_grad: bool = True
     trace: Callable[[str], None] | None = None
 
-    def run(self, operations: Sequence[Operation], table: Environment, *, is_first: bool) -> None:
-        """Run operations; ``is_first`` says that each forward is the block's first one."""
+    def run(self, operations: Sequence[Operation], environment: Environment, *, is_first: bool) -> None:
+        """Run operations; ``is_first`` if each forward is the first one of its block."""
         for operation in operations:
             match operation.kind:
                 case "forward":
-                    self._forward(operation, table, is_first)
+                    self._forward(operation, environment, is_first)
                 case "backward":
-                    self._backward(operation, table)
+                    self._backward(operation, environment)
                 case "free":
                     name = operation.value
                     if name[0] == "s":
-                        table.saved.pop(name, None)
+                        environment.saved.pop(name, None)
                     else:
-                        table.values.pop(name, None)  # the gradient of an input that wants none was never there
+                        environment.values.pop(name, None)  # the gradient of an input may not exist
                 case _:
                     raise InternalError(f"a chain of repeated blocks has no operation {operation}")
             if self.trace is not None:
                 self.trace(str(operation))
 
     def infer(self, x: Tensor, num_blocks: int) -> Tensor:
-        """All blocks one after the other, with nothing kept."""
+        """Run all blocks in turn with no activations kept."""
         for block in range(num_blocks):
             results, _ = self._run(self.programs.first, block, {INPUT: x}, None)
             x = results[OUTPUT]
         return x
 
-    def _forward(self, operation: Operation, table: Environment, is_first: bool) -> None:
+    def _forward(self, operation: Operation, environment: Environment, is_first: bool) -> None:
         stage, programs = operation.first, self.programs
         if operation.save:
             program = programs.first_save if is_first else programs.again_save
         else:
             program = programs.first if is_first else programs.again
-        results, kept = self._run(program, stage - 1, {INPUT: table.values[activation_name(stage - 1)]}, None)
-        table.values[activation_name(stage)] = results[OUTPUT]
+        results, residuals = self._run(program, stage - 1, {INPUT: environment.values[activation_name(stage - 1)]}, None)
+        environment.values[activation_name(stage)] = results[OUTPUT]
         if operation.save:
-            table.saved[saved_name(stage)] = kept
+            environment.saved[saved_name(stage)] = residuals
 
-    def _backward(self, operation: Operation, table: Environment) -> None:
+    def _backward(self, operation: Operation, environment: Environment) -> None:
         stage = operation.first
         program = self.programs.backward if stage > 1 or self.wants_input_grad else self.programs.backward_last
-        bindings = {INPUT: table.values[activation_name(stage - 1)], GRAD_OUTPUT: table.values[grad_name(stage)]}
-        results, _ = self._run(program, stage - 1, bindings, table.saved.get(saved_name(stage), Residuals({})))
+        bindings = {INPUT: environment.values[activation_name(stage - 1)], GRAD_OUTPUT: environment.values[grad_name(stage)]}
+        results, _ = self._run(program, stage - 1, bindings, environment.saved.get(saved_name(stage), Residuals({})))
         if GRAD_INPUT in results:
-            table.values[grad_name(stage - 1)] = results[GRAD_INPUT]
+            environment.values[grad_name(stage - 1)] = results[GRAD_INPUT]
 
-    def _run(self, program: Program, block: int, given: dict[Port, Tensor], kept: Residuals | None) -> tuple[dict[Port, Tensor], Residuals]:
+    def _run(
+        self, program: Program, block: int, inputs: dict[Port, Tensor], residuals: Residuals | None
+    ) -> tuple[dict[Port, Tensor], Residuals]:
         """Run a program of a block with its weights."""
-        bindings: dict[Port, object] = {**given, **self.programs.constants, DRAW: (self.seed, block)}
-        weights = self.access.take(block)
+        bindings: dict[Port, object] = {**inputs, **self.programs.constants, DRAW: (self.seed, block)}
+        weights = self.access.acquire(block)
         try:
             for port in program.ports:
                 if port.role == "side":
                     bindings[port] = weights[port.name]
-            results, left = self.machine.run(program, bindings, kept)
+            results, new_residuals = self.machine.run(program, bindings, residuals)
             updates = {port.name: results.pop(port) for port in [*results] if port.role == "update"}
             if updates:
                 self.access.update(block, updates)
-            if GRAD_OUTPUT in given:
+            if GRAD_OUTPUT in inputs:
                 self.access.gradients(block, {port.name: results.pop(port) for port in [*results] if port.role == "grad_side"})
         finally:
-            self.access.give(block)
-        return results, left
+            self.access.release(block)
+        return results, new_residuals
 
 
 class StackedWeightAccess:
-    """Parameters, buffers and gradients stacked on the device.
+    """Parameters, buffers and gradients as stacked tensors on the device.
 
-    Nothing of the caller's is written before :meth:`commit`: the buffers' next values and the gradients are in tensors of their own.
+    The caller's tensors are written only by :meth:`commit`: next values of buffers and gradients are separate tensors.
 
     Args:
         params: each parameter of the block, ``[n, ...]``.
-        buffers: each buffer, likewise.
+        buffers: each buffer, ``[n, ...]``.
         shared: buffers that all blocks share.
-        updated: the buffers that change.
-        with_gradient: the parameters that get a gradient; none in a forward pass.
-        sums: what gradients are added to, by parameter, where they are not to be new tensors. Default: `None`
+        updated: names of the buffers that change.
+        with_gradient: names of the parameters that get a gradient; none in a forward pass.
+        sums: tensors to add gradients to, by parameter. Default: `None`, new tensors
     """
 
     def __init__(
@@ -173,20 +176,20 @@ class StackedWeightAccess:
         self.sums = sums
         self.grads = {name: torch.empty_like(params[name], memory_format=torch.contiguous_format) for name in with_gradient}
 
-    def take(self, block: int) -> dict[str, Tensor]:
+    def acquire(self, block: int) -> dict[str, Tensor]:
         """Views of one block."""
         return {**{name: stack[block] for name, stack in self._stacked.items()}, **self._shared}
 
-    def give(self, block: int) -> None:
-        """Nothing to do."""
+    def release(self, block: int) -> None:
+        """No action: the tensors stay on the device."""
 
     def update(self, block: int, values: Mapping[str, Tensor]) -> None:
-        """Set the next values aside."""
+        """Store the next values in the separate tensors."""
         for name, value in values.items():
             self.next_values[name][block].copy_(value)
 
     def gradients(self, block: int, grads: dict[str, Tensor]) -> None:
-        """Put the gradients where they belong: each block's backward runs once."""
+        """Copy or add the gradients; each block's backward runs once."""
         for name, value in grads.items():
             if self.sums is None:
                 self.grads[name][block].copy_(value)
@@ -194,11 +197,11 @@ class StackedWeightAccess:
                 self.sums[name][block].add_(value)
 
     def collect(self) -> dict[str, Tensor]:
-        """The gradients, which are the caller's from then on."""
+        """The gradients; the caller owns them."""
         grads, self.grads = self.grads, {}
         return grads
 
     def commit(self) -> None:
-        """Give the buffers their next values."""
+        """Store the next values in the buffers."""
         for name, value in self.next_values.items():
             self._buffers[name].copy_(value)

@@ -1,7 +1,7 @@
-"""Repeated blocks: two instructions for all of them, one for each half of their schedule (``sft.repeat.costs``).
+"""Lowering rules of repeated blocks: one instruction for each half of the schedule (`costs`).
 
-Blocks run on tensors that are laid out as they were traced, channels first; images, which are channels last, are copied. The next values of
-buffers are made by the first instruction, and their own nodes take them from there.
+Blocks run on contiguous tensors, as traced; images, which programs lay out channels last, are copied. The forward instruction computes the
+next values of buffers; their own nodes take them from it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RepeatInputs:
-    """What a repetition reads, as slots.
+    """Inputs of a repetition, as slots.
 
     Attributes:
-        x: the input, channels first.
-        params: of all blocks, and so on.
-        seed: of random masks, if there are any.
+        x: the input, contiguous.
+        params: stacked parameters.
+        fixed: stacked buffers that do not change.
+        shared: buffers that all blocks share.
+        updated: stacked buffers that change.
+        seed: seed of random masks, if any.
     """
 
     x: Slot
@@ -47,58 +50,58 @@ class _RepeatInputs:
 
 
 class RepeatedBlocksRule(Rule):
-    """All blocks, on whole tensors."""
+    """All blocks, on untiled tensors."""
 
     saves_output = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        own, e, scope = _repeat_node(ctx), ctx.emitter, ctx.scope
-        given = _repeat_inputs(ctx)
-        programs = _programs(ctx, own, given)
+        repeated, e, scope = _repeat_node(ctx), ctx.emitter, ctx.scope
+        inputs = _repeat_inputs(ctx)
+        programs = _programs(ctx, repeated, inputs)
         call = RepeatSite(
-            repeated=own,
+            repeated=repeated,
             programs=programs,
-            plan=_plan(ctx, own, programs, given),
+            plan=_plan(ctx, repeated, programs, inputs),
             wants_input_grad=ctx.needs_grad(ctx.node.argument("x")),
             site=ctx.node.argument("site", 0),
         )
-        out = e.slot(given.x.shape, given.x.dtype)
-        nexts = tuple(e.slot(slot.shape, slot.dtype) for slot in given.updated)
-        arguments = (given.x, given.params, given.fixed, given.shared, given.updated, given.seed)
+        out = e.slot(inputs.x.shape, inputs.x.dtype)
+        next_values = tuple(e.slot(slot.shape, slot.dtype) for slot in inputs.updated)
+        arguments = (inputs.x, inputs.params, inputs.fixed, inputs.shared, inputs.updated, inputs.seed)
         kind: PassKind = "inference"
-        outputs = (out, *nexts)
+        outputs = (out, *next_values)
         if ctx.keeps and ctx.node.name in scope.requires_grad:
-            kind, state = "forward", e.slot((call.state_bytes,), torch.uint8)
-            outputs = (out, state, *nexts)
-            ctx.saved.update(call=call, given=given, out=out, state=state)
-        peak_bytes = call.peak_bytes(kind) + _bytes(nexts)
+            kind, residuals = "forward", e.slot((call.residual_bytes,), torch.uint8)
+            outputs = (out, residuals, *next_values)
+            ctx.saved.update(call=call, inputs=inputs, out=out, residuals=residuals)
+        peak_bytes = call.peak_bytes(kind) + _bytes(next_values)
         e.call_measured(call.function(kind), arguments, outputs, peak_bytes=peak_bytes, flops=call.flops(kind))
         for user in scope.graph.users[ctx.node.name]:
             if scope.graph[user].target == REPEAT_NEXT:
                 if user not in scope.names:
                     raise InternalError(f"{ctx.node.label}: the next value of a buffer is not made where the blocks run")
-                ctx.wholes[user] = nexts[scope.graph[user].argument("index")]
+                ctx.wholes[user] = next_values[scope.graph[user].argument("index")]
         return out
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, saved = ctx.emitter, ctx.saved
-        given: _RepeatInputs = saved["given"]
+        inputs: _RepeatInputs = saved["inputs"]
         call: RepeatSite = saved["call"]
-        own, programs = call.repeated, call.programs
-        names = dict(zip(own.params, (ref.name for ref in ctx.node.argument("params")), strict=True))
+        repeated, programs = call.repeated, call.programs
+        names = dict(zip(repeated.params, (ref.name for ref in ctx.node.argument("params")), strict=True))
         sums = tuple(ctx.global_grad(names[name]) for name in programs.with_gradient)
-        gradient = _channels_first(ctx, grad)
-        found = e.slot(given.x.shape, given.x.dtype) if call.wants_input_grad else None
+        output_grad = _channels_first(ctx, grad)
+        input_grad = e.slot(inputs.x.shape, inputs.x.dtype) if call.wants_input_grad else None
         out = saved["out"] if programs.reads_output else None
-        arguments = (gradient, given.x, out, saved["state"], given.params, given.fixed, given.shared, sums, given.seed)
+        arguments = (output_grad, inputs.x, out, saved["residuals"], inputs.params, inputs.fixed, inputs.shared, sums, inputs.seed)
         peak_bytes, flops = call.peak_bytes("backward"), call.flops("backward")
-        e.call_measured(call.function("backward"), arguments, (found,), writes=sums, peak_bytes=peak_bytes, flops=flops)
-        if found is not None:
-            ctx.add_grad(ctx.node.argument("x"), found, owned=True)
+        e.call_measured(call.function("backward"), arguments, (input_grad,), writes=sums, peak_bytes=peak_bytes, flops=flops)
+        if input_grad is not None:
+            ctx.add_grad(ctx.node.argument("x"), input_grad, owned=True)
 
 
 class NextValueRule(Rule):
-    """What a buffer holds after the call."""
+    """Next value of a buffer."""
 
     saves_input = False
 
@@ -110,61 +113,66 @@ class NextValueRule(Rule):
 
 
 def _repeat_node(ctx: NodeContext) -> BlockRepeat:
-    found: BlockRepeat = ctx.node.argument("which")
-    return found
+    """The blocks of a node."""
+    repeated: BlockRepeat = ctx.node.argument("which")
+    return repeated
 
 
 def _repeat_inputs(ctx: NodeContext) -> _RepeatInputs:
+    """Inputs of a node."""
     node = ctx.node
 
-    def wholes(argument: str) -> tuple[Slot, ...]:
+    def slots(argument: str) -> tuple[Slot, ...]:
         return tuple(ctx.whole(name) for name in refs_in(node.argument(argument)))
 
     seed = node.argument("seed")
     return _RepeatInputs(
         x=_channels_first(ctx, ctx.operand_slot(node.argument("x"))),
-        params=wholes("params"),
-        fixed=wholes("fixed"),
-        shared=wholes("shared"),
-        updated=wholes("updated"),
+        params=slots("params"),
+        fixed=slots("fixed"),
+        shared=slots("shared"),
+        updated=slots("updated"),
         seed=None if seed is None else ctx.whole(next(refs_in(seed))),
     )
 
 
 def _channels_first(ctx: NodeContext, slot: Slot) -> Slot:
+    """A contiguous copy of an image; other tensors are contiguous already."""
     if len(slot.shape) not in CHANNELS_LAST:
         return slot
     keywords = {"memory_format": torch.contiguous_format}
     return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
 
 
-def _programs(ctx: NodeContext, own: BlockRepeat, given: _RepeatInputs) -> BlockPrograms:
+def _programs(ctx: NodeContext, repeated: BlockRepeat, inputs: _RepeatInputs) -> BlockPrograms:
+    """Programs of a block at the node's shapes."""
     groups: tuple[tuple[tuple[str, ...], tuple[Slot, ...], str], ...] = (
-        (own.params, given.params, "params"),
-        (own.fixed, given.fixed, "fixed"),
-        (own.updated, given.updated, "updated"),
-        (own.shared, given.shared, "shared"),
+        (repeated.params, inputs.params, "params"),
+        (repeated.fixed, inputs.fixed, "fixed"),
+        (repeated.updated, inputs.updated, "updated"),
+        (repeated.shared, inputs.shared, "shared"),
     )
     tensors: dict[str, TensorMeta] = {}
     for names, slots, argument in groups:
         for name, slot, ref in zip(names, slots, refs_in(ctx.node.argument(argument)), strict=True):
             tensors[name] = TensorMeta(shape=slot.shape, dtype=slot.dtype, requires_grad=ref in ctx.scope.requires_grad)
     try:
-        programs = own.programs(TensorMeta(shape=given.x.shape, dtype=given.x.dtype), tensors)
+        programs = repeated.programs(TensorMeta(shape=inputs.x.shape, dtype=inputs.x.dtype), tensors)
     except UnsupportedError as error:
         raise UnsupportedError([f"{ctx.node.label}: {problem}" for problem in error.problems]) from error
-    if programs.updated != own.updated:
+    if programs.updated != repeated.updated:
         raise InternalError(f"{ctx.node.label}: at this size other buffers change than at the captured one")
     return programs
 
 
-def _plan(ctx: NodeContext, own: BlockRepeat, programs: BlockPrograms, given: _RepeatInputs) -> RepeatPlan:
-    sizes: dict[str, Any] = dict(zip(own.params, given.params, strict=True))
+def _plan(ctx: NodeContext, repeated: BlockRepeat, programs: BlockPrograms, inputs: _RepeatInputs) -> RepeatPlan:
+    """The schedule at the node's shapes."""
+    sizes: dict[str, Any] = dict(zip(repeated.params, inputs.params, strict=True))
     try:
-        return own.plan(
+        return repeated.plan(
             programs,
             param_grad_bytes=sum(sizes[name].num_bytes for name in programs.with_gradient),
-            updated_bytes=_bytes(given.updated),
+            updated_bytes=_bytes(inputs.updated),
             wants_input_grad=ctx.needs_grad(ctx.node.argument("x")),
         )
     except BudgetError as error:

@@ -1,13 +1,13 @@
-"""Which blocks of a deep chain are kept and which are computed again, for a byte budget.
+"""Checkpointing plans for a chain of equal blocks under a byte budget.
 
-All blocks are alike, so the choice is one of a few numbers: Revolve with so many slots, whose leaves are runs of so many blocks that are
-kept whole. With runs of one block that is Griewank and Walther's schedule: no other persistent schedule with as many slots runs fewer
-forwards. With a run of all blocks it is plain training. Between the two, a budget that is worth more than its slots goes into longer runs:
-a forward that is saved needs the block's intermediate values instead of one activation. ``bisect`` halves until a run is that short
-(Siskind and Pearlmutter, 2018), ``optimal`` is the dynamic program over bytes, for short chains.
+All blocks are alike, so a plan is a choice of a few numbers: Revolve with a number of slots, whose leaves are *runs* of blocks that are
+kept completely. Runs of one block are Griewank and Walther's schedule: no persistent schedule with as many slots runs fewer forwards. A run
+of all blocks is plain training. In between, a larger budget buys longer runs: a saved forward costs the block's intermediate values instead
+of one activation. ``bisect`` halves until a run is short enough (Siskind and Pearlmutter, 2018), ``optimal`` is the dynamic program over
+bytes, for short chains.
 
-The projected peak is the sum over the schedule's own operations, with the peaks of the programs that they run, for exactly what the
-executor holds: what stays in the caller's hands (the output, its gradient) counts from when it exists to the end, the input never.
+The projected peak is the sum over the schedule's operations, with the peaks of the programs that they run, for exactly the tensors of the
+executor. Tensors that the caller keeps (the output, its gradient) count from their creation to the end, the input never.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Literal
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError
 from sft.repeat.lowering import BlockPrograms
-from sft.solvers import optimal
-from sft.solvers import simple as revolve
 from sft.solvers.chain import Stage, StageChain
+from sft.solvers.optimal import solve_optimal
 from sft.solvers.reversal import DecisionFunction, keep_all, reversal
 from sft.solvers.schedule import Operation
+from sft.solvers.simple import revolve_split
 
 __all__ = [
     "STRATEGIES",
@@ -43,27 +43,27 @@ STRATEGIES: tuple[Strategy, ...] = ("auto", "none", "revolve", "bisect", "optima
 
 #: The dynamic program's tables grow with the square of this.
 _MAX_OPTIMAL_BLOCKS = 64
-#: Up to here, schedules are tried to find the largest that fits; above, one is chosen by its formula.
+#: Up to this length, schedules are built to find the largest that fits; above it, one is chosen by formula.
 _MAX_TRIED_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatCosts:
-    """What the blocks of a chain hold, and what is held beside them.
+    """Memory of the blocks of a chain, and of tensors that live next to them.
 
     Attributes:
-        num_blocks: how many there are.
+        num_blocks: number of blocks.
         output_bytes: an activation between two blocks.
         grad_bytes: its gradient.
-        saved_bytes: what a block leaves for its backward.
-        reads_output: whether that reads its output, too.
-        forward_bytes: the peak of a forward, output included.
-        save_bytes: the same of one that leaves something, which is included.
-        backward_bytes: the peak of a backward above what the block left, gradients included.
-        wants_input_grad: whether somebody wants the gradient of the first block's input.
-        input_copy_bytes: a copy of the input, if one has to be made.
-        forward_extra_bytes: what is held during the whole forward pass besides (a window of weights, buffers' next values).
-        backward_extra_bytes: the same of the backward pass (gradients of parameters, a window of weights and state).
+        saved_bytes: values that a block saves for its backward.
+        reads_output: True if the backward also reads the block's output.
+        forward_bytes: peak of a forward, including the output.
+        save_bytes: peak of a forward that saves, including output and saved values.
+        backward_bytes: peak of a backward, including gradients, without the saved values.
+        wants_input_grad: True if the first block's input needs a gradient.
+        input_copy_bytes: a copy of the input, if one is necessary.
+        forward_extra_bytes: extra bytes during the forward pass (a window of weights, buffers' next values).
+        backward_extra_bytes: extra bytes during the backward pass (gradients of parameters, a window of weights and state).
     """
 
     num_blocks: int
@@ -90,7 +90,7 @@ class RepeatCosts:
         forward_extra_bytes: int = 0,
         backward_extra_bytes: int = 0,
     ) -> RepeatCosts:
-        """The costs of so many blocks with these programs."""
+        """Costs of a number of blocks with these programs."""
         return cls(
             num_blocks=num_blocks,
             output_bytes=programs.output_bytes,
@@ -112,13 +112,13 @@ class RepeatPlan:
     """A schedule for a chain of equal blocks.
 
     Attributes:
-        strategy: how it was found.
-        num_blocks: the length of the chain.
-        slots: how many activations are stored at once, at most, the input among them; 0 where that is not what was chosen.
-        run_blocks: how many blocks in a row are kept whole; 0 where that is not what was chosen.
-        operations: what is run, in order; the forward pass ends with the loss.
-        num_forwards: how many forwards of a block there are, the first ones included.
-        projected_peak_bytes: most bytes that the repeated blocks hold at once on the device.
+        strategy: the strategy that made it.
+        num_blocks: length of the chain.
+        slots: most activations that are stored at once, including the input; 0 if the strategy has no slots.
+        run_blocks: blocks in a row that are kept completely; 0 if the strategy has no runs.
+        operations: operations in order; the forward pass ends with the loss.
+        num_forwards: number of forwards of a block, including the first ones.
+        projected_peak_bytes: most bytes of the repeated blocks on the device.
     """
 
     strategy: Strategy
@@ -131,11 +131,11 @@ class RepeatPlan:
 
     @property
     def turn(self) -> int:
-        """The place of the loss among the operations."""
+        """Position of the loss in the operations."""
         return next(place for place, operation in enumerate(self.operations) if operation.kind == "loss")
 
     def explain(self) -> str:
-        """The plan in a sentence or two."""
+        """Summary of the plan."""
         how = f"{self.slots} slots, runs of {self.run_blocks}" if self.run_blocks else "chosen block by block"
         extra = self.num_forwards - self.num_blocks
         return (
@@ -145,8 +145,8 @@ class RepeatPlan:
 
 
 def to_stage_chain(costs: RepeatCosts) -> StageChain:
-    """The chain as solvers and the simulator know it. Times are counts of forwards; a backward counts as two."""
-    made, kept = costs.output_bytes, costs.output_bytes + costs.saved_bytes
+    """The chain for solvers and the simulator. The unit of time is a forward; a backward counts as two."""
+    output_bytes, kept_bytes = costs.output_bytes, costs.output_bytes + costs.saved_bytes
     stage = Stage(
         forward_seconds=1.0,
         backward_seconds=2.0,
@@ -154,7 +154,7 @@ def to_stage_chain(costs: RepeatCosts) -> StageChain:
         grad_bytes=costs.grad_bytes,
         saved_bytes=costs.saved_bytes,
         reads_output=costs.reads_output,
-        forward_workspace_bytes=max(0, costs.forward_bytes - made, costs.save_bytes - kept),
+        forward_workspace_bytes=max(0, costs.forward_bytes - output_bytes, costs.save_bytes - kept_bytes),
         backward_workspace_bytes=max(0, costs.backward_bytes - costs.grad_bytes),
     )
     return StageChain(input_bytes=costs.output_bytes, stages=(stage,) * costs.num_blocks, input_grad_bytes=costs.grad_bytes)
@@ -164,16 +164,16 @@ def plan_chain(costs: RepeatCosts, *, budget_bytes: int | None, strategy: Strate
     """Choose a schedule.
 
     Args:
-        costs: what blocks hold.
-        budget_bytes: most bytes that the repeated blocks may hold; None is no limit.
-        strategy: how to look for it.
+        costs: memory of the blocks.
+        budget_bytes: most bytes of the repeated blocks; None is no limit.
+        strategy: the strategy.
 
     Raises:
-        BudgetError: no schedule of that strategy fits.
-        InputError: there is no such strategy, or not for so many blocks.
+        BudgetError: no schedule of the strategy fits.
+        InputError: no strategy has that name, or it does not support so many blocks.
     """
     if strategy not in STRATEGIES:
-        raise InputError(f"there is no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        raise InputError(f"no strategy is called {strategy!r}; choose one of {', '.join(STRATEGIES)}")
     if budget_bytes is None and strategy == "auto":
         strategy = "none"
     limit = float("inf") if budget_bytes is None else budget_bytes
@@ -188,15 +188,15 @@ def plan_chain(costs: RepeatCosts, *, budget_bytes: int | None, strategy: Strate
             candidates = [_optimal(costs, budget_bytes)]
         case _:
             candidates = _max_slots_by_run(costs, limit, _halved_counts(costs.num_blocks))
-    best, least = None, None
+    best, least_bytes = None, None
     for plan in candidates:
-        least = plan.projected_peak_bytes if least is None else min(least, plan.projected_peak_bytes)
+        least_bytes = plan.projected_peak_bytes if least_bytes is None else min(least_bytes, plan.projected_peak_bytes)
         if plan.projected_peak_bytes <= limit and (best is None or _plan_rank(plan) < _plan_rank(best)):
             best = plan
     if best is None:
-        # Schedules that cannot fit are not written down above.
-        needed = _smallest(costs).projected_peak_bytes if least is None or strategy in ("auto", "revolve") else least
-        raise _too_small(costs, strategy, needed, limit)
+        # Schedules that cannot fit were not built above.
+        needed_bytes = _smallest(costs).projected_peak_bytes if least_bytes is None or strategy in ("auto", "revolve") else least_bytes
+        raise _too_small(costs, strategy, needed_bytes, limit)
     return best
 
 
@@ -209,12 +209,12 @@ def _too_small(costs: RepeatCosts, strategy: Strategy, needed_bytes: int, limit:
 
 
 def revolve_plan(costs: RepeatCosts, slots: int, run: int) -> RepeatPlan:
-    """Revolve with so many slots and runs of so many blocks.
+    """Revolve with a number of slots, and runs of a number of blocks.
 
     Args:
-        costs: what blocks hold.
-        slots: how many activations are stored at once, the input among them.
-        run: how many blocks in a row are kept whole at the leaves.
+        costs: memory of the blocks.
+        slots: activations that are stored at once, including the input.
+        run: blocks in a row that are kept completely at the leaves.
     """
 
     def decide(i: int, j: int, pending: bool, free: int) -> tuple[int, int, int]:
@@ -244,17 +244,17 @@ def _bisected(costs: RepeatCosts, base: int) -> RepeatPlan:
 def _optimal(costs: RepeatCosts, budget_bytes: int | None) -> RepeatPlan:
     if costs.num_blocks > _MAX_OPTIMAL_BLOCKS:
         raise InputError(
-            f"strategy 'optimal' takes up to {_MAX_OPTIMAL_BLOCKS} blocks, and there are {costs.num_blocks}; 'auto' takes any number"
+            f"strategy 'optimal' takes up to {_MAX_OPTIMAL_BLOCKS} blocks, and the chain has {costs.num_blocks}; 'auto' takes any number"
         )
     chain = to_stage_chain(costs)
-    # The solver holds the input and frees the output; here it is the other way round. The rest is held all the time.
-    beside = _external_bytes(costs) - costs.output_bytes + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
-    whole = schedule_peak_bytes(costs, reversal(chain, keep_all)) + costs.output_bytes
-    room = (whole if budget_bytes is None else min(budget_bytes, whole)) - beside
+    # The solver counts the input and frees the output; here it is the other way round. The other external bytes are constant.
+    external_bytes = _external_bytes(costs) - costs.output_bytes + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
+    plain_bytes = schedule_peak_bytes(costs, reversal(chain, keep_all)) + costs.output_bytes
+    room_bytes = (plain_bytes if budget_bytes is None else min(budget_bytes, plain_bytes)) - external_bytes
     try:
-        operations = optimal.solve_optimal(chain, budget_bytes=room).operations
+        operations = solve_optimal(chain, budget_bytes=room_bytes).operations
     except BudgetError as error:
-        raise _too_small(costs, "optimal", error.needed_bytes + beside, room + beside) from error
+        raise _too_small(costs, "optimal", error.needed_bytes + external_bytes, room_bytes + external_bytes) from error
     return _to_repeat_plan("optimal", costs, operations, 0, 0)
 
 
@@ -263,9 +263,9 @@ def _external_bytes(costs: RepeatCosts) -> int:
 
 
 def _max_slots_by_run(costs: RepeatCosts, limit: float, runs: list[int]) -> Iterator[RepeatPlan]:
-    """For each length of runs the most slots that fit."""
+    """For each length of runs, the plan with the most slots that fits."""
     n = costs.num_blocks
-    found: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, int, int]] = []
     for run in runs:
         groups = -(-n // run)
         if _estimate(costs, 1, run) - _estimate_slack(costs, run) > limit:
@@ -273,11 +273,11 @@ def _max_slots_by_run(costs: RepeatCosts, limit: float, runs: list[int]) -> Iter
         slots = groups
         if _estimate(costs, slots, run) > limit:
             slots = max(1, min(groups, 1 + int((limit - _estimate(costs, 1, run)) // max(1, costs.output_bytes))))
-        found.append((count_forwards(n, slots, run), run, slots))
-    found.sort()
-    for place, (forwards, run, slots) in enumerate(found):
-        if place and n > _MAX_TRIED_BLOCKS and forwards > found[0][0]:
-            continue  # long lists are written for the best only, unless it does not fit
+        candidates.append((count_forwards(n, slots, run), run, slots))
+    candidates.sort()
+    for rank, (forwards, run, slots) in enumerate(candidates):
+        if rank and n > _MAX_TRIED_BLOCKS and forwards > candidates[0][0]:
+            continue  # long schedules are built for the best only, unless it does not fit
         plan = revolve_plan(costs, slots, run)
         while plan.projected_peak_bytes > limit and slots > 1:
             slots -= 1
@@ -292,34 +292,34 @@ def _max_slots_by_run(costs: RepeatCosts, limit: float, runs: list[int]) -> Iter
 
 
 def _smallest(costs: RepeatCosts) -> RepeatPlan:
-    """The schedule of least memory; its peak does not depend on how long the chain is, if it is long."""
+    """The schedule of least memory; for long chains its peak does not depend on the length."""
     few = min(costs.num_blocks, 8)
     short = RepeatCosts(**{name: getattr(costs, name) for name in RepeatCosts.__slots__} | {"num_blocks": few})
     return revolve_plan(short, 1, 1)
 
 
 def _estimate(costs: RepeatCosts, slots: int, run: int) -> int:
-    """No less than the peak of such a schedule."""
-    kept = costs.output_bytes + costs.saved_bytes
-    last = max(
+    """Upper bound on the peak of such a schedule."""
+    kept_bytes = costs.output_bytes + costs.saved_bytes
+    leaf_bytes = max(
         costs.grad_bytes + costs.output_bytes + costs.forward_bytes,
         costs.grad_bytes + costs.save_bytes,
-        costs.grad_bytes + kept + costs.backward_bytes,
+        costs.grad_bytes + kept_bytes + costs.backward_bytes,
     )
-    beside = _external_bytes(costs) + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
-    return beside + (slots - 1) * costs.output_bytes + (run - 1) * kept + last
+    external_bytes = _external_bytes(costs) + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
+    return external_bytes + (slots - 1) * costs.output_bytes + (run - 1) * kept_bytes + leaf_bytes
 
 
 def _estimate_slack(costs: RepeatCosts, run: int) -> int:
-    """By how much the estimate may be above the peak: what is counted twice there."""
+    """Largest excess of the upper bound over the peak: bytes that it counts twice."""
     return 2 * (costs.output_bytes + costs.grad_bytes) + costs.saved_bytes + costs.forward_extra_bytes + costs.backward_extra_bytes
 
 
 @cache
 def count_forwards(num_blocks: int, slots: int, run: int = 1) -> int:
-    """How many forwards Revolve runs with so many slots and runs of so many blocks, the first ones included.
+    """Number of forwards that Revolve runs with so many slots and runs of so many blocks, including the first ones.
 
-    With runs of one block that is ``revolve.num_advances(n, slots) + n``.
+    With runs of one block that is ``num_advances(n, slots) + n``.
 
     >>> [count_forwards(n, s) for n, s in ((10, 3), (100, 10), (5, 5))], count_forwards(100, 1, 100)
     ([25, 322, 9], 100)
@@ -339,7 +339,7 @@ def count_forwards(num_blocks: int, slots: int, run: int = 1) -> int:
 
 
 def _advance(length: int, slots: int, run: int) -> int:
-    return revolve.revolve_split(-(-length // run), slots) * run
+    return revolve_split(-(-length // run), slots) * run
 
 
 def _reversal_plan(costs: RepeatCosts, strategy: Strategy, decide: DecisionFunction, slots: int, run: int) -> RepeatPlan:
@@ -359,28 +359,28 @@ def _to_repeat_plan(strategy: Strategy, costs: RepeatCosts, operations: tuple[Op
 
 
 def schedule_peak_bytes(costs: RepeatCosts, operations: Iterable[Operation]) -> int:
-    """The most bytes that the executor holds at once while it runs the operations."""
-    n, out, kept = costs.num_blocks, costs.output_bytes, costs.saved_bytes
+    """Most bytes that the executor needs while it runs the operations."""
+    n, output_bytes, saved_bytes = costs.num_blocks, costs.output_bytes, costs.saved_bytes
     last_output, last_grad = f"x{n}", f"y{n}"
-    held = costs.forward_extra_bytes + costs.input_copy_bytes
-    peak = held
+    current_bytes = costs.forward_extra_bytes + costs.input_copy_bytes
+    peak_bytes = current_bytes
     for operation in operations:
         match operation.kind:
             case "forward":
-                peak = max(peak, held + (costs.save_bytes if operation.save else costs.forward_bytes))
-                held += out + (kept if operation.save else 0)
+                peak_bytes = max(peak_bytes, current_bytes + (costs.save_bytes if operation.save else costs.forward_bytes))
+                current_bytes += output_bytes + (saved_bytes if operation.save else 0)
             case "loss":
-                held += costs.backward_extra_bytes - costs.forward_extra_bytes + costs.grad_bytes
-                peak = max(peak, held)
+                current_bytes += costs.backward_extra_bytes - costs.forward_extra_bytes + costs.grad_bytes
+                peak_bytes = max(peak_bytes, current_bytes)
             case "backward":
                 first = operation.first == 1 and not costs.wants_input_grad
-                peak = max(peak, held + costs.backward_bytes - (costs.grad_bytes if first else 0))
-                held += 0 if first else costs.grad_bytes
+                peak_bytes = max(peak_bytes, current_bytes + costs.backward_bytes - (costs.grad_bytes if first else 0))
+                current_bytes += 0 if first else costs.grad_bytes
             case "free":
                 name = operation.value
                 if name in ("x0", last_output, last_grad):
-                    continue  # the caller's
-                held -= out if name[0] == "x" else costs.grad_bytes if name[0] == "y" else kept
+                    continue  # the caller keeps these
+                current_bytes -= output_bytes if name[0] == "x" else costs.grad_bytes if name[0] == "y" else saved_bytes
             case _:
                 raise InputError(f"a chain of repeated blocks has no operation {operation}")
-    return peak
+    return peak_bytes

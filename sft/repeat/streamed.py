@@ -1,9 +1,9 @@
-"""Blocks whose weights are not on the device: a store, windows, and what happens to the gradients.
+"""Blocks with streamed weights: record stores, windows on the device, and gradient sinks.
 
-Parameters are in a store (the host's memory, or a file), buffers in the host's memory. Each pass opens a window for either and reads the
-blocks in the order that its schedule has; buffers' next values go into the next generation of theirs, which the end of the forward pass
-commits. What becomes of a block's gradients is a *sink*'s business: without an optimizer they are gathered in the host's memory and given
-to autograd; an optimizer for streamed weights puts its own sink there.
+Parameters are in a store (host memory or a file), buffers in host memory. Each pass opens a window on either and reads the blocks in the
+order of its schedule. Next values of buffers are written to the next generation of their store, which the end of the forward pass commits.
+Gradients go to a *sink*: without an optimizer they are gathered in host memory and returned to autograd; an optimizer of streamed weights
+installs its own sink.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["StreamedBlocks", "StreamedWeightAccess", "block_read_order"]
 
 
 def block_read_order(operations: Sequence[Operation]) -> list[int]:
-    """Which block each computation reads, from 0."""
+    """The block of each computation, from 0."""
     return [operation.first - 1 for operation in operations if operation.kind in ("forward", "backward")]
 
 
 class StreamedWeightAccess:
-    """The weights of one pass, through windows."""
+    """Weights of one pass, through windows."""
 
     def __init__(self, blocks: StreamedBlocks, weights: StreamPass, buffers: StreamPass | None, sink: BlockSink | None) -> None:
         self._blocks, self._weights, self._buffers, self._sink = blocks, weights, buffers, sink
@@ -39,15 +39,15 @@ class StreamedWeightAccess:
         self._changed: set[int] = set()
         self._updates = False
 
-    def take(self, block: int) -> dict[str, Tensor]:
+    def acquire(self, block: int) -> dict[str, Tensor]:
         """The tensors of a block, in the windows."""
-        found = dict(self._weights.acquire(block))
+        tensors = dict(self._weights.acquire(block))
         if self._buffers is not None:
-            found |= self._buffers.acquire(block)
-        return found | self._shared if self._shared else found
+            tensors |= self._buffers.acquire(block)
+        return tensors | self._shared if self._shared else tensors
 
-    def give(self, block: int) -> None:
-        """They are not used any more."""
+    def release(self, block: int) -> None:
+        """Release the block's slots in the windows."""
         is_changed = block in self._changed
         self._changed.discard(block)
         self._weights.release(block, forget=is_changed)
@@ -55,7 +55,7 @@ class StreamedWeightAccess:
             self._buffers.release(block, forget=self._updates)
 
     def update(self, block: int, values: Mapping[str, Tensor]) -> None:
-        """Write the next values of a block's buffers to their next generation."""
+        """Write the next values of a block's buffers to the next generation."""
         assert self._buffers is not None
         views = self._buffers.views(block)
         for name, value in values.items():
@@ -76,27 +76,27 @@ class StreamedWeightAccess:
         return self._sink.collect()
 
     def commit(self) -> None:
-        """Give the buffers their next values."""
+        """Store the next values in the buffers."""
         if self._updates:
             self._blocks.commit_buffers()
 
 
 class StreamedBlocks:
-    """The stores behind a repetition.
+    """Stores of the parameters and buffers of a repetition.
 
     Args:
-        block: the module with stacked parameters and buffers; its tensors become views of the stores.
-        buffers: the names of the stacked buffers.
-        num_blocks: how many blocks.
-        device: where they run.
-        window_bytes: of the window for parameters. Buffers have one of as many blocks.
-        path: a file for the parameters; None keeps them in the host's memory.
-        resume: take the parameters of an existing file, instead of refusing it.
-        durable: whether each generation of the file survives a loss of power.
-        prefetch: whether threads read ahead.
+        block: module with stacked parameters and buffers; its tensors become views of the stores.
+        buffers: names of the stacked buffers.
+        num_blocks: number of blocks.
+        device: device of the computation.
+        window_bytes: size of the window for parameters. Buffers have a window of as many blocks.
+        path: file of the parameters; None keeps them in host memory.
+        resume: True to take the parameters of an existing file instead of refusing it.
+        durable: True if each generation of the file survives a loss of power.
+        prefetch: True to read ahead in threads.
 
     Raises:
-        InputError: the block has no parameters, or the file exists, or has other blocks.
+        InputError: the block has no parameters, or the file exists or has different blocks.
         SourceError: the file cannot be read or written.
         BudgetError: the window is smaller than a block.
     """
@@ -125,25 +125,25 @@ class StreamedBlocks:
         layout = RecordLayout.of(_tensor_spec(name, param[0]) for name, param in params.items())
         self.store: Store
         if path is not None and (resume or path.exists()):
-            self.store = self._reopened(path, layout, resume=resume)
+            self.store = self._reopen_store(path, layout, resume=resume)
         else:
-            self.store = self._stored([layout] * num_blocks, lambda number, views: _copy_block(views, params, number))
+            self.store = self._create_store([layout] * num_blocks, lambda number, views: _copy_block(views, params, number))
         self.weights = self._window(self.store)
-        self._buffer_store, self._buffer_window = self._stored_buffers()
+        self._buffer_store, self._buffer_window = self._create_buffer_store()
         self.rebind()
 
     @property
     def extra_bytes(self) -> int:
-        """What the windows of a pass hold on the device."""
+        """Bytes of a pass's windows on the device."""
         return self.weights.window_bytes + (0 if self._buffer_window is None else self._buffer_window.window_bytes)
 
     def shared(self) -> dict[str, Tensor]:
-        """The buffers that all blocks share."""
+        """Buffers that all blocks share."""
         return {name: buffer for name, buffer in self.block.named_buffers() if name not in self._buffer_names}
 
     @contextlib.contextmanager
     def forward(self, operations: Sequence[Operation]) -> Iterator[StreamedWeightAccess]:
-        """The weights for a forward pass; if it fails, buffers stay as they are."""
+        """Open the weights for a forward pass. If it fails, buffers keep their values."""
         plan = block_read_order(operations)
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(self.weights.open_pass(plan))
@@ -156,7 +156,7 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def backward(self, operations: Sequence[Operation], unwanted: Collection[str] = ()) -> Iterator[StreamedWeightAccess]:
-        """The weights for a backward pass, with the sink's own pass inside, which takes no gradients of parameters that are unwanted."""
+        """Open the weights and the sink for a backward pass. The sink takes no gradients of ``unwanted`` parameters."""
         plan = block_read_order(operations)
         order = block_read_order([operation for operation in operations if operation.kind == "backward"])
         with contextlib.ExitStack() as stack:
@@ -167,24 +167,24 @@ class StreamedBlocks:
             yield StreamedWeightAccess(self, weights, buffers, sink)
 
     def commit_buffers(self) -> None:
-        """Make the buffers' next values their values."""
+        """Make the next generation of the buffers the current one."""
         assert self._buffer_store is not None
         self._buffer_store.commit()
         self.rebind()
 
     def rebind(self) -> None:
-        """Let the module's parameters and buffers be views of the current generations."""
+        """Make the module's parameters and buffers views of the current generations."""
         stacked = self.store.layouts[0].stacked(self.store.all_records(), self.num_blocks)
         for name, param in self.block.named_parameters():
             param.data = stacked[name]
         if self._buffer_store is not None:
-            found = self._buffer_store.layouts[0].stacked(self._buffer_store.all_records(), self.num_blocks)
+            buffers = self._buffer_store.layouts[0].stacked(self._buffer_store.all_records(), self.num_blocks)
             for name in self._buffer_names:
                 prefix, _, last = name.rpartition(".")
-                self.block.get_submodule(prefix)._buffers[last] = found[name]
+                self.block.get_submodule(prefix)._buffers[last] = buffers[name]
 
     def versions(self) -> tuple[int, ...]:
-        """What changes when the weights do."""
+        """Version counters of the weights."""
         return (self.store.generation, *(param._version for param in self.block.parameters()))
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -192,11 +192,11 @@ class StreamedBlocks:
         return dict(self.block.named_parameters())
 
     def names_of(self, block: int) -> tuple[str, ...]:
-        """The parameters in a record: a part of all of them."""
+        """Names of the parameters in a record; each record has a slice of all of them."""
         return tuple(self.named_parameters())
 
     def shape_of(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of one block's part of a parameter."""
+        """Shape of one block's slice of a parameter."""
         return tuple(param.shape[1:])
 
     def slice_of(self, value: Tensor, block: int) -> Tensor:
@@ -204,28 +204,28 @@ class StreamedBlocks:
         return value[block]
 
     def tensor(self, name: str, key: str) -> Tensor:
-        """A tensor of the current generation, stacked."""
+        """A stacked tensor of the current generation."""
         return self.store.layouts[0].stacked(self.store.all_records(), self.num_blocks)[key]
 
     def window(self, store: Store, part: RecordPart, window_bytes: int | None = None) -> WeightStream:
-        """A window on a store of as many blocks; by default of two.
+        """A window on a store of as many blocks; by default of two blocks.
 
         Raises:
-            BudgetError: it is smaller than a block.
+            BudgetError: the window is smaller than a block.
         """
         size = store.layouts[0].part_bytes(part)
         num_bytes = min(2, len(store.layouts)) * size if window_bytes is None else window_bytes
         return WeightStream(store, self.device, window_bytes=num_bytes, part=part, prefetch=self.prefetch)
 
     def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
-        """Make room in the records for what an optimizer keeps.
+        """Add an optimizer's state to the records.
 
         Args:
-            state: its tensors, by parameter.
-            fill: writes their first values, given a block's number and all its tensors; others are zero.
+            state: specs of its tensors, by parameter.
+            fill: writes their first values, given a block's number and all its tensors; unwritten tensors are zero.
 
         Returns:
-            Whether the records had this room before, with what it holds.
+            True if the records had this state already, with its values.
         """
         weights = [field.spec for field in self.store.layouts[0].fields if not field.spec.is_state]
         specs = [spec for specs in state.values() for spec in specs]
@@ -234,13 +234,13 @@ class StreamedBlocks:
             return bool(specs)
         old = self.store
 
-        def both(number: int, views: dict[str, Tensor]) -> None:
-            before = old.layouts[number].views(old.record(number))
+        def copy_and_fill(number: int, views: dict[str, Tensor]) -> None:
+            old_views = old.layouts[number].views(old.record(number))
             for spec in weights:
-                views[spec.name].copy_(before[spec.name])
+                views[spec.name].copy_(old_views[spec.name])
             fill(number, views)
 
-        self.store = self._stored([layout] * self.num_blocks, both)
+        self.store = self._create_store([layout] * self.num_blocks, copy_and_fill)
         old.close()
         self.weights = self._window(self.store)
         self.rebind()
@@ -255,13 +255,13 @@ class StreamedBlocks:
                 self._buffer_window = self._window_of_buffers(self._buffer_store)
 
     def close(self) -> None:
-        """Close the stores, after copying the parameters and buffers to memory of their own."""
+        """Close the stores, after copying parameters and buffers to separate memory."""
         for param in self.block.parameters():
             param.data = param.detach().contiguous().clone()
         for name in self._buffer_names:
             prefix, _, last = name.rpartition(".")
             module = self.block.get_submodule(prefix)
-            module._buffers[last] = module._buffers[last].contiguous().clone()  # type: ignore[union-attr]  # it is there
+            module._buffers[last] = module._buffers[last].contiguous().clone()  # type: ignore[union-attr]  # it exists
         self.store.close()
         if self._buffer_store is not None:
             self._buffer_store.close()
@@ -269,7 +269,7 @@ class StreamedBlocks:
     def _window(self, store: Store) -> WeightStream:
         return WeightStream(store, self.device, window_bytes=self.window_bytes, prefetch=self.prefetch)
 
-    def _stored(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+    def _create_store(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
         if self.path is not None:
             return DiskStore.create(self.path, layouts, fill, durable=self.durable)
         store = HostStore(layouts, pin=self._pin)
@@ -277,18 +277,18 @@ class StreamedBlocks:
             fill(number, layout.views(store.record(number)))
         return store
 
-    def _reopened(self, path: Path, layout: RecordLayout, *, resume: bool) -> Store:
+    def _reopen_store(self, path: Path, layout: RecordLayout, *, resume: bool) -> Store:
         check_resume(path, resume=resume)
         store = DiskStore.open(path, durable=self.durable)
-        own = sorted((field.spec for field in layout.fields), key=str)
-        theirs = sorted((field.spec for field in store.layouts[0].fields if not field.spec.is_state), key=str)
-        if other := layout_difference(own, theirs):
-            raise InputError(f"{path} has other blocks than those repeated here: {other}; give another path")
-        if len(store.layouts) != self.num_blocks or any(other is not store.layouts[0] for other in store.layouts):
+        expected = sorted((field.spec for field in layout.fields), key=str)
+        stored = sorted((field.spec for field in store.layouts[0].fields if not field.spec.is_state), key=str)
+        if difference := layout_difference(expected, stored):
+            raise InputError(f"{path} has other blocks than those repeated here: {difference}; give another path")
+        if len(store.layouts) != self.num_blocks or any(each is not store.layouts[0] for each in store.layouts):
             raise InputError(f"{path} has {len(store.layouts)} blocks, and {self.num_blocks} are repeated here; give another path")
         return store
 
-    def _stored_buffers(self) -> tuple[HostStore | None, WeightStream | None]:
+    def _create_buffer_store(self) -> tuple[HostStore | None, WeightStream | None]:
         if not self._buffer_names:
             return None, None
         buffers = {name: self.block.get_buffer(name).detach() for name in self._buffer_names}
@@ -300,7 +300,7 @@ class StreamedBlocks:
         return store, self._window_of_buffers(store)
 
     def _window_of_buffers(self, store: HostStore) -> WeightStream:
-        """A window of as many blocks as that of the parameters has."""
+        """A window of as many blocks as that of the parameters."""
         size = store.layouts[0].part_bytes("weights")
         return WeightStream(store, self.device, window_bytes=size * self.weights.num_slots, prefetch=self.prefetch)
 

@@ -36,15 +36,15 @@ class Block(nn.Module):
 
 
 class _Recording(StackedWeightAccess):
-    """Notes which block is read when."""
+    """Weight access that logs the blocks in the order of their reads."""
 
     def __init__(self, log: list[int], params: Mapping[str, Tensor], with_gradient: tuple[str, ...] = ()) -> None:
         super().__init__(params, {}, {}, with_gradient=with_gradient)
         self.log = log
 
-    def take(self, block: int) -> dict[str, Tensor]:
+    def acquire(self, block: int) -> dict[str, Tensor]:
         self.log.append(block + 1)
-        return super().take(block)
+        return super().acquire(block)
 
 
 def _programs() -> BlockPrograms:

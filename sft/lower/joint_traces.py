@@ -1,11 +1,14 @@
-"""Traces: torch's own derivative of an operator, flattened to ATen calls.
+"""Joint traces: a function and its derivative by autograd, as two flat lists of ATen calls.
 
-Functions of one element (``gelu``, ``silu``, ...) have the same list of calls for every shape, so they are traced once
-on a tiny tensor. Others are traced at the shapes that they run on; views among their calls are recognised by the storages of the
-fake tensors. A reshape that merges dimensions is a view only for some layouts of the tensor, so it is always a copy here.
+:func:`trace_joint` records any function of tensors (:mod:`sft.lower.op_recorder`) and turns tensors into numbered values. Dead calls are
+dropped. Calls that depend on the gradient of the output belong to the backward list, all others to the forward list; a program that only
+wants the output drops forward calls that serve the derivative alone.
 
-The trace runs forward and backward in one graph. Calls that do not depend on the gradient belong to the forward; a program that
-only wants the forward drops the ones that nobody reads.
+Two cached traces of graph nodes build on it. A pointwise function (``gelu``, ``silu``, ...) makes the same calls for every shape, so
+:func:`trace_pointwise` traces it once on a tiny tensor. :func:`trace_whole` traces any other operator at the shapes that it runs on.
+
+Views are recognised by the storages of the fake tensors. A reshape that merges dimensions is a view only for some memory layouts, so it
+is always a copy here.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
 from sft.common.torch_internals import OpOverload, op_schema, storage_id
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS
-from sft.lower.op_recorder import OpRecording, RecordedOp, record_ops
+from sft.lower.op_recorder import ArgumentSpec, OpRecording, RecordedOp, record_ops
 from sft.lower.program import DEVICE
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "TracedCall",
     "TracedResult",
     "resolve_target",
+    "trace_joint",
     "trace_pointwise",
     "trace_whole",
 ]
@@ -44,29 +48,29 @@ __all__ = [
 aten = torch.ops.aten
 
 TINY_SHAPE = (2, 3, 4, 5)
-#: Reshapes that trust the layout of the tensor they were traced with; ours may have another.
+#: Reshapes that are valid only in the memory layout that was traced; programs may use another.
 _VIEW_OPS = frozenset({aten.view.default, aten._unsafe_view.default})
-#: Calls whose result is their operand.
+#: Calls that return their operand.
 _ALIAS_OPS = frozenset({aten.detach.default, aten.alias.default})
 
 
 def _with_exact_storage(overload: Any) -> Callable[..., torch.Tensor]:
-    def made(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def function(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
         out: torch.Tensor = overload(self, *arguments, out=self.new_empty(0))
         return out
 
-    return made
+    return function
 
 
-#: Operators that resize a tensor as large as their operand, and leave it the room where the result is smaller.
+#: Operators that resize a tensor of the operand's size and keep its storage if the result is smaller: called with an empty ``out`` instead.
 _OVERALLOCATING_OPS = {aten.im2col.default: _with_exact_storage(aten.im2col.out), aten.col2im.default: _with_exact_storage(aten.col2im.out)}
 
-#: Results of which ATen makes one element more than the result has, which keeps its room: the bag that each index is in.
+#: (operator, result) pairs of which ATen allocates one element more than the result has: the bag of each index.
 _PADDED_RESULTS = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
 
 
 def resolve_target(target: str) -> Any:
-    """The ATen overload named in a node.
+    """The ATen overload of a node's target.
 
     >>> resolve_target("aten.relu.default")
     <OpOverload(op='aten.relu', overload='default')>
@@ -77,7 +81,14 @@ def resolve_target(target: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TracedResult:
-    """A tensor that a call makes: its index among the trace's values, and the value whose storage it shares."""
+    """A tensor result of a call.
+
+    Attributes:
+        index: its number among the trace's values.
+        shape: its extents.
+        dtype: its element type.
+        view_of: the value whose storage it shares, if any.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -87,7 +98,15 @@ class TracedResult:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One call of a trace; tensors stand as indices into the trace's values. ``None`` is a result that nobody reads."""
+    """One call of a trace.
+
+    Attributes:
+        function: the ATen overload, or a Python function.
+        arguments: positional arguments; tensors are :class:`SlotArg`, devices are ``DEVICE``.
+        keywords: keyword arguments, likewise.
+        results: its tensor results; ``None`` for an unused one.
+        has_many: True if the call returns a tuple.
+    """
 
     function: Any
     arguments: tuple[Any, ...]
@@ -98,12 +117,24 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True)
 class SlotArg:
+    """A tensor argument of a traced call: the index of a value of the trace."""
+
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class JointTrace:
-    """A flat joint function: inputs then gradient -> output, gradients of the inputs that need one."""
+    """A function and its derivative as flat lists of calls on numbered values.
+
+    Values ``0 .. num_inputs - 1`` are the inputs, value ``num_inputs`` is the gradient of the output.
+
+    Attributes:
+        forward: calls that do not depend on the gradient.
+        backward: calls that do.
+        num_inputs: number of inputs.
+        result: index of the output.
+        gradients: index of the gradient of each input; ``None`` if the input needs none, or the output does not depend on it.
+    """
 
     forward: tuple[TracedCall, ...]
     backward: tuple[TracedCall, ...]
@@ -112,22 +143,25 @@ class JointTrace:
     gradients: tuple[int | None, ...]
 
 
-def _trace_joint(
-    function: Callable[..., torch.Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    needs_grad: Sequence[bool],
-    *,
-    by_shape: bool = False,
-) -> JointTrace:
+def trace_joint(function: Callable[..., torch.Tensor], arguments: Sequence[ArgumentSpec], *, by_shape: bool = False) -> JointTrace:
+    """Trace a function and its derivative with respect to the arguments that need a gradient.
+
+    Args:
+        function: computes one tensor from tensors. All tensors that it reads are arguments or results of its own calls.
+        arguments: its tensors, contiguous.
+        by_shape: True if the function makes the same calls on every device, which makes tracing faster (:func:`record_ops`).
+
+    Raises:
+        InternalError: the function reads or returns a tensor from outside.
+    """
     # The caller's modes may be on, and a trace is kept for later calls.
     with torch.inference_mode(False), without_autograd_debugging(), _math_kernels_for_gpu():
-        return _TraceBuilder(record_ops(function, shapes, dtypes, needs_grad, by_shape=by_shape)).trace()
+        return _TraceBuilder(record_ops(function, arguments, by_shape=by_shape)).trace()
 
 
 @contextmanager
 def _math_kernels_for_gpu() -> Iterator[None]:
-    """Where there is a GPU, attention and LSTMs are traced as what they consist of: one call would be the CPU's, which GPUs lack."""
+    """On machines with a GPU, decompose attention and LSTMs while tracing: the fused CPU call of the trace does not exist on GPUs."""
     if not _has_gpu():
         yield
         return
@@ -140,18 +174,18 @@ def _has_gpu() -> bool:
 
 
 class _TraceBuilder:
-    """Turns what was recorded into a trace: tensors become numbers, and calls that nobody needs are left out."""
+    """Builds a trace from a recording: numbers the tensors and drops dead calls."""
 
     def __init__(self, recording: OpRecording) -> None:
         self._recording = recording
-        self._index: dict[int, int] = {}  # the number of each tensor, by its identity: the recording keeps all of them alive
-        self._roots: list[int] = []  # of each number the one whose storage it shares
-        self._transposed: dict[int, int] = {}  # of what a transposition made that which it transposed
+        self._index: dict[int, int] = {}  # tensor id -> value index; the recording keeps all tensors alive
+        self._roots: list[int] = []  # value index -> index of the value that owns its storage
+        self._transposed: dict[int, int] = {}  # result of `aten.t` -> its operand
         for tensor in (*recording.inputs, recording.grad):
             self._new(tensor, None)
 
     def trace(self) -> JointTrace:
-        """The trace."""
+        """Build the trace."""
         recording, num_inputs = self._recording, len(self._recording.inputs)
         calls = [call for recorded in recording.calls if (call := self._call(recorded)) is not None]
         result = self._index.get(id(recording.output))
@@ -165,7 +199,7 @@ class _TraceBuilder:
             if from_grad.isdisjoint(_operand_indices(call)):
                 forward.append(call)
             else:
-                from_grad.update(made.index for made in call.results if made is not None)
+                from_grad.update(output.index for output in call.results if output is not None)
                 backward.append(call)
         return JointTrace(tuple(forward), tuple(backward), num_inputs, result, gradients)
 
@@ -175,21 +209,21 @@ class _TraceBuilder:
         return number
 
     def _call(self, recorded: RecordedOp) -> TracedCall | None:
-        """A call; ``None`` where its result is its operand."""
+        """The traced call; ``None`` if it returns its operand."""
         target = recorded.function
         arguments = tuple(map(self._converted, recorded.arguments))
         if target in _ALIAS_OPS:
-            self._index[id(recorded.made)] = arguments[0].index
+            self._index[id(recorded.output)] = arguments[0].index
             return None
-        if target is aten.t.default and arguments[0].index in self._transposed:  # twice, as gradients of products are: as it was
-            self._index[id(recorded.made)] = self._transposed[arguments[0].index]
+        if target is aten.t.default and arguments[0].index in self._transposed:  # a double transposition, as in gradients of products
+            self._index[id(recorded.output)] = self._transposed[arguments[0].index]
             return None
         keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
         if target in _VIEW_OPS and not _only_splits(recorded.first_argument_shape, recorded.result_shapes[0]):
             target = aten._reshape_copy.default
         storages = {} if target is aten._reshape_copy.default else self._storages(recorded)
         results: list[TracedResult | None] = []
-        for position, (tensor, shape) in enumerate(zip(recorded.listed, recorded.result_shapes, strict=True)):
+        for position, (tensor, shape) in enumerate(zip(recorded.results, recorded.result_shapes, strict=True)):
             if tensor is None:
                 results.append(None)
                 continue
@@ -205,11 +239,11 @@ class _TraceBuilder:
         return TracedCall(target, arguments, keywords, tuple(results), has_many)
 
     def _storages(self, recorded: RecordedOp) -> dict[int, int]:
-        """The values that own the storages of a call's operands, by storage."""
-        found: dict[int, int] = {}
+        """Storage ids of a call's operands -> the values that own them."""
+        owners: dict[int, int] = {}
         for tensor in _tensors((*recorded.arguments, *recorded.keywords.values())):
-            found.setdefault(storage_id(tensor), self._roots[self._index[id(tensor)]])
-        return found
+            owners.setdefault(storage_id(tensor), self._roots[self._index[id(tensor)]])
+        return owners
 
     def _converted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -230,19 +264,20 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _live_calls(calls: Sequence[TracedCall], wanted: set[int]) -> list[TracedCall]:
-    """The calls that make what is wanted, that write into their operands, or make nothing: these are checks.
+def _live_calls(calls: Sequence[TracedCall], targets: set[int]) -> list[TracedCall]:
+    """The calls that matter: those with a needed result, those that write in place, and those without results, which are checks.
 
-    Of calls that make several tensors those are left out that nobody wants.
+    Unused results of a call with several become ``None``.
     """
-    kept = []
+    needed = set(targets)
+    live = []
     for call in reversed(calls):
-        made = [result is not None and result.index in wanted for result in call.results]
-        if any(made) or not made or (isinstance(call.function, OpOverload) and op_schema(call.function).is_mutable):
-            results = tuple(r if is_wanted else None for r, is_wanted in zip(call.results, made, strict=True))
-            kept.append(replace(call, results=results) if call.has_many else call)
-            wanted.update(_operand_indices(call))
-    return kept[::-1]
+        is_used = [result is not None and result.index in needed for result in call.results]
+        if any(is_used) or not is_used or (isinstance(call.function, OpOverload) and op_schema(call.function).is_mutable):
+            results = tuple(result if used else None for result, used in zip(call.results, is_used, strict=True))
+            live.append(replace(call, results=results) if call.has_many else call)
+            needed.update(_operand_indices(call))
+    return live[::-1]
 
 
 def _operand_indices(call: TracedCall) -> set[int]:
@@ -251,45 +286,48 @@ def _operand_indices(call: TracedCall) -> set[int]:
 
 @lru_cache(maxsize=32)
 def _unwrap_single(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    """A function that makes a list of one tensor, as one that makes the tensor."""
+    """A function that returns the only tensor of the list that ``function`` returns."""
 
-    def made(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        (found,) = function(*arguments, **keywords)
-        return found
+    def unwrapped(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        (tensor,) = function(*arguments, **keywords)
+        return tensor
 
-    return made
+    return unwrapped
 
 
 def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether a reshape only splits dimensions, which is a view however the tensor is laid out.
+    """True if a reshape only splits dimensions, which is a view in every memory layout.
 
     >>> _only_splits((2, 6, 5), (2, 3, 2, 5)), _only_splits((2, 3, 2, 5), (2, 6, 5))
     (True, False)
     """
     if 0 in old:
-        return True  # there is nothing to lay out
+        return True  # no elements
     sizes = [size for size in new if size != 1][::-1]
     for extent in old:
-        rest = int(extent)
-        while rest != 1:
-            if not sizes or rest % sizes[-1]:
+        remaining = int(extent)
+        while remaining != 1:
+            if not sizes or remaining % sizes[-1]:
                 return False
-            rest //= sizes.pop()
+            remaining //= sizes.pop()
     return not sizes
 
 
 def _slot_args(items: Any) -> list[SlotArg]:
-    found: list[SlotArg] = []
+    slots: list[SlotArg] = []
     for item in items:
         if isinstance(item, SlotArg):
-            found.append(item)
+            slots.append(item)
         elif isinstance(item, tuple):
-            found += _slot_args(item)
-    return found
+            slots += _slot_args(item)
+    return slots
 
 
 class BitwiseKey:
-    """Arguments as they are: 1, 1.0 and True are equal, and so are 0.0 and -0.0, but operators make something else of each."""
+    """Hashable wrapper of arguments that distinguishes equal values of different types and signs.
+
+    In Python ``1 == 1.0 == True`` and ``0.0 == -0.0``, but operators give different results for each.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value, self._key = value, self._exact_key(value)
@@ -309,35 +347,49 @@ class BitwiseKey:
 
 @lru_cache(maxsize=512)
 def trace_pointwise(target: str, arguments: BitwiseKey, keywords: BitwiseKey, dtype: torch.dtype, default: torch.dtype) -> JointTrace:
+    """The cached trace of a function of one element, on a tensor of :data:`TINY_SHAPE`.
+
+    Args:
+        target: the ATen overload.
+        arguments: positional arguments after the tensor.
+        keywords: keyword arguments as pairs.
+        dtype: element type of the tensor.
+        default: the default element type, on which results may depend.
+    """
     overload = resolve_target(target)
-    return _trace_joint(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [TINY_SHAPE], [dtype], [True])
+    return trace_joint(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [ArgumentSpec(TINY_SHAPE, dtype, True)])
 
 
 @lru_cache(maxsize=1024)
 def trace_whole(
     target: str,
     arguments: BitwiseKey,
-    names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    needs_grad: tuple[bool, ...],
+    operands: tuple[tuple[str, ArgumentSpec], ...],
     default: torch.dtype,
 ) -> JointTrace:
-    given = dict(arguments.value)
-    result = given.pop("result", None)
+    """The cached trace of an operator on full tensors.
+
+    Args:
+        target: the ATen overload, or one of :data:`sft.lower.custom_ops.FUNCTIONS`.
+        arguments: the node's arguments as pairs; tensors are references. ``result`` selects one of several results.
+        operands: each referenced name and its tensor.
+        default: the default element type, on which results may depend.
+    """
+    named_arguments = dict(arguments.value)
+    result = named_arguments.pop("result", None)
     if target in FUNCTIONS:
-        positional, keyword = [], list(given)
+        positional, keyword = [], list(named_arguments)
     else:
         schema = op_schema(resolve_target(target)).arguments
-        positional = [a.name for a in schema if not a.kwarg_only and a.name in given]
-        keyword = [a.name for a in schema if a.kwarg_only and a.name in given]
+        positional = [a.name for a in schema if not a.kwarg_only and a.name in named_arguments]
+        keyword = [a.name for a in schema if a.kwarg_only and a.name in named_arguments]
     callee = FUNCTIONS[target] if target in FUNCTIONS else resolve_target(target)
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
-        by_name = dict(zip(names, tensors, strict=True))
-        filled = {name: map_refs(value, by_name.__getitem__) for name, value in given.items()}
-        made = callee(*(filled[name] for name in positional), **{name: filled[name] for name in keyword})
-        out: torch.Tensor = made if result is None and isinstance(made, torch.Tensor) else made[result or 0]
+        by_name = {name: tensor for (name, _), tensor in zip(operands, tensors, strict=True)}
+        values = {name: map_refs(value, by_name.__getitem__) for name, value in named_arguments.items()}
+        output = callee(*(values[name] for name in positional), **{name: values[name] for name in keyword})
+        out: torch.Tensor = output if result is None and isinstance(output, torch.Tensor) else output[result or 0]
         return out
 
-    return _trace_joint(function, shapes, dtypes, needs_grad, by_shape=target in BY_SHAPE)
+    return trace_joint(function, [spec for _, spec in operands], by_shape=target in BY_SHAPE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ from torch import Tensor
 
 from sft.common.errors import InternalError
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS, statistics
-from sft.lower.joint_traces import JointTrace, SlotArg, TracedCall
-from sft.lower.op_recorder import record_ops
+from sft.lower.joint_traces import JointTrace, SlotArg, TracedCall, trace_joint
+from sft.lower.op_recorder import ArgumentSpec, record_ops
 from sft.lower.program import DEVICE
-
-_traces = import_module("sft.lower.joint_traces")
 
 
 def _replayed(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -74,7 +71,7 @@ def _cut_off(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
-    trace = _traces._trace(function, [(3, 3), (3, 3)], [torch.float64] * 2, [True, True])
+    trace = trace_joint(function, [ArgumentSpec((3, 3), torch.float64, True)] * 2)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     expected = function(*leaves)
     grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
@@ -88,7 +85,7 @@ def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Ten
 
 
 def test_what_nobody_reads_is_left_out() -> None:
-    trace = _traces._trace(lambda x: (x * 3, x.exp())[1], [(4,)], [torch.float64], [False])
+    trace = trace_joint(lambda x: (x * 3, x.exp())[1], [ArgumentSpec((4,), torch.float64)])
     assert [call.function for call in trace.forward] == [torch.ops.aten.exp.default]
     assert not trace.backward
 
@@ -97,7 +94,7 @@ def test_no_numbers_from_outside() -> None:
     """They would be those of the first model that has such an operator."""
     constant = torch.ones(4)
     with pytest.raises(InternalError, match="neither its operand nor made by one of its calls"):
-        _traces._trace(lambda x: x * constant, [(4,)], [torch.float32], [True])
+        trace_joint(lambda x: x * constant, [ArgumentSpec((4,), torch.float32, True)])
 
 
 _ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
@@ -117,13 +114,13 @@ _ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
 @pytest.mark.parametrize("target", sorted(BY_SHAPE))
 def test_functions_by_shape_call_the_same_on_any_device(target: str, dtype: torch.dtype, needs: bool) -> None:
     shapes, options = _ARGUMENTS[target]
-    dtypes, needs_grad = [dtype] * len(shapes), [needs] * len(shapes)
+    specs = [ArgumentSpec(shape, dtype, needs) for shape in shapes]
 
     def function(*tensors: Tensor) -> Tensor:
         made: Tensor = FUNCTIONS[target](*tensors, **options)
         return made
 
-    found, expected = (_traces._trace(function, shapes, dtypes, needs_grad, by_shape=by_shape) for by_shape in (True, False))
+    found, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
     assert found == expected
     assert found.forward
 
@@ -134,13 +131,13 @@ def test_a_cumulative_average_is_by_shape() -> None:
     def function(moments: Tensor, running: Tensor, count: Tensor) -> Tensor:
         return statistics.running_mean(moments, running, 0.1, count, 1)
 
-    given = ([(1, 6, 3), (6,), ()], [torch.float32, torch.float32, torch.int64], [False] * 3)
-    found, expected = (_traces._trace(function, *given, by_shape=by_shape) for by_shape in (True, False))
+    specs = [ArgumentSpec((1, 6, 3), torch.float32), ArgumentSpec((6,), torch.float32), ArgumentSpec((), torch.int64)]
+    found, expected = (trace_joint(function, specs, by_shape=by_shape) for by_shape in (True, False))
     assert found == expected
 
 
 def test_nothing_is_computed_while_recording() -> None:
     """Shapes that no machine has room for."""
-    recording = record_ops(lambda x: (x * 2).sum(), [(1 << 20, 1 << 20)], [torch.float64], [True])
+    recording = record_ops(lambda x: (x * 2).sum(), [ArgumentSpec((1 << 20, 1 << 20), torch.float64, True)])
     assert recording.gradients[0] is not None
     assert tuple(recording.gradients[0].shape) == (1 << 20, 1 << 20)

@@ -387,13 +387,13 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
     """Each of a network's norms was traced anew, and at each lowering, which took most of the time where there are hundreds."""
     traces = import_module("sft.lower.joint_traces")
     calls: list[Any] = []
-    make = traces._trace_joint
+    make = traces.trace_joint
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         calls.append(arguments)
         return make(*arguments, **keywords)
 
-    monkeypatch.setattr(traces, "_trace_joint", counted)
+    monkeypatch.setattr(traces, "trace_joint", counted)
 
     def num_traces(num_blocks: int) -> int:
         calls.clear()

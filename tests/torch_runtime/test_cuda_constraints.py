@@ -18,6 +18,7 @@ from sft.distributed import process_transport
 from sft.distributed.process_transport import _batched_p2p
 from sft.distributed.transport import TOPICS
 from sft.lower import joint_traces as traces
+from sft.lower.op_recorder import ArgumentSpec
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
 from sft.torch_runtime import input_streaming as reading
@@ -88,8 +89,7 @@ def test_messages_of_one_group_are_posted_together() -> None:
 def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces run on fake tensors of the CPU, where attention is a call that no other device has."""
     monkeypatch.setattr(traces, "_has_gpu", lambda: True)
-    shapes = [(1, 2, 5, 4)] * 3
-    trace = traces._trace_joint(functional.scaled_dot_product_attention, shapes, [torch.float32] * 3, [True] * 3)
+    trace = traces.trace_joint(functional.scaled_dot_product_attention, [ArgumentSpec((1, 2, 5, 4), torch.float32, True)] * 3)
     names = [str(call.function) for call in (*trace.forward, *trace.backward)]
     assert any("bmm" in name for name in names)
     assert not any("cpu" in name or "attention" in name for name in names)

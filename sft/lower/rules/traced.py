@@ -14,6 +14,7 @@ from sft.common.errors import InternalError, UnsupportedError
 from sft.common.torch_internals import op_schema
 from sft.lower.context import NodeContext
 from sft.lower.joint_traces import TINY_SHAPE, BitwiseKey, JointTrace, SlotArg, TracedCall, resolve_target, trace_pointwise, trace_whole
+from sft.lower.op_recorder import ArgumentSpec
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -110,10 +111,10 @@ class TracedWholeRule(_TracedRule):
             trace = trace_whole(
                 ctx.node.target,
                 BitwiseKey(arguments),
-                tuple(places.values()),
-                tuple(s.shape for s in slots),
-                tuple(s.dtype for s in slots),
-                tuple(name in ctx.scope.requires_grad for name in names),
+                tuple(
+                    (places[name], ArgumentSpec(slot.shape, slot.dtype, name in ctx.scope.requires_grad))
+                    for name, slot in zip(names, slots, strict=True)
+                ),
                 torch.get_default_dtype(),
             )
         except RuntimeError as error:

@@ -25,7 +25,7 @@ import sft
 from sft.analysis.frontend.capture import capture
 from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, MODE_SWITCHES, PATCHES, Patch, apply_patches
 from sft.analysis.frontend.trace_context import COMPUTE_DEVICES
-from sft.lower.op_recorder import record_ops
+from sft.lower.op_recorder import ArgumentSpec, record_ops
 from tests.helpers.torch_patches import skip_patch
 
 _FUNCTION_ROWS = [name for name, patch in PATCHES.items() if patch.switch is None]
@@ -234,7 +234,7 @@ def _traces_have_calls_of_onednn() -> bool:
         return torch.lstm(x, [h, c], params, *flags)[0]
 
     shapes = [(2, 1, 3), (1, 1, 4), (1, 1, 4), *weights]
-    calls = record_ops(run, shapes, [torch.float32] * len(shapes), [True] * len(shapes)).calls
+    calls = record_ops(run, [ArgumentSpec(tuple(shape), torch.float32, True) for shape in shapes]).calls
     return any("mkldnn" in str(call.function) for call in calls)
 
 

@@ -1,7 +1,10 @@
-"""Models that were captured: the graph in the terms of the operator table, its phases, and what it was captured for.
+"""The capture stage: ``nn.Module -> ExportedProgram -> Graph -> Phases``, and the cache of captures.
 
-A capture holds for many sizes, and those of a model are kept. What is known of all sizes may be less than what is known of each: then the
-graph is rewritten anew, in numbers.
+:func:`capture_model` traces a model with ``torch.export``, imports the exported program as a graph, rewrites it in the terms of the
+operator table, and splits it into phases. The result, a :class:`CapturedModel`, holds for many sizes.
+
+:meth:`CapturedModel.specialize` fixes the sizes. If fewer facts hold at all sizes than at one, the passes
+run again on the graph with numbers.
 """
 
 from __future__ import annotations
@@ -12,165 +15,190 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from sft.analysis.frontend.call_mode_guards import CallModes, GuardKind
+from sft.analysis.frontend.call_mode_guards import GuardKind
 from sft.analysis.frontend.capture import Capture, capture
-from sft.analysis.frontend.fingerprint import Fingerprint
 from sft.analysis.frontend.trace_context import squeeze_label_channels
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import ELEMENTWISE
 from sft.analysis.passes.layout_tracker import PERMUTES, RESHAPES
 from sft.analysis.passes.pipeline import run_passes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.api.call_signature import CallSignature, CaptureKey, Shape
 from sft.common.errors import InputError, UnsupportedError
-from sft.planner.problem import specialize_graph
+from sft.planner.problem import specialize_graph, specialize_phases
 
-__all__ = ["CaptureCache", "CaptureKey", "CapturedModel", "Shape"]
+__all__ = ["CaptureCache", "CapturedModel", "SpecializedModel", "capture_model"]
 
 _LOG = logging.getLogger("sft")
 
-#: Captures that are kept; an attribute that changes at every call must not fill the memory.
+#: Maximal number of captures per model; an attribute that changes at every call must not exhaust host memory.
 _MAX_CAPTURES = 16
 
-Shape = tuple[int, ...]
-
-#: Operators on images of so many axes, which PyTorch also takes without a batch.
+#: Operators on images of a number of axes that PyTorch also applies to inputs without a batch.
 _IMAGE_OPS = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
 
-
-@dataclass(frozen=True)
-class CaptureKey:
-    """What a capture is made for, besides the inputs' shapes."""
-
-    dtypes: tuple[torch.dtype, ...]
-    lacking_channels: tuple[bool, ...]
-    device: torch.device
-    autocast: torch.dtype | None
-    default_dtype: torch.dtype
-    training_flags: tuple[bool, ...]
-    fingerprint: Fingerprint
+#: Errors of SymPy where a symbolic size is used as a number, or compared with one.
+_SYMPY_ERRORS = ("truth value of Relational", "Cannot convert symbols to int")
 
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model that was captured.
+    """A captured model.
 
     Attributes:
-        capture: with its graph in the terms of the operator table.
-        phases: of this graph.
-        traced: what it was captured for.
-        permutes: whether the model permutes dimensions itself, which may leave an image with its channels last.
-        as_captured: the graph as it was captured, where it reshapes or changes images of which their size says whether they are such.
+        capture: the capture, with its graph in the terms of the operator table.
+        phases: phases of this graph.
+        key: properties of the call for which it was captured.
+        permutes: whether the model permutes dimensions itself, which may leave an image in channels-last layout.
+        raw_graph: the graph before all passes, if it reshapes or changes values of which only the size tells whether they are images.
     """
 
     capture: Capture
     phases: PhasedGraph
-    traced: CaptureKey
+    key: CaptureKey
     permutes: bool
-    as_captured: Graph | None = None
+    raw_graph: Graph | None = None
 
     @classmethod
-    def of(cls, capture: Capture, traced: CaptureKey) -> CapturedModel:
-        """A capture as the exporter wrote it.
+    def of(cls, capture: Capture, key: CaptureKey) -> CapturedModel:
+        """Run the passes on a capture and find its phases.
 
         Raises:
             UnsupportedError: it has an operator without a rule.
-            TypeError: a rule decides by a size that is a symbol.
+            TypeError: a rule depends on the value of a symbolic size.
         """
         graph = run_passes(capture.graph)
         phases = find_phases(graph)
-        is_open = bool(capture.bounds) and any(_changes_whole_image(node, phases) for node in phases.graph.operators)
+        depends_on_size = bool(capture.bounds) and any(_changes_whole_image(node, phases) for node in phases.graph.operators)
         permutes = any(node.target in PERMUTES for node in capture.graph.operators)
-        return cls(replace(capture, graph=graph), phases, traced, permutes, capture.graph if is_open else None)
+        return cls(replace(capture, graph=graph), phases, key, permutes, capture.graph if depends_on_size else None)
 
-    def at(self, symbols: Mapping[Any, int]) -> CapturedModel:
-        """What is known at one size, if that is more than at all sizes.
+    def specialize(self, shapes: Sequence[Shape]) -> SpecializedModel | None:
+        """The model with all sizes as numbers; ``None`` if the capture does not hold for inputs of these shapes.
 
-        ``x.view(n, c, h // 2, w // 2)`` of what a convolution with a stride of 2 made: that has ``(h + 1) // 2`` rows.
+        Raises:
+            InputError, UnsupportedError: as :func:`sft.planner.problem.specialize_phases`.
         """
-        if self.as_captured is None:
+        symbols = self.capture.bind(shapes)
+        if symbols is None:
+            return None
+        captured = self._at_size(symbols)
+        extents = dict(zip(captured.phases.graph.inputs, shapes, strict=True))
+        return SpecializedModel(captured, specialize_phases(captured.phases, symbols, extents))
+
+    def _at_size(self, symbols: Mapping[Any, int]) -> CapturedModel:
+        """The model after passes on numbers, if these keep fewer operators from running in strips.
+
+        Example: ``x.view(n, c, h // 2, w // 2)`` on the result of a convolution with a stride of 2, which has ``(h + 1) // 2`` rows.
+        """
+        if self.raw_graph is None:
             return self
-        graph = run_passes(specialize_graph(self.as_captured, symbols))
+        graph = run_passes(specialize_graph(self.raw_graph, symbols))
         phases = find_phases(graph)
-        better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
-        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if better else self
+        is_better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
+        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if is_better else self
 
     def refuse_unbatched(self, shapes: Sequence[Shape]) -> None:
-        """PyTorch takes an image without a batch for most of its layers; our axes would be one short.
+        """Refuse images without a batch dimension, which most layers of PyTorch accept.
 
         Raises:
             InputError: the input lacks the batch.
         """
         for node in self.capture.graph.operators:
-            found = _IMAGE_OPS.match(node.target)
-            count = 0 if found is None else int(found[1])
-            if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
+            match = _IMAGE_OPS.match(node.target)
+            num_axes = 0 if match is None else int(match[1])
+            if num_axes and len(node.shape) == num_axes + 1 and ("conv" in node.target or num_axes > 1):
                 given = " and ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
+                raise InputError(
+                    f"{node.label}: an input of {given} has no batch; expected {num_axes + 2} dimensions, batch it with x[None]"
+                )
 
 
-#: What SymPy says where something must be a number, or compared with one.
-_SYMPY_ERRORS = ("truth value of Relational", "Cannot convert symbols to int")
+@dataclass(frozen=True)
+class SpecializedModel:
+    """A captured model at one size.
+
+    Attributes:
+        captured: the capture, after passes at this size.
+        phases: its phases with all sizes as numbers.
+    """
+
+    captured: CapturedModel
+    phases: PhasedGraph
+
+
+def capture_model(model: nn.Module, signature: CallSignature) -> CapturedModel:
+    """Capture a model for calls of a signature, for any size if possible.
+
+    Raises:
+        UnsupportedError, InputError: as :func:`sft.analysis.frontend.capture.capture` and :meth:`CapturedModel.of`.
+    """
+    with squeeze_label_channels(model, signature.capture_key.lacking_channels):
+        captured = _capture(model, signature, any_size=True) or _capture(model, signature, any_size=False)
+    assert captured is not None
+    return captured
+
+
+def _capture(model: nn.Module, signature: CallSignature, *, any_size: bool) -> CapturedModel | None:
+    """Capture a model; ``None`` if ``any_size`` and a rule depends on the value of a size, such as padding by a remainder."""
+    key = signature.capture_key
+    program = capture(model, signature.shapes, key.dtypes, key.device, autocast=key.autocast, any_size=any_size, modes=signature.modes)
+    try:
+        return CapturedModel.of(program, key)
+    except TypeError as error:  # SymPy has no specific error class for it
+        if not any_size or not any(text in str(error) for text in _SYMPY_ERRORS):
+            raise
+        return None
 
 
 class CaptureCache:
-    """The captures of a model, the last one last; each serves all sizes that it holds for.
+    """The captures of a model, the most recent last; each serves all sizes for which it holds.
 
     Args:
         model: the model.
 
     Attributes:
-        asked: what `forward` has asked of the calls that it was captured for.
+        guard_kinds: kinds of questions that ``forward`` has asked in any capture.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.asked: frozenset[GuardKind] = frozenset()
-        self._known: tuple[CapturedModel, ...] = ()
+        self.guard_kinds: frozenset[GuardKind] = frozenset()
+        self._captures: tuple[CapturedModel, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._captures)
 
-    def of(self, traced: CaptureKey, shapes: Sequence[Shape], modes: CallModes) -> tuple[CapturedModel, dict[Any, int]]:
-        """A capture that holds for inputs of these shapes in a call of these modes, made where none does, and its symbols' values.
+    def get_or_capture(self, signature: CallSignature) -> SpecializedModel:
+        """The model at the sizes of a call, of a capture that holds for it; captured on a miss.
 
         Raises:
-            UnsupportedError, InputError: as :func:`sft.analysis.frontend.capture.capture` and :meth:`CapturedModel.of`.
+            UnsupportedError, InputError: as :func:`capture_model`.
         """
-        for captured in self._known:
-            if captured.traced == traced and modes.agree(captured.capture.answers):
-                symbols = captured.capture.bind(shapes)
-                if symbols is not None:
-                    return captured, symbols
-        if self._known:
-            _LOG.info("capturing %s again for inputs %s", type(self._model).__name__, shapes)
-        with squeeze_label_channels(self._model, traced.lacking_channels):
-            found = self._new(traced, shapes, modes, any_size=True) or self._new(traced, shapes, modes, any_size=False)
-        assert found is not None
-        self.asked |= {question for question, _ in found.capture.answers}
-        found.refuse_unbatched(shapes)
-        symbols = found.capture.bind(shapes)
-        if symbols is None:
-            sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
-            raise UnsupportedError([f"{type(self._model).__name__}: the capture at {sizes} does not hold for that very size"])
-        self._known = (*self._known[1 - _MAX_CAPTURES :], found)
-        return found, symbols
-
-    def _new(self, traced: CaptureKey, shapes: Sequence[Shape], modes: CallModes, *, any_size: bool) -> CapturedModel | None:
-        """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
-        found = capture(self._model, shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size, modes=modes)
-        try:
-            return CapturedModel.of(found, traced)
-        except TypeError as error:  # SymPy has no type of its own for it
-            if not any_size or not any(words in str(error) for words in _SYMPY_ERRORS):
-                raise
-            return None
+        for captured in self._captures:
+            if captured.key == signature.capture_key and signature.modes.agree(captured.capture.answers):
+                specialized = captured.specialize(signature.shapes)
+                if specialized is not None:
+                    return specialized
+        name = type(self._model).__name__
+        if self._captures:
+            _LOG.info("capturing %s again for inputs %s", name, signature.shapes)
+        captured = capture_model(self._model, signature)
+        self.guard_kinds |= {kind for kind, _ in captured.capture.answers}
+        captured.refuse_unbatched(signature.shapes)
+        if captured.capture.bind(signature.shapes) is not None:
+            self._captures = (*self._captures[1 - _MAX_CAPTURES :], captured)
+        specialized = captured.specialize(signature.shapes)
+        if specialized is None:
+            sizes = ", ".join("x".join(map(str, shape)) for shape in signature.shapes)
+            raise UnsupportedError([f"{name}: the capture at {sizes} does not hold for that very size"])
+        return specialized
 
 
 def _changes_whole_image(node: Node, phases: PhasedGraph) -> bool:
-    """Whether an image is reshaped as a whole, or changed element by element."""
+    """True if a full image is reshaped, or changed element by element."""
     if not (node.target in RESHAPES or node.target in ELEMENTWISE) or phases.rows[node.name].role != "whole":
         return False
     return any(name in phases.streamed or phases.graph[name].target == "sft.restore_dims" for name in node.operands)

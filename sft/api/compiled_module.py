@@ -154,7 +154,7 @@ class _CompiledShardedModule(CompiledModule):
     __slots__ = ()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        sharding = self._sft_engine.sharding
+        sharding = self._sft_engine.settings.sharding
         assert sharding is not None
         self._sft_engine.meet()  # FSDP would wait for its own timeout, and not name the missing rank
         with sharding.call_context():
@@ -172,22 +172,22 @@ def _refuse_copies(engine: Engine) -> None:
     Raises:
         InputError: the file belongs to one model.
     """
-    file = engine.preparation.options.weights_file
+    file = engine.settings.options.weights_file
     if file is not None:
         raise InputError(f"the weights are streamed from {file.path}, which is this model's alone; take the state_dict instead of a copy")
 
 
 def _copy_settings(engine: Engine) -> dict[str, Any]:
     """Engine arguments of a copy. An optimizer object belongs to the original's parameters, and is not passed on."""
-    plan_cache = engine.preparation
+    settings = engine.settings
     return {
-        "budget_bytes": plan_cache.budget_bytes,
-        "options": plan_cache.options,
-        "optimizer": plan_cache.optimizer if isinstance(plan_cache.optimizer, int) else None,
-        "plan": plan_cache.given_plan,
-        "destination": plan_cache.destination,
-        "mesh": plan_cache.mesh,
-        "backend": plan_cache.backend,
+        "budget_bytes": settings.budget_bytes,
+        "options": settings.options,
+        "optimizer": settings.optimizer if isinstance(settings.optimizer, int) else None,
+        "plan": settings.plan,
+        "destination": settings.destination,
+        "mesh": settings.mesh,
+        "backend": settings.backend,
     }
 
 
@@ -198,7 +198,7 @@ def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
 def wrap_module(model: nn.Module, engine: Engine) -> Any:
     """Make the compiled module of a model and its engine."""
     base: Any = type(model)
-    cls: Any = _compiled_class(base, CompiledModule if engine.sharding is None else _CompiledShardedModule)
+    cls: Any = _compiled_class(base, CompiledModule if engine.settings.sharding is None else _CompiledShardedModule)
     net = nn.Module.__new__(cls)  # the class's own __new__ may have side effects
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)

@@ -46,6 +46,7 @@ from sft.sources.source import Source
 
 __all__ = [
     "InputShape",
+    "InputSpec",
     "ResolvedInput",
     "add_missing_channels",
     "check_extents",
@@ -60,6 +61,27 @@ __all__ = [
 
 #: Maximal extent of an image along any axis: schedules have an entry per row of each value, and more rows would exhaust host memory.
 _MAX_EXTENT = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """Properties of an input that plans depend on.
+
+    Attributes:
+        shape: ``(N, C, H, W)``.
+        dtype: element type of the model's input.
+        channels_last: whether it is a tensor in channels-last layout.
+        needs_grad: whether its gradient is requested.
+        from_source: whether it is read strip by strip.
+        splits_batch: whether it can be read in groups of batch elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool = False
+    needs_grad: bool = False
+    from_source: bool = False
+    splits_batch: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,6 +131,18 @@ class ResolvedInput:
         """True if it can be read in groups of batch elements."""
         endpoints = [endpoint for endpoint in (self.source, self.make_sink and self.make_sink()) if endpoint is not None]
         return self.shape[:1] in ((), (1,)) or all(hasattr(endpoint, "samples") for endpoint in endpoints)
+
+    @property
+    def spec(self) -> InputSpec:
+        """Its properties."""
+        return InputSpec(
+            shape=self.shape,
+            dtype=self.dtype,
+            channels_last=self.is_channels_last,
+            needs_grad=self.needs_grad,
+            from_source=self.source is not None,
+            splits_batch=self.splits_batch,
+        )
 
 
 def is_streamable_input(value: object) -> bool:

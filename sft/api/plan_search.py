@@ -1,30 +1,31 @@
-"""From a problem to a plan that fits: the one handed in, the planner's, one with less for repeated blocks, one with streamed weights.
+"""The search stage: ``PlanningProblem -> candidates -> decisions (SegmentChoice*) -> Region``, until a plan fits.
 
-Problem and plan go together, as what fits may be a changed problem: weights elsewhere, smaller budgets of repeated blocks.
+:class:`PlanSearch` tries, in this order: a plan given by the user, the plan made earlier for the same call signature, the planner's plan,
+one with smaller budgets for repeated blocks, and (``Options(weights="auto")``) one with streamed weights. Each attempt is one call of the
+planner (:func:`sft.planner.planner.plan_segments`), which turns a problem into a :class:`~sft.planner.materialize.ProjectedPlan`: the
+decisions, the region that executes them, and the projection of its memory. An attempt may change the problem, so the result is a
+:class:`FittedPlan`, a problem with its plan.
 
-On a GPU a plan that fits by its projection is tried there (``sft.planner.measured.allocator_overhead``). What the device takes besides may
-be more than the budget has left; then a plan is looked for that leaves so much.
-
-Bytes that a model holds on the card whether it runs or not.
+*On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.allocator_overhead`). If the allocator's
+rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from sft.analysis.frontend.capture import tensor_attribute
-from sft.api.weight_placement import check_can_stream, check_optimizer_step, weights_to_stream
+from sft.api.call_signature import CallSignature
+from sft.api.settings import CompileSettings
+from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
-from sft.distributed.fsdp import ShardedWeights, local_bytes
-from sft.distributed.mesh import LiveMesh, MeshShape
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import OverheadEstimator
 from sft.planner.measured.step_timer import time_step
-from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.planner.planner import check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
@@ -35,196 +36,152 @@ from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
-__all__ = ["PlanSearch", "resident_bytes"]
+__all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
 
 
-def resident_bytes(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | int | None,
-    sharding: ShardedWeights | None = None,
-    *,
-    holds_gradients: bool = False,
-    streamed: Collection[str] = (),
-) -> int:
-    """Bytes of parameters, their gradients, buffers and the optimizer's state.
+@dataclass(frozen=True, slots=True)
+class FittedPlan:
+    """A plan that fits, and the problem that it solves.
 
-    Args:
-        model: the model.
-        optimizer: the optimizer, if its state is to be counted, or the bytes of that.
-        sharding: the parameters that are sharded.
-        holds_gradients: whether whole gradients of these wait for more.
-        streamed: parameters that are elsewhere, with their gradients and state.
+    Attributes:
+        problem: the problem, possibly with streamed weights or smaller budgets of repeated blocks.
+        projected: the decisions, their region and its projection.
+        seconds: measured time of each operation of the schedule; ``None`` if the plan was not timed.
     """
-    sharded = {} if sharding is None else sharding.sizes
-    parameters = [p for name, p in model.named_parameters() if name not in sharded and name not in streamed]
-    size = 0 if sharding is None else sharding.resident_bytes(holds_gradients=holds_gradients)
-    size += sum(p.numel() * p.element_size() for p in parameters)
-    size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    size += sum(b.numel() * b.element_size() for b in model.buffers())
-    elsewhere = {id(p) for name, p in model.named_parameters() if name in streamed}
-    return size + _optimizer_bytes(optimizer, elsewhere)
 
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | int | None, elsewhere: Collection[int]) -> int:
-    """Bytes of an optimizer's state: what it holds, or will hold after its first step; that of some parameters, by id, is elsewhere."""
-    if optimizer is None or isinstance(optimizer, int):
-        return optimizer or 0
-    states = (state for param, state in optimizer.state.items() if id(param) not in elsewhere)
-    held = sum(local_bytes(v) for s in states for v in s.values() if isinstance(v, torch.Tensor))
-    if held:
-        return held
-    total = 0
-    for group in optimizer.param_groups:
-        size = sum(local_bytes(p) for p in group["params"] if p.requires_grad and id(p) not in elsewhere)
-        if isinstance(optimizer, torch.optim.SGD):
-            copies = 1 if group.get("momentum") else 0
-        else:
-            copies = 3 if group.get("amsgrad") else 2
-        total += copies * size
-    return total
+    problem: PlanningProblem
+    projected: ProjectedPlan
+    seconds: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
-    """What a plan is looked for with, besides the problem.
+    """The search for a plan of one kind of call on one device.
 
     Attributes:
         model: the model.
-        optimizer: its state counts as resident.
-        sharding: the model's weights, where they are sharded.
-        mesh: the ranks that share an image.
-        budget_bytes: what the device may hold.
-        options: wishes about plans.
-        given: a plan that the user handed in.
-        made: the plan that was made for this kind of call before, where its programs have been dropped since.
-        device: where the model is.
-        uses_autocast: whether the problem was captured under autocast.
-        holds_gradients: whether whole gradients of sharded weights wait for more.
-        are_weights_streamed: whether the model's weights are streamed already.
+        signature: the kind of call.
+        settings: settings of the compiled module.
+        previous: the plan made earlier for this signature, if its programs have been dropped since.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | int | None
-    sharding: ShardedWeights | None
-    mesh: LiveMesh | MeshShape | None
-    budget_bytes: int
-    options: Options
-    given: Plan | None
-    made: Plan | None
-    device: torch.device
-    uses_autocast: bool
-    holds_gradients: bool
-    are_weights_streamed: bool
+    signature: CallSignature
+    settings: CompileSettings
+    previous: Plan | None = None
 
-    @property
-    def skips_repeats(self) -> bool:
-        """Whether strips may be left out: the options, or a plan that was made so, say it."""
-        is_asked = self.options.skip_repeats or (self.given is not None and self.given.skips_repeats)
-        return self.mesh is None and is_asked
-
-    def resident_bytes(self, streamed: Collection[str] = ()) -> int:
-        """Bytes on the device whether the model runs or not; some weights may be elsewhere."""
-        return resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=self.holds_gradients, streamed=streamed)
-
-    def run(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
-        """A plan that fits, and the problem that it is for: with weights where they were asked for.
+    def fit(self, problem: PlanningProblem) -> FittedPlan:
+        """Find a plan that fits.
 
         Raises:
-            BudgetError: there is none.
-            InputError: the plan that was handed in is for another model.
+            BudgetError: none fits.
+            InputError: the given plan is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
-        if not _has_device_overhead(self.device):
-            return self._projected(problem)
-        overheads, known = self.overheads(problem), 0
+        device = self.signature.device
+        if not _has_device_overhead(device):
+            return self._fit_projected(problem)
+        estimator, reserved_bytes = overhead_estimator(self.model, problem, device, cuda_graphs=self.settings.options.cuda_graphs), 0
         while True:
             try:
-                found, planned = self._projected(problem.with_overhead(known))
+                fitted = self._fit_projected(problem.with_overhead(reserved_bytes))
             except BudgetError as error:
-                raise error if known else _unmeasured_error(error) from None
-            tried = _with_measured_overhead(overheads, found, planned)
-            if self._fits(found, tried):
-                return found, tried
-            known = max(tried.projection.overhead_bytes, known + 1)
+                raise error if reserved_bytes else _unmeasured_error(error) from None
+            fitted = _with_measured_overhead(estimator, fitted)
+            if self._fits_budget(fitted):
+                return fitted
+            reserved_bytes = max(fitted.projected.projection.overhead_bytes, reserved_bytes + 1)
 
-    def _projected(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
-        """A plan that fits by its projection, and the problem that it is for."""
-        if self.are_weights_streamed or self.options.streams_weights or (self.given is not None and self.given.streamed_weights > 0):
-            streamed = self._streaming(problem)
-            return self._known(streamed) or self._found(streamed)
-        try:
-            return self._known(problem) or self._found(problem)
-        except BudgetError as error:
-            if self.options.weights != "auto":
-                raise
-            refused = error
-        try:
-            return self._found(self._streaming(problem))
-        except UnsupportedError:
-            raise refused from None
-        except BudgetError as error:
-            raise min(refused, error, key=lambda each: each.needed_bytes) from None
-
-    def fastest(self, problem: PlanningProblem, planned: ProjectedPlan) -> tuple[ProjectedPlan, Sequence[float]]:
-        """Of a plan and, where the choice is the planner's, its rivals the one that takes least time here; and the seconds of its moves."""
-        others = () if self.given is not None else timing_candidates(problem, planned, self.budget_bytes, self.options, self.device.type)
-        overheads = self.overheads(problem) if _has_device_overhead(self.device) else None
-        with autocast_disabled(self.device):
-            seconds = time_step(problem, planned.region, self.device, progress=self.options.progress)
-            for other in others:
-                if overheads is not None:
-                    other = _with_measured_overhead(overheads, problem, other)
-                    if not self._fits(problem, other):
+    def fastest(self, fitted: FittedPlan) -> FittedPlan:
+        """Time a plan and its rivals on the device; the fastest one. A plan given by the user has no rivals."""
+        problem, options, device = fitted.problem, self.settings.options, self.signature.device
+        rivals: Sequence[ProjectedPlan] = ()
+        if self.settings.plan is None:
+            rivals = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
+        estimator = None
+        if _has_device_overhead(device):
+            estimator = overhead_estimator(self.model, problem, device, cuda_graphs=options.cuda_graphs)
+        with autocast_disabled(device):
+            best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
+            best = replace(fitted, seconds=best_seconds)
+            for rival in rivals:
+                candidate = FittedPlan(problem, rival)
+                if estimator is not None:
+                    candidate = _with_measured_overhead(estimator, candidate)
+                    if not self._fits_budget(candidate):
                         continue
-                taken = time_step(problem, other.region, self.device, max_seconds=sum(seconds), progress=self.options.progress)
-                if taken is not None:
-                    planned, seconds = other, taken
-        return planned, seconds
+                seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
+                if seconds is not None:
+                    best, best_seconds = replace(candidate, seconds=seconds), seconds
+        return best
 
-    def overheads(self, problem: PlanningProblem) -> OverheadEstimator:
-        """What finds out what plans take besides on this device."""
-        weights = {n.name: tensor_attribute(self.model, n.target) for n in problem.graph.nodes if n.kind in ("parameter", "buffer")}
-        plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
-        num_streams = 2 if self.options.cuda_graphs else 1
-        return OverheadEstimator(self.device, open_timing_cache(self.device), plain, num_streams=num_streams, is_training=problem.training)
-
-    def _fits(self, problem: PlanningProblem, tried: ProjectedPlan) -> bool:
-        """Whether a plan fits with what the device takes besides."""
-        return problem.resident_bytes + tried.projection.peak_bytes + tried.projection.overhead_bytes <= self.budget_bytes
-
-    def _streaming(self, problem: PlanningProblem) -> PlanningProblem:
-        """The same problem with streamed weights."""
-        check_can_stream(self.mesh, self.sharding)
-        weights = weights_to_stream(self.model, problem.graph, self.device, self.options)
-        own = self.resident_bytes(streamable_parameters(self.model))
-        check_optimizer_step(self.model, own, self.budget_bytes)
-        return replace(problem, weights=weights, resident_bytes=own)
-
-    def _found(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
-        """The planner's plan: where none fits at first, one with less for repeated blocks."""
+    def _fit_projected(self, problem: PlanningProblem) -> FittedPlan:
+        """Find a plan that fits by its projection."""
+        settings = self.settings
+        is_streamed = self.signature.weights_revision is not None or settings.options.streams_weights
+        if is_streamed or (settings.plan is not None and settings.plan.streamed_weights > 0):
+            streamed = self._with_streamed_weights(problem)
+            return self._known_plan(streamed) or self._new_plan(streamed)
         try:
-            return problem, plan_segments(problem, self.budget_bytes, self.options, self.device.type)
+            return self._known_plan(problem) or self._new_plan(problem)
         except BudgetError as error:
-            refused = error
+            if settings.options.weights != "auto":
+                raise
+            resident_error = error
+        try:
+            return self._new_plan(self._with_streamed_weights(problem))
+        except UnsupportedError:
+            raise resident_error from None
+        except BudgetError as error:
+            raise min(resident_error, error, key=lambda each: each.needed_bytes) from None
+
+    def _fits_budget(self, fitted: FittedPlan) -> bool:
+        """True if a plan fits together with its measured overhead."""
+        projection = fitted.projected.projection
+        needed_bytes = fitted.problem.resident_bytes + projection.peak_bytes + projection.overhead_bytes
+        return needed_bytes <= self.settings.budget_bytes
+
+    def _with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
+        """The same problem with streamed weights."""
+        settings, signature = self.settings, self.signature
+        check_can_stream(settings.mesh, settings.sharding)
+        weights = weights_to_stream(self.model, problem.graph, signature.device, settings.options)
+        num_bytes = resident_bytes(
+            self.model,
+            settings.optimizer,
+            settings.sharding,
+            holds_gradients=signature.holds_gradients,
+            streamed=streamable_parameters(self.model),
+        )
+        check_optimizer_step(self.model, num_bytes, settings.budget_bytes)
+        return replace(problem, weights=weights, resident_bytes=num_bytes)
+
+    def _new_plan(self, problem: PlanningProblem) -> FittedPlan:
+        """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
+        settings, device_type = self.settings, self.signature.device.type
+        try:
+            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, device_type))
+        except BudgetError as error:
+            least_error = error
         for smaller in with_smaller_repeats(problem):
             try:
-                return smaller, plan_segments(smaller, self.budget_bytes, self.options, self.device.type)
+                return FittedPlan(smaller, plan_segments(smaller, settings.budget_bytes, settings.options, device_type))
             except BudgetError as error:
-                refused = min(refused, error, key=lambda each: each.needed_bytes)
-        raise refused
+                least_error = min(least_error, error, key=lambda each: each.needed_bytes)
+        raise least_error
 
-    def _known(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan] | None:
-        """The plan that the user handed in, where it is for this input, or the one that was made before."""
-        handed_in = self._materialize_plan(problem, self.given)
-        if handed_in is not None:
-            return handed_in
+    def _known_plan(self, problem: PlanningProblem) -> FittedPlan | None:
+        """The plan given by the user, if it matches this call, or the previous one."""
+        given = self._materialize(problem, self.settings.plan)
+        if given is not None:
+            return given
         try:
-            return self._materialize_plan(problem, self.made)
-        except (BudgetError, InputError):  # more is resident now, or the operators of another capture have other names
+            return self._materialize(problem, self.previous)
+        except (BudgetError, InputError):  # resident bytes have grown, or another capture names operators differently
             return None
 
-    def _materialize_plan(self, problem: PlanningProblem, plan: Plan | None) -> tuple[PlanningProblem, ProjectedPlan] | None:
-        """A plan on this problem, where it is for this input."""
+    def _materialize(self, problem: PlanningProblem, plan: Plan | None) -> FittedPlan | None:
+        """The region and projection of a plan's decisions; ``None`` if it is for other inputs."""
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
             return None
@@ -232,48 +189,57 @@ class PlanSearch:
             return None
         if (plan.streamed_weights > 0) != (problem.weights is not None):
             return None
-        named = [name for segment in plan.segments for name in segment.nodes]
-        if sorted(named) != sorted(problem.operators):
-            if self.uses_autocast:
+        names = [name for segment in plan.segments for name in segment.nodes]
+        if sorted(names) != sorted(problem.operators):
+            if self.signature.capture_key.autocast is not None:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
-        _check_order(problem, named)
+        _check_order(problem, names)
         if plan.repeat_budgets:
             problem = with_free_budgets(problem, plan.repeat_budgets)
-        order = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.training else None
-        planned = materialize(problem, tuple(segment.choice for segment in plan.segments), order)
-        check_host(planned, self.options.host_budget_bytes)
-        check_device(problem, planned, self.budget_bytes)
-        return problem, planned
+        schedule = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.training else None
+        projected = materialize(problem, tuple(segment.choice for segment in plan.segments), schedule)
+        check_host(projected, self.settings.options.host_budget_bytes)
+        check_device(problem, projected, self.settings.budget_bytes)
+        return FittedPlan(problem, projected)
 
 
 def _check_order(problem: PlanningProblem, names: Sequence[str]) -> None:
-    """Refuse a plan that runs an operator before one that it reads.
+    """Refuse a plan that runs an operator before one of its operands.
 
     Raises:
         InputError: it does.
     """
-    place = {name: number for number, name in enumerate(names)}
+    position = {name: number for number, name in enumerate(names)}
     for number, name in enumerate(names):
-        late = [operand for operand in problem.graph[name].operands if place.get(operand, -1) >= number]
+        late = [operand for operand in problem.graph[name].operands if position.get(operand, -1) >= number]
         if late:
             raise InputError(f"the plan runs {name} before {late[0]}, which it reads; make a new one with sft.plan(model, ...)")
 
 
+def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch.device, *, cuda_graphs: bool) -> OverheadEstimator:
+    """The estimator of device memory that plans of a problem take in addition to tensors."""
+    nodes = [node for node in problem.graph.nodes if node.kind in ("parameter", "buffer")]
+    weights = {node.name: tensor_attribute(model, node.target) for node in nodes}
+    plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
+    return OverheadEstimator(device, open_timing_cache(device), plain, num_streams=2 if cuda_graphs else 1, is_training=problem.training)
+
+
 def _has_device_overhead(device: torch.device) -> bool:
-    """Whether a device takes more than tensors."""
+    """True if programs take device memory in addition to tensors."""
     return device.type == "cuda"
 
 
-def _with_measured_overhead(overheads: OverheadEstimator, problem: PlanningProblem, planned: ProjectedPlan) -> ProjectedPlan:
-    """A plan with what the device takes besides."""
-    with autocast_disabled(overheads.device):
-        overhead_bytes = overheads.overhead_bytes(problem, planned.region, planned.projection.peak_bytes)
-    return replace(planned, projection=replace(planned.projection, overhead_bytes=overhead_bytes))
+def _with_measured_overhead(estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
+    """The plan with its measured overhead in the projection."""
+    projection = fitted.projected.projection
+    with autocast_disabled(estimator.device):
+        overhead_bytes = estimator.overhead_bytes(fitted.problem, fitted.projected.region, projection.peak_bytes)
+    return replace(fitted, projected=replace(fitted.projected, projection=replace(projection, overhead_bytes=overhead_bytes)))
 
 
 def _unmeasured_error(error: BudgetError) -> BudgetError:
-    """A refusal of plans that nobody has tried on the device."""
+    """The error of a search in which no plan fits even without overhead."""
     return BudgetError(
         f"{error} On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them.",
         needed_bytes=error.needed_bytes,

@@ -1,7 +1,8 @@
-"""Weight placement: the streamed weights of a plan, and the checks that streaming is possible."""
+"""Weight placement: resident bytes of a model, the streamed weights of a plan, and the checks that streaming is possible."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,11 +11,57 @@ from torch import nn
 from sft.analysis.ir.graph import Graph
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
+from sft.distributed.fsdp import ShardedWeights, local_bytes
 from sft.planner.options import Options
 from sft.runtime.weight_prefetch import GradientTransfer, StreamedWeights
 from sft.torch_runtime.streamed_parameters import StreamedParameters, record_bytes, streamable_parameters
 
-__all__ = ["available_device", "check_can_stream", "check_optimizer_step", "weights_to_stream"]
+__all__ = ["available_device", "check_can_stream", "check_optimizer_step", "resident_bytes", "weights_to_stream"]
+
+
+def resident_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | int | None,
+    sharding: ShardedWeights | None = None,
+    *,
+    holds_gradients: bool = False,
+    streamed: Collection[str] = (),
+) -> int:
+    """Device bytes of parameters, their gradients, buffers and the optimizer's state, whether the model runs or not.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer, if its state counts, or the bytes of that state.
+        sharding: the sharded parameters.
+        holds_gradients: whether full gradients of sharded parameters are being accumulated.
+        streamed: parameters that are off the device, with their gradients and state.
+    """
+    sharded = {} if sharding is None else sharding.sizes
+    parameters = [p for name, p in model.named_parameters() if name not in sharded and name not in streamed]
+    num_bytes = 0 if sharding is None else sharding.resident_bytes(holds_gradients=holds_gradients)
+    num_bytes += sum(p.numel() * p.element_size() for p in parameters)
+    num_bytes += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    num_bytes += sum(b.numel() * b.element_size() for b in model.buffers())
+    return num_bytes + _optimizer_bytes(optimizer, {id(p) for name, p in model.named_parameters() if name in streamed})
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | int | None, streamed_ids: Collection[int]) -> int:
+    """Bytes of an optimizer's state, present or after its first step, without that of streamed parameters."""
+    if optimizer is None or isinstance(optimizer, int):
+        return optimizer or 0
+    states = (state for param, state in optimizer.state.items() if id(param) not in streamed_ids)
+    present_bytes = sum(local_bytes(v) for s in states for v in s.values() if isinstance(v, torch.Tensor))
+    if present_bytes:
+        return present_bytes
+    total = 0
+    for group in optimizer.param_groups:
+        size = sum(local_bytes(p) for p in group["params"] if p.requires_grad and id(p) not in streamed_ids)
+        if isinstance(optimizer, torch.optim.SGD):
+            copies = 1 if group.get("momentum") else 0
+        else:
+            copies = 3 if group.get("amsgrad") else 2
+        total += copies * size
+    return total
 
 
 def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, options: Options) -> StreamedWeights:

@@ -27,6 +27,7 @@ from sft.common.torch_internals import (
 )
 
 __all__ = [
+    "autocast_dtype",
     "dynamo_disabled",
     "positional_inputs",
     "refuse_after_failure",
@@ -40,6 +41,13 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 _CONSTANTS = (bool, int, float, str)
 _TRACING_MESSAGE = "which cannot see a compiled model: its strips are computed outside of what is traced"
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Element type of autocast on a device, ``None`` if it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def refuse_tracing(inputs: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sft.analysis.frontend.fingerprint import module_fingerprint
 from sft.analysis.ir.repeat_op import RepeatCapture, current_repeat_capture
 from sft.common.byte_units import parse_bytes
-from sft.common.call_guards import dynamo_disabled, refuse_tracing
+from sft.common.call_guards import autocast_dtype, dynamo_disabled, refuse_tracing
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.legacy_names import renamed
 from sft.common.module_snapshot import ModuleSnapshot
@@ -232,7 +232,7 @@ class Repeat(nn.Module):
             given_bytes=self.budget_bytes,
             strategy=self.strategy,
             device=x.device,
-            autocast=_autocast_dtype(x.device),
+            autocast=autocast_dtype(x.device),
             params=tuple(params),
             fixed=tuple(stacked),
             shared=tuple(shared),
@@ -298,7 +298,7 @@ class Repeat(nn.Module):
 
     def _programs_for(self, x: Tensor) -> tuple[BlockPrograms, Any]:
         """The block's programs for an input, and their cache key."""
-        autocast = _autocast_dtype(x.device)
+        autocast = autocast_dtype(x.device)
         params = {
             name: TensorMeta(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()
         }
@@ -413,13 +413,6 @@ class Repeat(nn.Module):
             return [], [*params.values()]
         fixed = [buffer for name, buffer in stacked_buffers(self.block).items() if name not in programs.updated]
         return [*params.values(), *fixed], []
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Element type of autocast on a device, ``None`` if it is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
 
 
 def __getattr__(name: str) -> Any:

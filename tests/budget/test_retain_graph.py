@@ -27,7 +27,7 @@ def _model() -> nn.Module:
 def _retained(net: Any, *, input_grad: bool) -> RetainedGraphCheck:
     x = image(*_SHAPE).requires_grad_(input_grad)
     plan = net.plan_for(x)
-    (found,) = [ready.retained for ready in net._sft_engine.preparation.ready.values() if ready.plan == plan]
+    (found,) = [ready.retain_check for ready in net._sft_engine.plan_cache.prepared.values() if ready.plan == plan]
     assert isinstance(found, RetainedGraphCheck)
     return found
 

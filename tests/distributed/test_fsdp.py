@@ -206,7 +206,7 @@ def _counts_waiting_gradients(rank: int) -> None:
     _loss(net, image(*_SHAPE)).backward()
     alone = net.plan
     _loss(net, image(*_SHAPE)).backward()
-    whole_bytes = sum(sizes.gathered_bytes for name, sizes in net._sft_engine.sharding.sizes.items() if "frozen" not in name)
+    whole_bytes = sum(sizes.gathered_bytes for name, sizes in net._sft_engine.settings.sharding.sizes.items() if "frozen" not in name)
     assert net.plan.resident_bytes - alone.resident_bytes == whole_bytes
 
 

@@ -97,7 +97,7 @@ def _raises_beside_messages(rank: int, method: str) -> str:
     net(x).sum().backward()
     grads = {name: parameter.grad for name, parameter in net.named_parameters()}
     net.zero_grad(set_to_none=True)
-    before, transport, num_under_way = _state(net), net._sft_engine.party.transport, 0
+    before, transport, num_under_way = _state(net), net._sft_engine.rank_context.transport, 0
     original = getattr(BandSegment, method)
 
     def failing(segment: BandSegment, *arguments: Any) -> Any:

@@ -38,7 +38,7 @@ def deterministic() -> Iterator[None]:
 
 
 def _functions(net: object) -> set[str]:
-    ready = next(iter(net._sft_engine.preparation.ready.values()))  # type: ignore[attr-defined]
+    ready = next(iter(net._sft_engine.plan_cache.prepared.values()))  # type: ignore[attr-defined]
     return {
         str(each.function) for segment in ready.region.segments for program in segment.lowered_programs for each in program.instructions
     }
@@ -61,7 +61,7 @@ def test_operators_are_captured_and_not_what_stands_in_for_them_on_gpus(make: Ca
 def test_sums_have_an_order(
     make: Callable[[], nn.Module], shape: tuple[int, ...], tile: tuple[int, int | None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sft.api.engine.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr("sft.api.call_signature.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
     options = sft.Options(strategy="none") if tile is None else sft.Options(tile=tile)
     model, x = seeded(make), torch.randn(shape, dtype=torch.float64)
     for layout in (torch.contiguous_format, torch.channels_last if x.dim() == 4 else torch.channels_last_3d):
@@ -78,11 +78,11 @@ def test_sums_have_an_order(
 
 
 def test_a_change_of_the_wish_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.api.engine.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr("sft.api.call_signature.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
     net = sft.compile(seeded(_flat), (1, 3, 16, 12), budget="1GiB")
     x = torch.randn(1, 3, 16, 12, dtype=torch.float64)
     net(x)
-    count = len(net._sft_engine.preparation.ready)
+    count = len(net._sft_engine.plan_cache.prepared)
     with torch.no_grad():
         torch.use_deterministic_algorithms(True)
         try:
@@ -90,7 +90,7 @@ def test_a_change_of_the_wish_plans_anew(monkeypatch: pytest.MonkeyPatch) -> Non
                 net(x)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert len(net._sft_engine.preparation.ready) == count + 1
+    assert len(net._sft_engine.plan_cache.prepared) == count + 1
 
 
 def test_only_other_devices_than_the_cpu_need_it() -> None:

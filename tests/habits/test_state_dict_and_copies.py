@@ -182,8 +182,8 @@ def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkey
     for step in range(4):
         cast(Any, net).epoch = step
         assert relative_error(net(image(*SHAPE)), model(image(*SHAPE))) <= 1e-12
-    preparation = cast(Any, net)._sft_engine.preparation
-    assert [len(known) for known in (preparation.captures, preparation.ready, preparation.made)] == [2, 3, 4]
+    plan_cache = cast(Any, net)._sft_engine.plan_cache
+    assert [len(known) for known in (plan_cache.captures, plan_cache.prepared, plan_cache.plans)] == [2, 3, 4]
 
 
 def test_a_size_whose_programs_were_dropped_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:

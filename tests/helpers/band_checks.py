@@ -162,9 +162,9 @@ def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool)
     plan: sft.Plan = net.plan
     assert plan.mesh is not None
     engine = net._sft_engine
-    rank = plan.mesh.ranks[engine.mesh.band]
+    rank = plan.mesh.ranks[engine.settings.mesh.band]
     net.zero_grad(set_to_none=True)
-    traffic = engine.party.traffic
+    traffic = engine.rank_context.traffic
     before = copy.deepcopy(traffic)
 
     def step() -> None:

@@ -74,7 +74,7 @@ _large_blocks()
 def _calls(net: Any) -> dict[str, int]:
     """How often each kernel call stands in the programs of the last plan."""
     found: dict[str, int] = {}
-    for segment in list(net._sft_engine.preparation.ready.values())[-1].region.segments:
+    for segment in list(net._sft_engine.plan_cache.prepared.values())[-1].region.segments:
         for held in segment._programs.values():
             for program in held if isinstance(held, tuple) else (held,):
                 for instruction in () if program is None else program.instructions:

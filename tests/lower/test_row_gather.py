@@ -40,7 +40,7 @@ def test_programs_with_paddings_have_a_name_and_upload_nothing() -> None:
     model = seeded(lambda: torch.nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
     net = sft.compile(model, (1, 3, 64, 24), budget="1GiB", options=sft.Options(tile=(4, None)))
     net(torch.randn(1, 3, 64, 24, dtype=torch.float64)).sum().backward()
-    (ready,) = net._sft_engine.preparation.ready.values()
+    (ready,) = net._sft_engine.plan_cache.prepared.values()
     programs = recordable_programs(ready.region, training=True)
     assert programs and all(program_hash(program) for program in programs)
     gathers = [each.function for program in programs for each in program.instructions if isinstance(_owner(each.function), RowGather)]

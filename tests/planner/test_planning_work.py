@@ -276,7 +276,7 @@ def test_what_nobody_needs_any_more_is_gone_at_once() -> None:
     model = seeded(Residual)
     net = sft.compile(model, _SHAPE, budget="1GiB")
     engine = weakref.ref(net._sft_engine)
-    region = weakref.ref(next(iter(net._sft_engine.preparation.ready.values())).region)
+    region = weakref.ref(next(iter(net._sft_engine.plan_cache.prepared.values())).region)
     with gc_paused():
         del net
         assert engine() is None and region() is None

@@ -311,7 +311,7 @@ def test_modes_sizes_and_copies() -> None:
     model = seeded(lambda: _model(5)).float()
     net = sft.compile(model, (1, 3, None, None), budget="8MiB")
     x = torch.randn(_SHAPE)
-    captured = net._sft_engine.preparation.captures
+    captured = net._sft_engine.plan_cache.captures
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(net.eval()(x), model(x))
     with torch.no_grad():

@@ -232,9 +232,9 @@ def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn
 
 
 def _slabs(net: Any) -> HostSlabPool:
-    ready = next(reversed(net._sft_engine.preparation.ready.values()))
-    assert ready.slabs is not None
-    found: HostSlabPool = ready.slabs
+    ready = next(reversed(net._sft_engine.plan_cache.prepared.values()))
+    assert ready.slab_pool is not None
+    found: HostSlabPool = ready.slab_pool
     return found
 
 

@@ -42,7 +42,7 @@ def _calls(model: nn.Module, name: str, **options: Any) -> list[tuple[Any, ...]]
     net = sft.compile(model, _SHAPE, options=sft.Options(**options))
     net(torch.randn(_SHAPE, dtype=torch.float64)).sum().backward()
     found = []
-    for segment in next(iter(net._sft_engine.preparation.ready.values())).region.segments:
+    for segment in next(iter(net._sft_engine.plan_cache.prepared.values())).region.segments:
         for program in segment.lowered_programs:
             found += [each.arguments for each in program.instructions if name in str(each.function)]
     return found
@@ -106,7 +106,7 @@ def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPa
         net(torch.randn(2, 1, 16, 4)).sum().backward()
     finally:
         traces.trace_whole.cache_clear()
-    (ready,) = net._sft_engine.preparation.ready.values()
+    (ready,) = net._sft_engine.plan_cache.prepared.values()
     programs = [program for segment in ready.region.segments for program in segment.lowered_programs]
     names = {str(each.function) for program in programs for each in program.instructions}
     assert any("sigmoid" in name for name in names)
@@ -139,7 +139,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
     chosen: dict[str, Any] = {"strategy": "none"} if tile is None else {"tile": tile}
     net = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
     net.plan_for(torch.empty(1, 3, 32, 32, device="meta", requires_grad=True))
-    for ready in net._sft_engine.preparation.ready.values():
+    for ready in net._sft_engine.plan_cache.prepared.values():
         programs = [program for segment in ready.region.segments for program in segment.lowered_programs]
         names = [str(each.function) for program in programs for each in program.instructions]
         assert any("Resize" in name for name in names) and not any("upsample" in name for name in names)

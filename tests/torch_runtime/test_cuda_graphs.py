@@ -39,13 +39,13 @@ def _model(*, train_norm: bool = False) -> nn.Module:
 def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphCache, Again]:
     """Give the last plan of a compiled module recordings, as the engine does on a GPU."""
     engine, recorder = net._sft_engine, Again()
-    key = next(reversed(engine.preparation.ready))
-    ready = engine.preparation.ready[key]
+    key = next(reversed(engine.plan_cache.prepared))
+    ready = engine.plan_cache.prepared[key]
     programs = recordable_programs(ready.region, training=ready.plan.training)
     graph = ready.captured.phases.graph
     weights = frozenset(node.name for node in graph.nodes if node.kind in ("parameter", "buffer"))
     store = GraphCache.within(programs, spare_bytes, recorder, weights)
-    engine.preparation.ready[key] = replace(ready, graphs=store)
+    engine.plan_cache.prepared[key] = replace(ready, graphs=store)
     return store, recorder
 
 
@@ -127,7 +127,7 @@ def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
     net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
-    (ready,) = net._sft_engine.preparation.ready.values()
+    (ready,) = net._sft_engine.plan_cache.prepared.values()
     lowered = [program for segment in ready.region.segments for program in segment.lowered_programs]
     uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
     recorded = recordable_programs(ready.region, training=ready.plan.training)
@@ -170,7 +170,7 @@ def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
 
 def test_on_the_cpu_nothing_is_recorded() -> None:
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
-    assert [ready.graphs for ready in net._sft_engine.preparation.ready.values()] == [None]
+    assert [ready.graphs for ready in net._sft_engine.plan_cache.prepared.values()] == [None]
 
 
 @pytest.mark.gpu
@@ -182,7 +182,7 @@ def test_cuda_graphs_on_a_gpu() -> None:
     for seed in range(3):
         x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).cuda()
         torch.testing.assert_close(_step(nets[1], x), _step(nets[0], x), rtol=1e-10, atol=1e-10)
-    store = list(nets[1]._sft_engine.preparation.ready.values())[-1].graphs
+    store = list(nets[1]._sft_engine.plan_cache.prepared.values())[-1].graphs
     assert store is not None and store.num_replays > 0
     with sft.measure_peak("cuda") as peak:
         _step(nets[1], x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sft
-from sft.api.plan_search import resident_bytes
+from sft.api.weight_placement import resident_bytes
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.image import Image

@@ -102,8 +102,8 @@ def test_a_model_that_does_not_ask_is_captured_once() -> None:
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             net(torch.randn(_SHAPE))
-    captures, ready = net._sft_engine.preparation.captures, net._sft_engine.preparation.ready
-    assert not captures.asked and len(captures) == 1 and len(ready) == 2, "with gradients, and without"
+    captures, ready = net._sft_engine.plan_cache.captures, net._sft_engine.plan_cache.prepared
+    assert not captures.guard_kinds and len(captures) == 1 and len(ready) == 2, "with gradients, and without"
 
 
 def test_gradients_that_forward_switches_on_are_refused_without() -> None:

@@ -48,7 +48,7 @@ def test_sizes_are_rounded_once(make: type[_Scaled], factor: float, mode: str) -
         assert ours.shape == expected.shape
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     if make is _Scaled:  # a number that Python's int has seen is one for the exporter
-        assert len(net._sft_engine.preparation.captures) == 1
+        assert len(net._sft_engine.plan_cache.captures) == 1
 
 
 class _Cropped(nn.Module):

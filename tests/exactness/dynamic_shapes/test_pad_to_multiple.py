@@ -66,4 +66,4 @@ def test_a_capture_for_one_size_is_the_last_resort(mode: str) -> None:
     """Amounts of circular padding decide what is computed before the first strip; all others follow the size."""
     net = sft.compile(seeded(lambda: _Multiple(mode, both=True)), (1, 3, 22, 18))
     net.plan_for(image(1, 3, 30, 18))
-    assert len(net._sft_engine.preparation.captures) == (2 if mode == "circular" else 1)
+    assert len(net._sft_engine.plan_cache.captures) == (2 if mode == "circular" else 1)

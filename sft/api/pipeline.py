@@ -1,0 +1,178 @@
+"""The planning pipeline: from a model and a call signature to a plan that is ready to run.
+
+Each arrow is a function that can be called alone, each box a frozen type::
+
+    nn.Module
+        |  capture_model             sft.api.capture_cache: torch.export -> ExportedProgram -> Graph -> passes -> phases
+    CapturedModel                    holds for many sizes
+        |  .specialize               sft.api.capture_cache: all sizes become numbers
+    SpecializedModel                 PhasedGraph
+        |  build_problem             sft.api.problem_builder: gradients, layouts, resident bytes, streamed inputs
+    PlanningProblem
+        |  search                    sft.api.plan_search: candidates -> decisions (SegmentChoice*) -> Region -> projected bytes
+    FittedPlan                       problem and ProjectedPlan
+        |  prepare                   this module: Plan, host memory, CUDA graphs
+    PreparedPlan
+        |  run_region                sft.torch_runtime.autograd: programs -> tensors
+    outputs
+
+Later stages never call earlier ones. Caches lie outside: captures in a :class:`~sft.api.capture_cache.CaptureCache`, prepared plans in a
+:class:`~sft.api.plan_cache.PlanCache`. On a mesh :func:`prepare_on_mesh` replaces the last two planning stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft.api.call_signature import CallSignature
+from sft.api.capture_cache import CapturedModel, SpecializedModel
+from sft.api.plan_search import FittedPlan, PlanSearch, overhead_estimator
+from sft.api.settings import CompileSettings
+from sft.common.call_guards import without_dispatch_modes
+from sft.common.process_lock import gc_paused
+from sft.distributed.mesh import LiveMesh
+from sft.distributed.planning import plan_bands
+from sft.distributed.sync_batch_norm import check_sync_batch_norms, synchronized_moments, without_sync_batch_norm
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.plan import Plan
+from sft.planner.plan_builder import build_plan
+from sft.planner.problem import PlanningProblem
+from sft.planner.repeat_budgets import RetainedGraphCheck
+from sft.runtime.region import Region
+from sft.torch_runtime.autograd import autocast_disabled
+from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
+from sft.torch_runtime.host_memory import HostSlabPool
+
+__all__ = ["PreparedPlan", "planning_context", "prepare", "prepare_on_mesh", "search"]
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """A plan with all that a call needs to run it, except for tensors.
+
+    Attributes:
+        plan: the plan, as the user sees it.
+        region: the schedule and its programs.
+        captured: the model that the region computes.
+        constant_outputs: outputs of the model that are not tensors, with their positions.
+        slab_pool: host memory for offloaded values; ``None`` if the schedule copies none.
+        graphs: programs that are replayed as CUDA graphs, if any.
+        retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
+    """
+
+    plan: Plan
+    region: Region
+    captured: CapturedModel
+    constant_outputs: tuple[tuple[int, Any], ...]
+    slab_pool: HostSlabPool | None = None
+    graphs: GraphCache | None = None
+    retain_check: RetainedGraphCheck | None = None
+
+
+@contextlib.contextmanager
+def planning_context(model: nn.Module, signature: CallSignature, settings: CompileSettings) -> Iterator[None]:
+    """The context of all stages: no autocast, dispatch modes or garbage collection, and synchronised batch norms replaced.
+
+    Raises:
+        UnsupportedError, InputError: as :func:`sft.distributed.sync_batch_norm.check_sync_batch_norms`.
+    """
+    with autocast_disabled(signature.device), gc_paused(), without_dispatch_modes():
+        check_sync_batch_norms(model, settings.mesh)
+        with without_sync_batch_norm(model):
+            yield
+
+
+def search(
+    problem: PlanningProblem, model: nn.Module, signature: CallSignature, settings: CompileSettings, previous: Plan | None = None
+) -> FittedPlan:
+    """Find a plan that fits the budget; with ``Options(profile="measure")`` the fastest of several, by a clock.
+
+    Args:
+        problem: the problem.
+        model: the model.
+        signature: the kind of call.
+        settings: settings of the compiled module.
+        previous: the plan made earlier for this signature, if any.
+
+    Raises:
+        BudgetError, InputError, UnsupportedError: as :meth:`PlanSearch.fit`.
+    """
+    plan_search = PlanSearch(model=model, signature=signature, settings=settings, previous=previous)
+    fitted = plan_search.fit(problem)
+    is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
+    return plan_search.fastest(fitted) if is_timed else fitted
+
+
+def prepare(
+    fitted: FittedPlan, specialized: SpecializedModel, model: nn.Module, signature: CallSignature, settings: CompileSettings
+) -> PreparedPlan:
+    """Build the user's plan, and allocate host memory and CUDA graphs for its region."""
+    problem, region, device = fitted.problem, fitted.projected.region, signature.device
+    plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=DeviceRates(device.type))
+    if fitted.seconds is not None:
+        timeline = plan.timeline.measured(fitted.seconds)
+        plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
+    has_copies = any(op.is_copy for op in region.schedule)
+    slab_pool = HostSlabPool(fitted.projected.projection.slab_bytes, device, settings.host_allocator) if has_copies else None
+    graphs = _recordable_graphs(problem, region, plan, model, device, settings)
+    if graphs is not None:
+        plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
+    return PreparedPlan(
+        plan=plan,
+        region=region,
+        captured=specialized.captured,
+        constant_outputs=problem.graph.constant_outputs,
+        slab_pool=slab_pool,
+        graphs=graphs,
+        retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
+    )
+
+
+def prepare_on_mesh(
+    problem: PlanningProblem, specialized: SpecializedModel, model: nn.Module, signature: CallSignature, settings: CompileSettings
+) -> PreparedPlan:
+    """Plan for a mesh; the region is this rank's, or without processes that of the band with the largest peak.
+
+    Raises:
+        BudgetError, UnsupportedError, InputError: as :func:`sft.distributed.planning.plan_bands`.
+    """
+    assert settings.mesh is not None and settings.mesh_shape is not None
+    projected = plan_bands(
+        problem,
+        settings.mesh_shape,
+        settings.budget_bytes,
+        settings.options,
+        outputs_in_bands=settings.destination.in_bands,
+        synchronized=synchronized_moments(model, problem.graph, settings.mesh),
+    )
+    rates = DeviceRates(signature.device.type)
+    plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes, rates=rates)
+    plan = replace(plan, mesh=projected.mesh, flops=sum(rank.flops for rank in projected.mesh.ranks))
+    region = projected.planned.region
+    if isinstance(settings.mesh, LiveMesh):
+        region = projected.bands.region(settings.mesh.band, settings.backward_context)
+    return PreparedPlan(plan, region, specialized.captured, problem.graph.constant_outputs)
+
+
+def _recordable_graphs(
+    problem: PlanningProblem, region: Region, plan: Plan, model: nn.Module, device: torch.device, settings: CompileSettings
+) -> GraphCache | None:
+    """Programs that are replayed as CUDA graphs, as many as the rest of the budget allows."""
+    if not settings.options.cuda_graphs or device.type != "cuda":
+        return None
+    # Sharded weights are gathered anew for each pass, so their addresses change.
+    weights = () if settings.sharding else (node.name for node in problem.graph.nodes if node.kind in ("parameter", "buffer"))
+    graphs = GraphCache.within(
+        recordable_programs(region, training=plan.training),
+        settings.budget_bytes - plan.total_bytes,
+        CudaGraphRecorder(device),
+        frozenset(weights),
+        overhead_estimator(model, problem, device, cuda_graphs=True).working_bytes,
+    )
+    return graphs if graphs.programs else None

@@ -1,0 +1,74 @@
+"""Settings of one compiled module: the arguments of ``sft.compile`` that hold for all of its calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sft.api.outputs import OutputDestination
+from sft.distributed.fsdp import ShardedWeights
+from sft.distributed.mesh import LiveMesh, MeshShape
+from sft.lower.context import Backend
+from sft.planner.options import OFFLOAD_STRATEGIES, Options
+from sft.planner.plan import Plan
+from sft.torch_runtime.host_memory import HostAllocator
+
+__all__ = ["CompileSettings"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompileSettings:
+    """Settings of one compiled module.
+
+    Attributes:
+        budget_bytes: device memory.
+        options: planner options.
+        optimizer: its state counts as resident; or the bytes of that state.
+        plan: a plan passed by the user, for the calls that match it.
+        destination: destination of outputs.
+        mesh: the ranks that share an image, or the shape of a mesh without processes.
+        backend: replaces the backend that the options select.
+        sharding: the sharded weights, if any.
+        backward_context: context of backward passes on a mesh, in which all ranks fail together.
+    """
+
+    budget_bytes: int
+    options: Options = field(default_factory=Options)
+    optimizer: torch.optim.Optimizer | int | None = None
+    plan: Plan | None = None
+    destination: OutputDestination = field(default_factory=OutputDestination)
+    mesh: LiveMesh | MeshShape | None = None
+    backend: Backend | None = None
+    sharding: ShardedWeights | None = None
+    backward_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def mesh_shape(self) -> MeshShape | None:
+        """Numbers of replicas and bands; ``None`` for a single device."""
+        return self.mesh.shape if isinstance(self.mesh, LiveMesh) else self.mesh
+
+    @property
+    def skips_repeats(self) -> bool:
+        """True if constant strips may be skipped, by the options or by the given plan."""
+        is_requested = self.options.skip_repeats or (self.plan is not None and self.plan.skips_repeats)
+        return self.mesh is None and is_requested
+
+    @property
+    def host_allocator(self) -> HostAllocator:
+        """Allocator of host memory for values that leave the device during a step."""
+        folder = self.options.host_folder
+        return HostAllocator(None if folder is None else Path(folder))
+
+    def host_budget_bytes(self, device: torch.device) -> int | None:
+        """Host bytes that a plan may use; ``None`` is no limit.
+
+        On the CPU, device memory is host memory, so offloading saves no memory unless the options request it.
+        """
+        options = self.options
+        is_requested = options.host_budget is not None or options.host_folder is not None or options.strategy in OFFLOAD_STRATEGIES
+        return 0 if device.type == "cpu" and not is_requested else options.host_budget_bytes

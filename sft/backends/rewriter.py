@@ -55,7 +55,7 @@ class KernelBackend:
     selector: KernelSelector
     computes_operands: bool = True
 
-    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of an emitter.
 
         Args:
@@ -67,17 +67,17 @@ class KernelBackend:
         Returns:
             The same number afterwards.
         """
-        listing = DefUse(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        listing = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
         taken: set[int] = set()
         inserted: dict[int, tuple[Instruction, ...]] = {}
-        for replacement in self.replacements(listing, emitter, laid_out, training=training):
+        for replacement in self.replacements(listing, builder, laid_out, training=training):
             taken |= replacement.gone
             inserted |= replacement.inserted
         if not taken:
-            return turn
+            return num_forward
         kept = [inserted.get(at, ()) if at in taken else (one,) for at, one in enumerate(listing.instructions)]
-        emitter.instructions[:] = _merge_rewrites(kept)
-        return None if turn is None else len(_merge_rewrites(kept[:turn]))
+        builder.instructions[:] = _merge_rewrites(kept)
+        return None if num_forward is None else len(_merge_rewrites(kept[:num_forward]))
 
     def replacements(self, listing: DefUse, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool) -> Iterator[Rewrite]:
         """What is replaced, group by group; arguments as for :meth:`rewrite`."""

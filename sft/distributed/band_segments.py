@@ -95,7 +95,7 @@ class BandSegment(TiledSegment):
                 over: RankGroup = "mesh" if name in self.synchronized else "band"
                 largest = bool(node.argument("largest", True))
                 band_machine.comm.merge(
-                    band_machine, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest
+                    band_machine, partial[name], partial_shape(scope, name), scope.specs[name].name, over, largest=largest
                 )
         super().close_reductions(machine, values, partial, chunk)
 

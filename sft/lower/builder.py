@@ -202,10 +202,10 @@ class ProgramBuilder:
         instruction = Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, scratch_bytes, self.owner)
         self.instructions.append(instruction)
 
-    def prune(self, turn: int | None = None) -> int | None:
+    def prune(self, num_forward: int | None = None) -> int | None:
         """Drop instructions that matter to nobody; returns how many of the first ``turn`` are left."""
         keep = self._prune()[0]
-        return None if turn is None else sum(keep[:turn])
+        return None if num_forward is None else sum(keep[:num_forward])
 
     def pruned_slots(self) -> list[list[Slot]]:
         """Drop instructions that matter to nobody; returns what each of the others reads or writes in place."""
@@ -222,7 +222,7 @@ class ProgramBuilder:
         """The program: dead instructions dropped, frees placed."""
         return self.split(len(self.instructions))[0]
 
-    def split(self, turn: int) -> tuple[Program, Program]:
+    def split(self, num_forward: int) -> tuple[Program, Program]:
         """Two programs, before and from instruction ``turn``; what the second needs of the first is saved."""
         external = {slot.root for slot in self.ports.values()}
         results = {slot.root for slot in self.results.values()}
@@ -230,7 +230,7 @@ class ProgramBuilder:
         keep = live_instructions(self.instructions, slots, external | results)
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
-        turn = sum(keep[:turn])
+        num_forward = sum(keep[:num_forward])
         sized: dict[int, int] = {}
         last: dict[int, int] = {}
         members: dict[int, list[int]] = {}
@@ -253,14 +253,14 @@ class ProgramBuilder:
         placed = live
         for position, roots in dying.items():
             frees = tuple(sorted(number for root in roots for number in members[root]))
-            placed[position] = live[position].freeing(frees, sum(sized.get(root, 0) for root in roots))
-        saved: tuple[int, ...] = ()
-        if turn < len(placed):
-            made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
+            placed[position] = live[position].with_frees(frees, sum(sized.get(root, 0) for root in roots))
+        residuals: tuple[int, ...] = ()
+        if num_forward < len(placed):
+            made = {out.number for i in placed[:num_forward] for out in i.outputs if out is not None}
             # A view keeps its storage; so does the root that a later free forgets.
-            saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
-        first = _build_program(placed[:turn], slots[:turn], self.ports, self.results, saved)
-        return first, _build_program(placed[turn:], slots[turn:], self.ports, self.results, ())
+            residuals = tuple(sorted(made & {slot.number for used in slots[num_forward:] for slot in used}))
+        first = _build_program(placed[:num_forward], slots[:num_forward], self.ports, self.results, residuals)
+        return first, _build_program(placed[num_forward:], slots[num_forward:], self.ports, self.results, ())
 
 
 def copy_with_strides(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def _build_program(
     slots: list[list[Slot]],
     ports: dict[Port, Slot],
     results: dict[Port, Slot],
-    saved: tuple[int, ...],
+    residuals: tuple[int, ...],
 ) -> Program:
     bytes_now = peak = 0
     for instruction in instructions:
@@ -299,7 +299,7 @@ def _build_program(
         ports={port: slot for port, slot in ports.items() if slot.root in touched},
         results=given,
         result_bytes={port: made[slot.root].num_bytes for port, slot in given.items()},
-        saved=saved,
+        residuals=residuals,
         peak_bytes=peak,
         end_bytes=bytes_now,
         flops=sum(i.flops for i in instructions),

@@ -35,7 +35,7 @@ __all__ = ["Backend", "GradContribution", "NodeContext", "SegmentInfo", "accumul
 class Backend(Protocol):
     """Replaces instructions of a program."""
 
-    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Exchange instructions of the emitter.
 
         Args:
@@ -111,14 +111,14 @@ class SegmentInfo:
     """
 
     graph: Graph
-    rows: Mapping[str, Operator]
+    specs: Mapping[str, Operator]
     streamed: frozenset[str]
     names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
     sources: tuple[str, ...]
-    in_layout: frozenset[str]
+    in_program_layout: frozenset[str]
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
@@ -143,14 +143,14 @@ class SegmentInfo:
         """The spatial axes of the images."""
         return self.graph.axes
 
-    def part_shape(self, name: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
+    def block_shape(self, name: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
         """Shape of so many rows and columns of a streamed value for one walk."""
         shape = self.axes.with_extent(self.shapes[name], ROWS, num_rows)
         return (self.batch, *self.axes.with_extent(shape, COLUMNS, num_columns)[1:])
 
     def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
         """Shape of ``num_rows`` rows of a streamed value for one walk of one panel."""
-        return self.part_shape(name, num_rows, len(self.columns[name].new))
+        return self.block_shape(name, num_rows, len(self.columns[name].new))
 
     def extent(self, name: str, axis: int) -> int:
         """Extent of a streamed value along an axis."""
@@ -199,26 +199,26 @@ class NodeContext:
     """One operator in one step, as its lowering rule sees it; ``keeps`` says whether a backward pass of the step follows."""
 
     scope: SegmentInfo
-    emitter: ProgramBuilder
+    builder: ProgramBuilder
     node: Node
-    step: NodeRows
+    rows: NodeRows
     values: dict[str, tuple[Slot, int]]
-    wholes: dict[str, Slot]
-    borders: Mapping[str, tuple[int, int]]
+    global_slots: dict[str, Slot]
+    zero_rows: Mapping[str, tuple[int, int]]
     destination: Slot | None
     overwrite: Slot | None
-    keeps: bool = False
+    has_backward: bool = False
     saved: dict[str, Any] = field(default_factory=dict)
     contributions: list[tuple[str, GradContribution]] = field(default_factory=list)
     _rows_read: dict[str, OperandRead] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._rows_read = _by_operand(self.step.reads)
+        self._rows_read = _by_operand(self.rows.reads)
 
     @property
     def new_rows(self) -> int:
         """Rows that the step adds to the value."""
-        return len(self.step.new)
+        return len(self.rows.new)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -226,9 +226,9 @@ class NodeContext:
         return self.scope.strip_shape(self.node.name, self.new_rows)
 
     @property
-    def is_whole(self) -> bool:
+    def covers_image(self) -> bool:
         """Whether the step is the whole image, so that the operator can be called as it stands."""
-        return self._covers(self.step, ROWS) and self.is_full_width
+        return self._covers(self.rows, ROWS) and self.is_full_width
 
     @property
     def is_full_width(self) -> bool:
@@ -258,40 +258,40 @@ class NodeContext:
         """For each axis what is computed, and what is read of a streamed operand."""
         shape, source = self.scope.shapes[self.node.name], self.scope.shapes[operand]
         columns = self.scope.columns[self.node.name].new
-        parts = [(self.step.new, self.read_of(operand).rows), (columns, self.columns_of(operand).rows)]
+        parts = [(self.rows.new, self.read_of(operand).rows), (columns, self.columns_of(operand).rows)]
         rest = zip(self.scope.axes.of(shape)[2:], self.scope.axes.of(source)[2:], strict=True)
         return [*parts, *((Interval(0, out), Interval(0, extent)) for out, extent in rest)][: self.scope.axes.count]
 
     def strip(self, operand: str) -> Slot:
         """The rows and columns read of a streamed operand: a view of its buffer."""
-        slot, spans = self.part(operand)
+        slot, spans = self.buffer_slices(operand)
         for span in spans:
-            slot = self.emitter.narrow(slot, *span)
+            slot = self.builder.narrow(slot, *span)
         return slot
 
-    def part(self, operand: str) -> tuple[Slot, tuple[DimSlice, ...]]:
+    def buffer_slices(self, operand: str) -> tuple[Slot, tuple[DimSlice, ...]]:
         """The buffer of a streamed operand, and where in it the rows and columns lie that are read."""
         scope = self.scope
         rows, columns = self._rows_read[operand].rows, scope.columns_read(self.node.name)[operand].rows
         num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
         if num_rows <= 0 or num_columns <= 0:
-            return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand)), ()
+            return self.builder.empty(scope.block_shape(operand, len(rows), len(columns)), scope.dtype_of(operand)), ()
         slot, first_row = self.values[operand]
         first_column = columns.start - scope.columns[operand].new.start
         return slot, dim_slices(scope.graph.axes, slot, rows.start - first_row, num_rows, first_column, num_columns)
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
         """A view of part of a streamed value along an axis."""
-        return self.emitter.narrow_axis(slot, self.scope.axes, axis, start, length)
+        return self.builder.narrow_axis(slot, self.scope.axes, axis, start, length)
 
     def _columns(self, operand: str, strip: Slot) -> Slot:
         columns = self.columns_of(operand).rows
         return self.narrow(strip, COLUMNS, columns.start - self.scope.columns[operand].new.start, len(columns))
 
-    def bordered_strip(self, operand: str) -> Slot | None:
+    def zero_padded_strip(self, operand: str) -> Slot | None:
         """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
         read = self.read_of(operand)
-        low, high = self.borders.get(operand, (0, 0))
+        low, high = self.zero_rows.get(operand, (0, 0))
         if self.has_empty_read(operand) or low < read.pad_low or high < read.pad_high or not (low or high):
             return None
         slot, first_row = self.values[operand]
@@ -303,18 +303,18 @@ class NodeContext:
         name = value.name if type(value) is Ref else next(refs_in(value), None)
         if name is None:
             return value
-        return self.strip(name) if name in self.scope.streamed else self.whole(name)
+        return self.strip(name) if name in self.scope.streamed else self.global_slot(name)
 
-    def whole(self, name: str) -> Slot:
+    def global_slot(self, name: str) -> Slot:
         """A tensor that is not streamed: a parameter, a buffer, a global value."""
-        if name in self.wholes:
-            return self.wholes[name]
-        return self.emitter.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
+        if name in self.global_slots:
+            return self.global_slots[name]
+        return self.builder.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
 
     def global_grad(self, name: str) -> Slot:
         """What the gradient of a side tensor is added to."""
         scope = self.scope
-        return self.emitter.global_grad(name, self.global_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
+        return self.builder.global_grad(name, self.global_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what the walk sees of a whole value."""

@@ -95,7 +95,7 @@ class _LiveFragment:
             freed_bytes, before = frees.get(self._last[root], (0, ()))
             frees[self._last[root]] = (freed_bytes + num_bytes, before + numbers)
         for position, (freed_bytes, numbers) in frees.items():
-            instructions[position] = instructions[position].freeing(tuple(sorted(numbers)), freed_bytes)
+            instructions[position] = instructions[position].with_frees(tuple(sorted(numbers)), freed_bytes)
         now = peak = 0
         for instruction in instructions:
             now += instruction.num_bytes
@@ -116,9 +116,9 @@ class ProgramFragment:
 
     __slots__ = ("_live", "_slots", "instructions", "ports", "results", "written")
 
-    def __init__(self, emitter: ProgramBuilder) -> None:
-        self.instructions = tuple(emitter.instructions)
-        self.ports, self.results = emitter.ports, emitter.results
+    def __init__(self, builder: ProgramBuilder) -> None:
+        self.instructions = tuple(builder.instructions)
+        self.ports, self.results = builder.ports, builder.results
         self._slots = [slots_of(instruction) for instruction in self.instructions]
         made = (out.root for i in self.instructions for out in i.outputs if out is not None)
         self.written = frozenset((*made, *(slot.root for i in self.instructions for slot in i.writes)))
@@ -136,15 +136,15 @@ class ProgramFragment:
 
 def concatenate_fragments(parts: Sequence[ProgramFragment], dtype: torch.dtype) -> ProgramBuilder:
     """All instructions of the parts, as if they had been emitted one after the other."""
-    emitter = ProgramBuilder(dtype=dtype)
+    builder = ProgramBuilder(dtype=dtype)
     for part in parts:
-        emitter.instructions += part.instructions
-        emitter.ports.update(part.ports)
-        emitter.results.update(part.results)
-    numbers = [slot.number for slot in emitter.ports.values()]
-    numbers += [out.number for i in emitter.instructions for out in i.outputs if out is not None]
-    emitter._num_slots = max(numbers, default=-1) + 1
-    return emitter
+        builder.instructions += part.instructions
+        builder.ports.update(part.ports)
+        builder.results.update(part.results)
+    numbers = [slot.number for slot in builder.ports.values()]
+    numbers += [out.number for i in builder.instructions for out in i.outputs if out is not None]
+    builder._num_slots = max(numbers, default=-1) + 1
+    return builder
 
 
 def link_fragments(parts: Sequence[ProgramFragment]) -> Program:
@@ -186,7 +186,7 @@ def link_fragments(parts: Sequence[ProgramFragment]) -> Program:
         ports={port: slot for port, slot in ports.items() if slot.root in touched},
         results=given,
         result_bytes={port: sizes[slot.root] for port, slot in given.items()},
-        saved=(),
+        residuals=(),
         peak_bytes=peak,
         end_bytes=bytes_now,
         flops=flops,

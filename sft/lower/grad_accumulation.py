@@ -17,13 +17,13 @@ __all__ = ["add_contributions", "contribution_slot", "sum_contributions", "sum_w
 aten = torch.ops.aten
 
 
-def contribution_slot(e: ProgramBuilder, patch: GradContribution) -> Slot:
+def contribution_slot(builder: ProgramBuilder, patch: GradContribution) -> Slot:
     """A patch as a slot of its own."""
-    return patch.slot if patch.channels is None else e.narrow(patch.slot, 1, patch.channels.start, len(patch.channels))
+    return patch.slot if patch.channels is None else builder.narrow(patch.slot, 1, patch.channels.start, len(patch.channels))
 
 
 def sum_contributions(
-    scope: SegmentInfo, e: ProgramBuilder, name: str, held: Interval, patches: Sequence[GradContribution], dtype: torch.dtype
+    scope: SegmentInfo, builder: ProgramBuilder, name: str, held: Interval, patches: Sequence[GradContribution], dtype: torch.dtype
 ) -> tuple[Slot, bool]:
     """The sum of patches over the rows held, and whether its storage may be written to.
 
@@ -33,28 +33,28 @@ def sum_contributions(
     columns = scope.columns[name].new
     full = [patch.rows == held and patch.columns == columns for patch in patches]
     if len(patches) == 1 and full[0]:
-        slot = contribution_slot(e, patches[0])
-        return e.cast(slot, dtype), patches[0].owned or slot.dtype != dtype
+        slot = contribution_slot(builder, patches[0])
+        return builder.cast(slot, dtype), patches[0].owned or slot.dtype != dtype
     base = next((i for i, patch in enumerate(patches) if patch.owned and full[i] and patch.slot.dtype == wide), None)
-    total = e.zeros(scope.strip_shape(name, len(held)), wide) if base is None else patches[base].slot
-    add_contributions(scope, e, name, total, held, [patch for i, patch in enumerate(patches) if i != base])
-    return e.cast(total, dtype), True
+    total = builder.zeros(scope.strip_shape(name, len(held)), wide) if base is None else patches[base].slot
+    add_contributions(scope, builder, name, total, held, [patch for i, patch in enumerate(patches) if i != base])
+    return builder.cast(total, dtype), True
 
 
 def add_contributions(
-    scope: SegmentInfo, e: ProgramBuilder, name: str, target: Slot, rows: Interval, patches: Sequence[GradContribution]
+    scope: SegmentInfo, builder: ProgramBuilder, name: str, target: Slot, rows: Interval, patches: Sequence[GradContribution]
 ) -> None:
     """Add patches to a gradient of the panel's columns and ``rows``; parts of other gradients last, in one instruction."""
     parts = [patch for patch in patches if patch.channels is not None]
     for patch in patches if len(parts) < 2 else [patch for patch in patches if patch.channels is None]:
         place = target
         for span in _slices_of(scope, name, target, rows, patch):
-            place = e.narrow(place, *span)
-        e.add_into(place, contribution_slot(e, patch))
+            place = builder.narrow(place, *span)
+        builder.add_into(place, contribution_slot(builder, patch))
     if len(parts) > 1:
         places = tuple(_slices_of(scope, name, target, rows, patch) for patch in parts)
         spans = tuple((DimSlice(1, p.channels.start, len(p.channels)),) for p in parts if p.channels is not None)
-        e.call(add_slices, target, places, tuple(patch.slot for patch in parts), spans, writes=target)
+        builder.call(add_slices, target, places, tuple(patch.slot for patch in parts), spans, writes=target)
 
 
 def _slices_of(scope: SegmentInfo, name: str, target: Slot, rows: Interval, patch: GradContribution) -> tuple[DimSlice, ...]:
@@ -64,17 +64,17 @@ def _slices_of(scope: SegmentInfo, name: str, target: Slot, rows: Interval, patc
     return dim_slices(scope.axes, target, first_row, len(patch.rows), first_column, len(patch.columns))
 
 
-def sum_whole_gradients(e: ProgramBuilder, parts: Sequence[tuple[Slot, bool]]) -> tuple[Slot, bool]:
+def sum_whole_gradients(builder: ProgramBuilder, parts: Sequence[tuple[Slot, bool]]) -> tuple[Slot, bool]:
     """The sum of tensors of one shape, of each of which is known whether its storage may be written to; likewise of the sum."""
     first, *others = sorted(parts, key=lambda part: -part[0].dtype.itemsize)  # the wide ones first, so that the sum is wide
     if not others:
         return first
     base = next((part for part in (first, *others) if part[1] and part[0].dtype == first[0].dtype), None)
     if base is None:
-        total = e.call(aten.add.Tensor, first[0], others[0][0], shape=first[0].shape, dtype=first[0].dtype)
+        total = builder.call(aten.add.Tensor, first[0], others[0][0], shape=first[0].shape, dtype=first[0].dtype)
         rest = others[1:]
     else:
         total, rest = base[0], [part for part in (first, *others) if part is not base]
     for slot, _ in rest:
-        e.add_into(total, slot)
+        builder.add_into(total, slot)
     return total, True

@@ -49,20 +49,20 @@ def emit_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> ProgramB
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
-    apply_backend(scope, lowering.emitter)
-    return lowering.emitter
+    apply_backend(scope, lowering.builder)
+    return lowering.builder
 
 
-def apply_backend(scope: SegmentInfo, emitter: ProgramBuilder, turn: int | None = None) -> int | None:
+def apply_backend(scope: SegmentInfo, builder: ProgramBuilder, num_forward: int | None = None) -> int | None:
     """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
     if scope.backend is None:
-        return turn
-    turn = emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
+        return num_forward
+    num_forward = builder.prune(num_forward)  # readers that will be gone must keep nothing from being replaced
     # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
     cuts = scope.streamed.difference(scope.graph.results)
-    ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
-    laid_out = [port for port in emitter.ports if port.name in ours.get(port.role, ())]
-    return scope.backend.rewrite(emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
+    ours = {"source": scope.in_program_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
+    laid_out = [port for port in builder.ports if port.name in ours.get(port.role, ())]
+    return scope.backend.rewrite(builder, laid_out, training=bool(scope.requires_grad), num_forward=num_forward)
 
 
 class StripLowering:
@@ -79,40 +79,40 @@ class StripLowering:
     """
 
     #: Whether the step is all of a segment that runs whole (``sft.lower.lower_whole``).
-    whole: ClassVar[bool] = False
+    untiled: ClassVar[bool] = False
 
-    def __init__(self, scope: SegmentInfo, *, keeps: bool = False) -> None:
-        self.scope, self.keeps = scope, keeps
+    def __init__(self, scope: SegmentInfo, *, has_backward: bool = False) -> None:
+        self.scope, self.has_backward = scope, has_backward
         self.write_outputs = self.write_rows = False
         dtype = scope.dtype_of(scope.names[0])
-        self.emitter = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.whole)
+        self.builder = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.untiled)
         self.rows: dict[str, NodeRows] = {}
         self.read: Mapping[str, Interval] = {}
-        self.borders: Mapping[str, tuple[int, int]] = {}
+        self.zero_rows: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, tuple[Slot, int]] = {}
-        self.wholes: dict[str, Slot] = {}
+        self.global_slots: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
         self._rules: dict[str, Rule] = {}
         self._inside = frozenset(scope.names)
 
     @classmethod
-    def of(cls, scope: SegmentInfo, step: StripStep, *, keeps: bool = False) -> Self:
+    def of(cls, scope: SegmentInfo, step: StripStep, *, has_backward: bool = False) -> Self:
         """For all operators of a step."""
-        lowering = cls(scope, keeps=keeps)
+        lowering = cls(scope, has_backward=has_backward)
         lowering.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         lowering.read = scope.rows_read(step)
-        if not lowering.whole:
-            borders: dict[str, tuple[int, int]] = {}
+        if not lowering.untiled:
+            zero_rows: dict[str, tuple[int, int]] = {}
             for name in scope.names:
-                lowering.widen_borders(borders, lowering.paddings(name))
-            lowering.borders = borders
+                lowering.reserve_zero_rows(zero_rows, lowering.paddings(name))
+            lowering.zero_rows = zero_rows
         return lowering
 
     def _rule(self, node: Node) -> Rule:
         """The rule that lowers a node."""
         rule = self._rules.get(node.name)
         if rule is None:
-            rule = self._rules[node.name] = rule_of(self.scope, node, whole=self.whole)
+            rule = self._rules[node.name] = rule_of(self.scope, node, untiled=self.untiled)
         return rule
 
     def paddings(self, name: str) -> tuple[tuple[str, int, int], ...]:
@@ -128,22 +128,22 @@ class StripLowering:
         return tuple(found)
 
     @staticmethod
-    def widen_borders(borders: dict[str, tuple[int, int]], paddings: Iterable[tuple[str, int, int]]) -> None:
+    def reserve_zero_rows(zero_rows: dict[str, tuple[int, int]], paddings: Iterable[tuple[str, int, int]]) -> None:
         """Make room for paddings."""
         for operand, pad_low, pad_high in paddings:
-            low, high = borders.get(operand, (0, 0))
-            borders[operand] = (max(low, pad_low), max(high, pad_high))
+            low, high = zero_rows.get(operand, (0, 0))
+            zero_rows[operand] = (max(low, pad_low), max(high, pad_high))
 
     def _enter(self, name: str) -> None:
         """What is emitted from now on belongs to this operator."""
-        self.emitter.owner, self.emitter.dtype = name, self.scope.dtype_of(name)
+        self.builder.owner, self.builder.dtype = name, self.scope.dtype_of(name)
 
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
         """Compute every operator's new rows; write outputs and hand over rows for the row store if asked."""
         self.write_outputs, self.write_rows = write_outputs, write_rows
-        self.emitter.owner = self.scope.names[0]
+        self.builder.owner = self.scope.names[0]
         for name in self.scope.sources:
             self.load_source(name)
         for name in self.scope.names:
@@ -160,37 +160,37 @@ class StripLowering:
 
     def load_source(self, name: str) -> None:
         """Have the rows of a source that the step reads."""
-        rows, e = self.read.get(name, Interval(0, 0)), self.emitter
+        rows, builder = self.read.get(name, Interval(0, 0)), self.builder
         shape = self.scope.strip_shape(name, len(rows))
-        slot = e.port("source", name, shape, self.scope.dtype_of(name))
+        slot = builder.port("source", name, shape, self.scope.dtype_of(name))
         # A panel's columns of a wider image are no strip of memory either.
         layout = CHANNELS_LAST.get(len(shape))
         if self.scope.keeps_torch_layouts:
             layout = None
             if self.scope.graph[name].kind == "input":  # some views are in no layout at all; of what lies in order nothing is copied
-                slot = e.call(aten.contiguous.default, slot, shape=shape, dtype=slot.dtype)
+                slot = builder.call(aten.contiguous.default, slot, shape=shape, dtype=slot.dtype)
         narrow = len(self.scope.columns[name].new) < self.scope.extent(name, COLUMNS)
-        if rows and layout is not None and (name not in self.scope.in_layout or narrow):
-            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": layout})
+        if rows and layout is not None and (name not in self.scope.in_program_layout or narrow):
+            slot = builder.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": layout})
         self.values[name] = (slot, rows.start)
 
     def _forward_streamed(self, node: Node) -> None:
-        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        scope, builder, rows = self.scope, self.builder, self.rows.get(node.name)
         if rows is None or not rows.available:
             return
         held = None
-        low, high = self.borders.get(node.name, (0, 0))
+        low, high = self.zero_rows.get(node.name, (0, 0))
         if rows.carried or low or high:
-            room = e.empty(scope.strip_shape(node.name, low + len(rows.available) + high))
+            room = builder.empty(scope.strip_shape(node.name, low + len(rows.available) + high))
             for start, length in ((0, low), (low + len(rows.available), high)):
                 if length:
                     zeros = self._rows_of(room, start, length)
-                    e.call(aten.zero_.default, zeros, writes=zeros)
+                    builder.call(aten.zero_.default, zeros, writes=zeros)
             held = self._rows_of(room, low, len(rows.available))
             if rows.carried:
                 top = self._rows_of(held, 0, len(rows.carried))
                 dim = scope.axes.dim(len(top.shape), ROWS)
-                e.call(load_rows, top, dim, e.port("carry", node.name, top.shape), writes=top)
+                builder.call(load_rows, top, dim, builder.port("carry", node.name, top.shape), writes=top)
             self.values[node.name] = (room, rows.available.start - low)
         if rows.new:
             self._compute(node, rows, held)
@@ -199,14 +199,14 @@ class StripLowering:
 
     def append(self, name: str) -> None:
         """Hand over the rows of a value, which is there, that later steps need."""
-        rows, e = self.rows[name].appended, self.emitter
+        rows, builder = self.rows[name].appended, self.builder
         slot, first = self.values[name]
-        block = e.empty(self.scope.strip_shape(name, len(rows)))
-        e.copy(block, self._rows_of(slot, rows.start - first, len(rows)))
-        e.result("append", name, block)
+        block = builder.empty(self.scope.strip_shape(name, len(rows)))
+        builder.copy(block, self._rows_of(slot, rows.start - first, len(rows)))
+        builder.result("append", name, block)
 
     def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
-        scope, e = self.scope, self.emitter
+        scope, builder = self.scope, self.builder
         rule = self._rule(node)
         tail = self._rows_of(held, len(rows.carried), len(rows.new)) if held is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
@@ -214,31 +214,31 @@ class StripLowering:
         result = rule.forward(ctx)
         if tail is not None:
             if result is not tail:
-                e.copy(tail, result)
+                builder.copy(tail, result)
         else:
             self.values[node.name] = (result, rows.new.start)
         if node.name in scope.outputs and self.write_outputs and self._is_wanted(rows):
-            if self.whole and node.name not in scope.graph.results and e.owns(result):
-                e.result("out", node.name, result)  # a cut: what was made is handed on, not copied
+            if self.untiled and node.name not in scope.graph.results and builder.owns(result):
+                builder.result("out", node.name, result)  # a cut: what was made is handed on, not copied
                 return
-            out = e.port("out", node.name, self._wanted_shape(rows))
+            out = builder.port("out", node.name, self._wanted_shape(rows))
             value, first = self.values[node.name]
             columns = scope.columns[node.name]
             value = self._rows_of(value, rows.owned.start - first, len(rows.owned))
-            e.copy(out, self._columns_of(value, columns.owned.start - columns.new.start, len(columns.owned)))
+            builder.copy(out, self._columns_of(value, columns.owned.start - columns.new.start, len(columns.owned)))
 
     def _rows_of(self, slot: Slot, start: int, length: int) -> Slot:
-        return self.emitter.narrow_axis(slot, self.scope.axes, ROWS, start, length)
+        return self.builder.narrow_axis(slot, self.scope.axes, ROWS, start, length)
 
     def _columns_of(self, slot: Slot, start: int, length: int) -> Slot:
-        return self.emitter.narrow_axis(slot, self.scope.axes, COLUMNS, start, length)
+        return self.builder.narrow_axis(slot, self.scope.axes, COLUMNS, start, length)
 
     def _is_wanted(self, rows: NodeRows) -> bool:
         return bool(rows.owned and self.scope.columns[rows.name].owned)
 
     def _wanted_shape(self, rows: NodeRows) -> tuple[int, ...]:
         """Shape of the part of a value that this step and panel stand for."""
-        return self.scope.part_shape(rows.name, len(rows.owned), len(self.scope.columns[rows.name].owned))
+        return self.scope.block_shape(rows.name, len(rows.owned), len(self.scope.columns[rows.name].owned))
 
     def _overwritable(self, node: Node) -> Slot | None:
         """The operand's buffer, when this operator is all that ever reads it."""
@@ -260,28 +260,28 @@ class StripLowering:
         nothing = Interval(0, 0)
         rows = self.rows.get(node.name) or NodeRows(node.name, nothing, nothing, nothing, nothing, ())
         rule = self._rule(node)
-        if not self.whole and not rows.reads:
+        if not self.untiled and not rows.reads:
             return
         ctx = self._context(node, rows, None)
         if not self.write_outputs:
             return  # a sum over the image is not needed twice
         result = rule.forward(ctx)
-        self.wholes[node.name] = result
-        if self.whole and node.name in self.scope.outputs:
-            self.emitter.copy(self.emitter.port("out", node.name, result.shape, result.dtype), result)
+        self.global_slots[node.name] = result
+        if self.untiled and node.name in self.scope.outputs:
+            self.builder.copy(self.builder.port("out", node.name, result.shape, result.dtype), result)
 
     def _context(self, node: Node, rows: NodeRows, destination: Slot | None) -> NodeContext:
         ctx = NodeContext(
             scope=self.scope,
-            emitter=self.emitter,
+            builder=self.builder,
             node=node,
-            step=rows,
+            rows=rows,
             values=self.values,
-            wholes=self.wholes,
-            borders=self.borders,
+            global_slots=self.global_slots,
+            zero_rows=self.zero_rows,
             destination=destination,
             overwrite=None,
-            keeps=self.keeps,
+            has_backward=self.has_backward,
         )
         self.contexts[node.name] = ctx
         return ctx
@@ -312,7 +312,7 @@ class StripLowering:
         ctx = self.contexts.get(name)
         inside: list[tuple[str, GradContribution]] = []
         for operand, patch in () if ctx is None else ctx.contributions:
-            if operand in self._inside or (operand in scope.streamed and self.whole):
+            if operand in self._inside or (operand in scope.streamed and self.untiled):
                 inside.append((operand, patch))
             elif operand in scope.streamed:
                 self._add_to_source(operand, patch)
@@ -323,50 +323,50 @@ class StripLowering:
 
     def add_to_global_grad(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
         """Add to the gradient of a tensor from outside that is not streamed."""
-        self.emitter.add_into(ctx.global_grad(name), contribution_slot(self.emitter, patch))
+        self.builder.add_into(ctx.global_grad(name), contribution_slot(self.builder, patch))
 
     def _add_to_source(self, name: str, patch: GradContribution) -> None:
         read = self.read[name]
-        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
-        add_contributions(self.scope, self.emitter, name, target, read, [patch])
+        target = self.builder.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
+        add_contributions(self.scope, self.builder, name, target, read, [patch])
 
     def _backward_streamed(self, node: Node, patches: list[GradContribution]) -> None:
-        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        scope, builder, rows = self.scope, self.builder, self.rows.get(node.name)
         if rows is None or not rows.available:
             return
         columns = scope.columns[node.name]
         patches = [patch for patch in patches if patch.rows and patch.columns]
-        if rows.kept and not self.whole:
-            port = e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
+        if rows.kept and not self.untiled:
+            port = builder.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
             patches.append(GradContribution(port, rows.kept, columns.new, False))
         if node.name in scope.outputs and self._is_wanted(rows):
-            port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
+            port = builder.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
             # The gradient of a cut is read once, here; that of an output is the caller's.
-            patches.append(GradContribution(port, rows.owned, columns.owned, self.whole and node.name not in scope.graph.results))
+            patches.append(GradContribution(port, rows.owned, columns.owned, self.untiled and node.name not in scope.graph.results))
         if not patches:
             if rows.carried:
-                e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
+                builder.result("grad_carry", node.name, builder.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = sum_contributions(scope, e, node.name, rows.available, patches, scope.dtype_of(node.name))
+        total, owned = sum_contributions(scope, builder, node.name, rows.available, patches, scope.dtype_of(node.name))
         if rows.carried:
-            block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
-            e.copy(block, self._rows_of(total, 0, len(rows.carried)))
-            e.result("grad_carry", node.name, block)
+            block = builder.empty(scope.strip_shape(node.name, len(rows.carried)))
+            builder.copy(block, self._rows_of(total, 0, len(rows.carried)))
+            builder.result("grad_carry", node.name, block)
         if rows.new:
             ctx = self.contexts[node.name]
             new = self._rows_of(total, len(rows.carried), len(rows.new))
             self._rule(node).backward(ctx, new, owned)
 
     def _backward_whole(self, node: Node, patches: list[GradContribution]) -> None:
-        e, scope = self.emitter, self.scope
-        parts = [(contribution_slot(self.emitter, patch), patch.owned) for patch in patches]
+        builder, scope = self.builder, self.scope
+        parts = [(contribution_slot(self.builder, patch), patch.owned) for patch in patches]
         if node.name in scope.outputs:
-            shape = scope.shapes[node.name] if self.whole else scope.global_shape(node.name)
-            parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
+            shape = scope.shapes[node.name] if self.untiled else scope.global_shape(node.name)
+            parts.append((builder.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
         if not parts:
             return
-        total, owned = sum_whole_gradients(self.emitter, parts)
+        total, owned = sum_whole_gradients(self.builder, parts)
         rule = self._rule(node)
         if not rule.accepts_wide_grad and total.dtype != scope.dtype_of(node.name):
-            total, owned = e.cast(total, scope.dtype_of(node.name)), True
+            total, owned = builder.cast(total, scope.dtype_of(node.name)), True
         rule.backward(self.contexts[node.name], total, owned)

@@ -73,7 +73,7 @@ class StripPrograms:
         outputs, rows = kind == "forward", kind != "joint"
         parts: list[ProgramFragment] = []
         values: dict[str, int] = {}
-        wholes: dict[str, Slot] = {}
+        global_slots: dict[str, Slot] = {}
         done: dict[str, ForwardFragment] = {}
         for name in self.scope.sources:
             part, values[name] = self._source(step, name)
@@ -86,10 +86,10 @@ class StripPrograms:
             writes = outputs and operator.leaves
             key = (work, writes, *[values.get(operand) for operand in operator.reads])
             if operator.reduced:
-                key += tuple(operand in wholes for operand in operator.reduced)
+                key += tuple(operand in global_slots for operand in operator.reduced)
             found = operator.forward.get(key)
             if found is None:
-                found = operator.forward[key] = self._new_forward(step, operator, writes, values, wholes)
+                found = operator.forward[key] = self._new_forward(step, operator, writes, values, global_slots)
             done[name] = found
             if found.part is not None:
                 parts.append(found.part)
@@ -98,21 +98,21 @@ class StripPrograms:
                 if rows and step.rows[name].appends:
                     parts.append(self._append(step, operator, found.value))
             if found.whole is not None:
-                wholes[name] = found.whole
+                global_slots[name] = found.whole
         if kind == "joint":
-            self._differentiate(step, parts, values, wholes, done)
+            self._differentiate(step, parts, values, global_slots, done)
         if self.scope.backend is None:
             return link_fragments(parts)
-        emitter = concatenate_fragments(parts, self.scope.dtype_of(self.scope.names[0]))
-        apply_backend(self.scope, emitter)
-        return emitter.finish()
+        builder = concatenate_fragments(parts, self.scope.dtype_of(self.scope.names[0]))
+        apply_backend(self.scope, builder)
+        return builder.finish()
 
     def _differentiate(
         self,
         step: StripKey,
         parts: list[ProgramFragment],
         values: Mapping[str, int],
-        wholes: Mapping[str, Slot],
+        global_slots: Mapping[str, Slot],
         done: Mapping[str, ForwardFragment],
     ) -> None:
         """Add the backward parts."""
@@ -124,7 +124,7 @@ class StripPrograms:
             key = (forward.number, *gradients.pop(operator.name, ()))
             found = operator.backward.get(key)
             if found is None:
-                found = operator.backward[key] = self._new_backward(step, operator, key[1:], values, wholes, forward)
+                found = operator.backward[key] = self._new_backward(step, operator, key[1:], values, global_slots, forward)
             if found.part is not None:
                 parts.append(found.part)
             for operand, patch in found.patches:
@@ -157,7 +157,7 @@ class StripPrograms:
     def _new_step(self, index: int) -> StripKey:
         rows: dict[str, ValueStripKey] = {}
         nodes: dict[str, NodeRows] = {}
-        borders: dict[str, tuple[int, int]] = {}
+        zero_rows: dict[str, tuple[int, int]] = {}
         for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
             found = self._rows[name].get(signature)
             if found is None:
@@ -165,16 +165,16 @@ class StripPrograms:
                 found = self._rows[name][signature] = self._new_rows(nodes[name])
             rows[name] = found
             if found.paddings:
-                StripLowering.widen_borders(borders, found.paddings)
+                StripLowering.reserve_zero_rows(zero_rows, found.paddings)
         keys: dict[str, int] = {}
         for operator in self._operators:
             own = rows[operator.name]
             if not own.has_no_work:
                 work: tuple[Hashable, ...] = (own.number, *[rows[operand].number for operand in operator.reads])
-                if borders:
-                    work += tuple([borders.get(name) for name in (operator.name, *operator.reads)])
+                if zero_rows:
+                    work += tuple([zero_rows.get(name) for name in (operator.name, *operator.reads)])
                 keys[operator.name] = self._works.of(work)
-        return StripKey(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
+        return StripKey(index=index, rows=rows, zero_rows=zero_rows, read=self._read(index), keys=keys, nodes=nodes)
 
     def _new_rows(self, rows: NodeRows) -> ValueStripKey:
         name, place = rows.name, self._place[rows.name]
@@ -204,24 +204,24 @@ class StripPrograms:
             lowering = self._enter(step, self.scope.names[0], self._place[name], backward=False)
             lowering.load_source(name)
             slot, row = lowering.values[name]
-            found = self._sources[key] = (ProgramFragment(lowering.emitter), self._values.of((slot, row - first)))
+            found = self._sources[key] = (ProgramFragment(lowering.builder), self._values.of((slot, row - first)))
         return found
 
     def _new_forward(
-        self, step: StripKey, operator: OperatorFragments, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
+        self, step: StripKey, operator: OperatorFragments, writes: bool, values: Mapping[str, int], global_slots: Mapping[str, Slot]
     ) -> ForwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=False)
-        self._give(lowering, step, operator, operator.reads, values, wholes)
+        self._give(lowering, step, operator, operator.reads, values, global_slots)
         lowering.write_outputs, lowering.write_rows = writes, False
         lowering.forward_of(name)
         self._num_forward += 1
         value, ctx = lowering.values.get(name), lowering.contexts.get(name)
         return ForwardFragment(
             number=self._num_forward,
-            part=_built_fragment(lowering.emitter),
+            part=_built_fragment(lowering.builder),
             value=None if value is None else self._values.of((value[0], value[1] - self._first(step, name))),
-            whole=lowering.wholes.get(name),
+            whole=lowering.global_slots.get(name),
             context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
         )
 
@@ -232,10 +232,10 @@ class StripPrograms:
         if found is None:
             name = operator.name
             lowering = self._enter(step, name, self._place[name], backward=False)
-            lowering.emitter._num_slots += _SLOTS_PER_FRAGMENT // 2
+            lowering.builder._num_slots += _SLOTS_PER_FRAGMENT // 2
             self._give(lowering, step, operator, (name,), {name: value}, {})
             lowering.append(name)
-            found = operator.append[key] = ProgramFragment(lowering.emitter)
+            found = operator.append[key] = ProgramFragment(lowering.builder)
         return found
 
     def _new_backward(
@@ -244,22 +244,22 @@ class StripPrograms:
         operator: OperatorFragments,
         patches: Sequence[int],
         values: Mapping[str, int],
-        wholes: Mapping[str, Slot],
+        global_slots: Mapping[str, Slot],
         forward: ForwardFragment,
     ) -> BackwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=True)
-        self._give(lowering, step, operator, (name, *operator.reads), values, wholes)
+        self._give(lowering, step, operator, (name, *operator.reads), values, global_slots)
         if forward.context is not None:
             saved, destination, overwrite = forward.context
             lowering.contexts[name] = NodeContext(
                 scope=self.scope,
-                emitter=lowering.emitter,
+                builder=lowering.builder,
                 node=self.scope.graph[name],
-                step=lowering.rows.get(name) or _empty_rows(name),
+                rows=lowering.rows.get(name) or _empty_rows(name),
                 values=lowering.values,
-                wholes=lowering.wholes,
-                borders=lowering.borders,
+                global_slots=lowering.global_slots,
+                zero_rows=lowering.zero_rows,
                 destination=destination,
                 overwrite=overwrite,
                 # A rule may add to what it finds there.
@@ -267,18 +267,18 @@ class StripPrograms:
             )
         found = lowering.backward_of(name, [self._patch(step, name, number) for number in patches])
         return BackwardFragment(
-            part=_built_fragment(lowering.emitter),
+            part=_built_fragment(lowering.builder),
             patches=tuple((operand, self._patch_number(step, operand, patch)) for operand, patch in found),
         )
 
     def _enter(self, step: StripKey, owner: str, place: int, *, backward: bool) -> StripLowering:
         """The lowering, ready for one operator."""
         lowering, dtype = self._lowering, self.scope.dtype_of(owner)
-        lowering.emitter = FragmentBuilder(
+        lowering.builder = FragmentBuilder(
             dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS_PER_FRAGMENT
         )
-        lowering.rows, lowering.values, lowering.wholes, lowering.contexts = {}, {}, {}, {}
-        lowering.read, lowering.borders = step.read, step.borders
+        lowering.rows, lowering.values, lowering.global_slots, lowering.contexts = {}, {}, {}, {}
+        lowering.read, lowering.zero_rows = step.read, step.zero_rows
         return lowering
 
     def _give(
@@ -288,7 +288,7 @@ class StripPrograms:
         operator: OperatorFragments,
         names: Sequence[str],
         values: Mapping[str, int],
-        wholes: Mapping[str, Slot],
+        global_slots: Mapping[str, Slot],
     ) -> None:
         """Give the lowering the rows and buffers of some values in this step."""
         # Of what it reads the lowering looks at the rows where it is one value, which it may write over.
@@ -299,7 +299,7 @@ class StripPrograms:
             if name in values:
                 slot, offset = self._values.things[values[name]]
                 lowering.values[name] = (slot, offset + self._first(step, name))
-        lowering.wholes.update({name: wholes[name] for name in operator.reduced if name in wholes})
+        lowering.global_slots.update({name: global_slots[name] for name in operator.reduced if name in global_slots})
 
     def _node(self, step: StripKey, name: str) -> NodeRows:
         """What a value does in a step."""
@@ -333,6 +333,6 @@ def _empty_rows(name: str) -> NodeRows:
     return NodeRows(name, none, none, none, none, ())
 
 
-def _built_fragment(emitter: ProgramBuilder) -> ProgramFragment | None:
+def _built_fragment(builder: ProgramBuilder) -> ProgramFragment | None:
     """What was emitted, if anything was."""
-    return ProgramFragment(emitter) if emitter.instructions or emitter.results or emitter.ports else None
+    return ProgramFragment(builder) if builder.instructions or builder.results or builder.ports else None

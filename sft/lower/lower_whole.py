@@ -61,30 +61,30 @@ class WholeBatchNormRule(Rule):
     left_out: frozenset[str]
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, scope = ctx.emitter, ctx.scope
+        builder, scope = ctx.builder, ctx.scope
         image, weight, bias = (ctx.operand_slot(value) for value in (ctx.node.argument("self"), self.weight, self.bias))
-        out, mean, deviation = e.slot(ctx.out_shape), e.slot((image.shape[1],)), e.slot((image.shape[1],))
+        out, mean, deviation = builder.slot(ctx.out_shape), builder.slot((image.shape[1],)), builder.slot((image.shape[1],))
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
         if self.is_followed:
-            moments = e.slot(scope.shapes[self.moments])
-            e.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
-            ctx.wholes[self.moments] = moments
+            moments = builder.slot(scope.shapes[self.moments])
+            builder.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
+            ctx.global_slots[self.moments] = moments
             if self.moments in scope.outputs:
-                e.copy(e.port("out", self.moments, moments.shape, moments.dtype), moments)
+                builder.copy(builder.port("out", self.moments, moments.shape, moments.dtype), moments)
         else:
-            e.call_measured(_batch_norm, arguments, outputs, peak_bytes=0, flops=0)
+            builder.call_measured(_batch_norm, arguments, outputs, peak_bytes=0, flops=0)
         ctx.saved["statistics"] = mean, deviation
         return out
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
+        builder, image = ctx.builder, ctx.node.argument("self")
         strip, weight = ctx.operand_slot(image), ctx.operand_slot(self.weight)
         values, channels = (image, self.weight, self.bias), (strip.shape[1],)
         mask = [value is not None and ctx.needs_grad(value) for value in values]
         shapes = (strip.shape, channels, channels)
-        gradients = tuple(e.slot(shape) if needs else None for needs, shape in zip(mask, shapes, strict=True))
+        gradients = tuple(builder.slot(shape) if needs else None for needs, shape in zip(mask, shapes, strict=True))
         mean, deviation = ctx.saved["statistics"]
-        e.call_many(
+        builder.call_many(
             aten.native_batch_norm_backward.default,
             (grad, strip, weight, None, None, mean, deviation, True, self.eps, mask),
             gradients,
@@ -167,24 +167,24 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
 
 def lower_whole(scope: SegmentInfo, step: StripStep, *, training: bool) -> tuple[Program, Program | None]:
     """The two programs of a segment that keeps everything: forward and, when training, backward."""
-    lowering = WholeLowering.of(scope, step, keeps=training)
+    lowering = WholeLowering.of(scope, step, has_backward=training)
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
-        apply_backend(scope, lowering.emitter)
-        return lowering.emitter.finish(), None
-    turn = len(lowering.emitter.instructions)
+        apply_backend(scope, lowering.builder)
+        return lowering.builder.finish(), None
+    num_forward = len(lowering.builder.instructions)
     lowering.backward()
-    turn = apply_backend(scope, lowering.emitter, turn) or turn
-    return lowering.emitter.split(turn)
+    num_forward = apply_backend(scope, lowering.builder, num_forward) or num_forward
+    return lowering.builder.split(num_forward)
 
 
 class WholeLowering(StripLowering):
     """Lowers all of a segment at once."""
 
-    whole: ClassVar[bool] = True
+    untiled: ClassVar[bool] = True
 
-    def __init__(self, scope: SegmentInfo, *, keeps: bool = False) -> None:
-        super().__init__(scope, keeps=keeps)
+    def __init__(self, scope: SegmentInfo, *, has_backward: bool = False) -> None:
+        super().__init__(scope, has_backward=has_backward)
         norms = find_whole_batch_norms(scope)
         self._rules.update(norms)
         self._left_out = frozenset[str]().union(*(norm.left_out for norm in norms.values()))
@@ -197,13 +197,13 @@ class WholeLowering(StripLowering):
 
     def add_to_global_grad(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
         """Add to the gradient of a tensor from outside that is not streamed, or begin it."""
-        e, scope, slot = self.emitter, self.scope, contribution_slot(self.emitter, patch)
-        is_first = Port("grad_side", name) not in e.results
+        builder, scope, slot = self.builder, self.scope, contribution_slot(self.builder, patch)
+        is_first = Port("grad_side", name) not in builder.results
         if is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
-            is_laid_out = len(slot.shape) == 1 or (name in scope.in_layout and _is_weight_grad_in_layout(slot.shape))
-            e.emit_global_grad(name, slot, patch.owned and patch.channels is None and is_laid_out, scope.dtype_of(name))
+            is_laid_out = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
+            builder.emit_global_grad(name, slot, patch.owned and patch.channels is None and is_laid_out, scope.dtype_of(name))
         else:
-            e.add_into(ctx.global_grad(name), slot)
+            builder.add_into(ctx.global_grad(name), slot)
 
     def write_gradients(self, gradients: Mapping[str, Sequence[GradContribution]]) -> None:
         """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""
@@ -215,16 +215,16 @@ class WholeLowering(StripLowering):
             for name in scope.graph[user].operands:
                 if name in scope.requires_grad and name not in scope.streamed and name not in self._inside:
                     shape, dtype = scope.global_shape(name), scope.grad_dtype(name)
-                    self.emitter.global_grad(name, shape, dtype, scope.dtype_of(name))
+                    self.builder.global_grad(name, shape, dtype, scope.dtype_of(name))
 
     def _emit_source_gradient(self, name: str, patches: Sequence[GradContribution]) -> None:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.extent(name, ROWS))
         inside = [patch for patch in patches if patch.rows and patch.columns]
-        total, owned = sum_contributions(self.scope, self.emitter, name, rows, inside, self.scope.grad_dtype(name))
-        if not (owned and self.emitter.owns(total)):
-            total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
-        self.emitter.result("grad_source", name, total)
+        total, owned = sum_contributions(self.scope, self.builder, name, rows, inside, self.scope.grad_dtype(name))
+        if not (owned and self.builder.owns(total)):
+            total = self.builder.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
+        self.builder.result("grad_source", name, total)
 
 
 def _is_weight_grad_in_layout(shape: Sequence[int]) -> bool:

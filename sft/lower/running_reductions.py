@@ -14,7 +14,7 @@ __all__ = ["lower_finish", "partial_additive", "partial_shape", "partial_start"]
 
 
 def _reduction_rule(scope: SegmentInfo, name: str) -> ReductionRule:
-    rule = rule_of(scope, scope.graph[name], whole=False)
+    rule = rule_of(scope, scope.graph[name], untiled=False)
     assert isinstance(rule, ReductionRule)
     return rule
 
@@ -36,8 +36,8 @@ def partial_additive(scope: SegmentInfo, name: str) -> AdditivePart | None:
 
 def lower_finish(scope: SegmentInfo, name: str) -> Program:
     """The program that turns a running reduction over the image into the global value."""
-    e = ProgramBuilder(dtype=scope.dtype_of(name))
-    running = e.port("partial", name, partial_shape(scope, name), torch.float64)
-    out = e.port("out", name, scope.global_shape(name), scope.dtype_of(name))
-    _reduction_rule(scope, name).finish(scope, e, scope.graph[name], running, out)
-    return e.finish()
+    builder = ProgramBuilder(dtype=scope.dtype_of(name))
+    running = builder.port("partial", name, partial_shape(scope, name), torch.float64)
+    out = builder.port("out", name, scope.global_shape(name), scope.dtype_of(name))
+    _reduction_rule(scope, name).finish(scope, builder, scope.graph[name], running, out)
+    return builder.finish()

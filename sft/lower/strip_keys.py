@@ -49,7 +49,7 @@ class StripKey:
 
     index: int
     rows: Mapping[str, ValueStripKey]
-    borders: Mapping[str, tuple[int, int]]
+    zero_rows: Mapping[str, tuple[int, int]]
     read: Mapping[str, Interval]
     keys: Mapping[str, int]
     nodes: dict[str, NodeRows]

@@ -141,14 +141,14 @@ def _build_segment(
     full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
     scope = SegmentInfo(
         graph=problem.graph,
-        rows=phases.rows,
+        specs=phases.rows,
         streamed=phases.streamed,
         names=choice.nodes,
         shapes=problem.shapes,
         requires_grad=problem.requires_grad,
         outputs=outputs,
         sources=sources,
-        in_layout=frozenset(
+        in_program_layout=frozenset(
             name
             for name in sources
             if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)

@@ -155,7 +155,7 @@ class StagedModel:
         results = sum(forward.result_bytes.values())
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
-        kept = {roots[slot] for slot in forward.saved}
+        kept = {roots[slot] for slot in forward.residuals}
         loaded = sum(map(problem.value_bytes, segment.from_source))  # for each pass
         return Stage(
             forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),
@@ -260,7 +260,7 @@ def _group_norms(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
 def _peak_without_saving(forward: Program) -> int:
     """Peak bytes of the forward half if its residuals were freed after their last use."""
     results = {slot.root for slot in forward.results.values()}
-    kept = set(forward.saved)
+    kept = set(forward.residuals)
     saved: set[int] = set()
     last: dict[int, int] = {}
     num_bytes: dict[int, int] = {}

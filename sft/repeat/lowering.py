@@ -103,7 +103,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     again_save, backward = lowering.both(input_grad=True)
     again = _BlockLowering(trace, again=True).forward_only()
     _, backward_last = _BlockLowering(trace, again=True).both(input_grad=False)
-    if first_save.saved != again_save.saved:
+    if first_save.residuals != again_save.residuals:
         raise InternalError("a recomputed block leaves something else for its backward pass than the block left")
     updated = lowering.updated
     stateful = [name for name in updated for program in (again_save, backward) if Port("side", name) in program.ports]
@@ -113,7 +113,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
         )
     sizes = {out.number: out.num_bytes for i in first_save.instructions for out in i.outputs if out is not None}
     roots = {out.number: out.root for i in first_save.instructions for out in i.outputs if out is not None}
-    kept = {roots[number] for number in first_save.saved}
+    kept = {roots[number] for number in first_save.residuals}
     output_root = first_save.results[OUTPUT].root
     grads = {port: size for port, size in backward.result_bytes.items() if port.role == "grad_side"}
     return BlockPrograms(

@@ -55,7 +55,7 @@ class RepeatedBlocksRule(Rule):
     saves_output = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        repeated, e, scope = _repeat_node(ctx), ctx.emitter, ctx.scope
+        repeated, builder, scope = _repeat_node(ctx), ctx.builder, ctx.scope
         inputs = _repeat_inputs(ctx)
         programs = _programs(ctx, repeated, inputs)
         call = RepeatSite(
@@ -65,37 +65,37 @@ class RepeatedBlocksRule(Rule):
             wants_input_grad=ctx.needs_grad(ctx.node.argument("x")),
             site=ctx.node.argument("site", 0),
         )
-        out = e.slot(inputs.x.shape, inputs.x.dtype)
-        next_values = tuple(e.slot(slot.shape, slot.dtype) for slot in inputs.updated)
+        out = builder.slot(inputs.x.shape, inputs.x.dtype)
+        next_values = tuple(builder.slot(slot.shape, slot.dtype) for slot in inputs.updated)
         arguments = (inputs.x, inputs.params, inputs.fixed, inputs.shared, inputs.updated, inputs.seed)
         kind: PassKind = "inference"
         outputs = (out, *next_values)
-        if ctx.keeps and ctx.node.name in scope.requires_grad:
-            kind, residuals = "forward", e.slot((call.residual_bytes,), torch.uint8)
+        if ctx.has_backward and ctx.node.name in scope.requires_grad:
+            kind, residuals = "forward", builder.slot((call.residual_bytes,), torch.uint8)
             outputs = (out, residuals, *next_values)
             ctx.saved.update(call=call, inputs=inputs, out=out, residuals=residuals)
         peak_bytes = call.peak_bytes(kind) + _bytes(next_values)
-        e.call_measured(call.function(kind), arguments, outputs, peak_bytes=peak_bytes, flops=call.flops(kind))
+        builder.call_measured(call.function(kind), arguments, outputs, peak_bytes=peak_bytes, flops=call.flops(kind))
         for user in scope.graph.users[ctx.node.name]:
             if scope.graph[user].target == REPEAT_NEXT:
                 if user not in scope.names:
                     raise InternalError(f"{ctx.node.label}: the next value of a buffer is not made where the blocks run")
-                ctx.wholes[user] = next_values[scope.graph[user].argument("index")]
+                ctx.global_slots[user] = next_values[scope.graph[user].argument("index")]
         return out
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, saved = ctx.emitter, ctx.saved
+        builder, saved = ctx.builder, ctx.saved
         inputs: _RepeatInputs = saved["inputs"]
         call: RepeatSite = saved["call"]
         repeated, programs = call.repeated, call.programs
         names = dict(zip(repeated.params, (ref.name for ref in ctx.node.argument("params")), strict=True))
         sums = tuple(ctx.global_grad(names[name]) for name in programs.with_gradient)
         output_grad = _channels_first(ctx, grad)
-        input_grad = e.slot(inputs.x.shape, inputs.x.dtype) if call.wants_input_grad else None
+        input_grad = builder.slot(inputs.x.shape, inputs.x.dtype) if call.wants_input_grad else None
         out = saved["out"] if programs.reads_output else None
         arguments = (output_grad, inputs.x, out, saved["residuals"], inputs.params, inputs.fixed, inputs.shared, sums, inputs.seed)
         peak_bytes, flops = call.peak_bytes("backward"), call.flops("backward")
-        e.call_measured(call.function("backward"), arguments, (input_grad,), writes=sums, peak_bytes=peak_bytes, flops=flops)
+        builder.call_measured(call.function("backward"), arguments, (input_grad,), writes=sums, peak_bytes=peak_bytes, flops=flops)
         if input_grad is not None:
             ctx.add_grad(ctx.node.argument("x"), input_grad, owned=True)
 
@@ -106,7 +106,7 @@ class NextValueRule(Rule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        return ctx.wholes[ctx.node.name]
+        return ctx.global_slots[ctx.node.name]
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise AssertionError("the next value of a buffer has no gradient")
@@ -123,7 +123,7 @@ def _repeat_inputs(ctx: NodeContext) -> _RepeatInputs:
     node = ctx.node
 
     def slots(argument: str) -> tuple[Slot, ...]:
-        return tuple(ctx.whole(name) for name in refs_in(node.argument(argument)))
+        return tuple(ctx.global_slot(name) for name in refs_in(node.argument(argument)))
 
     seed = node.argument("seed")
     return _RepeatInputs(
@@ -132,7 +132,7 @@ def _repeat_inputs(ctx: NodeContext) -> _RepeatInputs:
         fixed=slots("fixed"),
         shared=slots("shared"),
         updated=slots("updated"),
-        seed=None if seed is None else ctx.whole(next(refs_in(seed))),
+        seed=None if seed is None else ctx.global_slot(next(refs_in(seed))),
     )
 
 
@@ -141,7 +141,7 @@ def _channels_first(ctx: NodeContext, slot: Slot) -> Slot:
     if len(slot.shape) not in CHANNELS_LAST:
         return slot
     keywords = {"memory_format": torch.contiguous_format}
-    return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
+    return ctx.builder.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
 
 
 def _programs(ctx: NodeContext, repeated: BlockRepeat, inputs: _RepeatInputs) -> BlockPrograms:

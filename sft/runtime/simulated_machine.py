@@ -130,7 +130,7 @@ class SimulatedMachine:
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
     ) -> tuple[dict[Port, Buffer], Residuals]:
         memory = self.memory
-        memory.record_peak(program.lasting_peak_bytes() if saved is not None and saved.is_retained else program.peak_bytes)
+        memory.record_peak(program.retained_peak_bytes() if saved is not None and saved.is_retained else program.peak_bytes)
         memory.flops += program.flops
         residual_bytes = program.end_bytes - sum(program.result_bytes.values())
         if saved is not None:  # the backward program frees what the forward program saved

@@ -169,7 +169,7 @@ def _forward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, values
         if candidates.any() and (stop > start).any():
             equal = ops.equal_rows(values.by_name[name], sweep.chunk, segment.columns_of(name, sweep).new, axes=scope.axes)
             candidates = np.zeros_like(candidates) if equal is None else candidates & is_constant_per_strip(equal, start, stop)
-    return constant_strips_forward(scope.graph, scope.rows, scope.streamed, segment.schedule, candidates)
+    return constant_strips_forward(scope.graph, scope.specs, scope.streamed, segment.schedule, candidates)
 
 
 def _backward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: BoolArray) -> BoolArray:
@@ -192,7 +192,7 @@ def _backward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, grads
             start, stop = (np.array([getattr(interval, end) for interval in rows], dtype=np.int64) for end in ("start", "stop"))
             is_constant = np.zeros_like(candidates) if equal is None else is_constant_per_strip(equal, start, stop)
             candidates &= np.concatenate([is_constant[1:], [False]])
-    return constant_strips_backward(scope.graph, scope.rows, scope.streamed & scope.requires_grad, segment.schedule, candidates)
+    return constant_strips_backward(scope.graph, scope.specs, scope.streamed & scope.requires_grad, segment.schedule, candidates)
 
 
 def _separate_grad_bytes(segment: TiledLayout, program: Program) -> int:

@@ -65,7 +65,7 @@ class WholeSegment:
     def views(self) -> frozenset[str]:
         """Outputs whose memory the residuals are views of."""
         forward, _ = self.programs(True)
-        viewed = _storage_roots(forward, forward.saved)
+        viewed = _storage_roots(forward, forward.residuals)
         outputs = (*forward.results.items(), *((port, slot) for port, slot in forward.ports.items() if port.role == "out"))
         return frozenset(port.name for port, slot in outputs if slot.root in viewed)
 
@@ -75,7 +75,7 @@ class WholeSegment:
         forward, _ = self.programs(True)
         shared = {slot.root for slot in (*forward.ports.values(), *forward.results.values())}
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
-        return tuple({roots[number]: number for number in forward.saved if roots[number] not in shared}.values())
+        return tuple({roots[number]: number for number in forward.residuals if roots[number] not in shared}.values())
 
     @property
     def keeps_buffers(self) -> bool:
@@ -93,7 +93,7 @@ class WholeSegment:
         """
         forward, backward = self.programs(True)
         assert backward is not None
-        viewed = _storage_roots(forward, forward.saved)
+        viewed = _storage_roots(forward, forward.residuals)
         bound = {port.name for port in backward.ports if port.role in ("source", "side")}
         bound |= {port.name for port, slot in forward.ports.items() if port.role in ("source", "side") and slot.root in viewed}
         bound |= {port.name for port in backward.results if port.role == "grad_side"}
@@ -105,7 +105,7 @@ class WholeSegment:
         bindings = {port: self._bound_value(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
         results, saved = machine.run(program, bindings)
-        viewed = _storage_roots(program, program.saved)
+        viewed = _storage_roots(program, program.residuals)
         for port, slot in program.ports.items():
             if port.name in self.from_source and port.role == "source" and slot.root in viewed:
                 saved.inputs[port.name] = bindings[port]
@@ -123,7 +123,7 @@ class WholeSegment:
     @property
     def saves(self) -> bool:
         """True if its backward needs residuals."""
-        return bool(self.programs(True)[0].saved)
+        return bool(self.programs(True)[0].residuals)
 
     def backward(self, machine: Machine, values: ValueBindings, saved: Residuals | None, grads: Gradients, *, consume: bool = True) -> None:
         """Run the backward program; gradients of sources are new buffers, or are added to existing ones."""
@@ -162,7 +162,7 @@ class WholeSegment:
         """Sources that are inputs of the model in channels-first layout."""
         scope = self.scope
         inputs = [name for name in scope.sources if scope.graph[name].kind == "input" and len(scope.shapes[name]) in CHANNELS_LAST]
-        return frozenset(inputs) - scope.in_layout
+        return frozenset(inputs) - scope.in_program_layout
 
 
 def _storage_roots(program: Program, slots: Iterable[int]) -> frozenset[int]:

@@ -111,7 +111,7 @@ def recordable_programs(region: Region, *, training: bool) -> list[Program]:
 def _is_recordable(program: Program) -> bool:
     calls = (kernel_call_of(instruction.function) for instruction in program.instructions)
     is_fixed = not any(call is not None and call.uploads for call in calls)
-    return is_fixed and not program.saved and all(port.role != "origin" for port in program.ports)
+    return is_fixed and not program.residuals and all(port.role != "origin" for port in program.ports)
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class TorchMachine:
         for instruction in program.instructions:
             self._execute(instruction, tensors)
         results = {port: tensors[slot.number] for port, slot in program.results.items()}
-        residuals = {number: tensors[number] for number in program.saved}
+        residuals = {number: tensors[number] for number in program.residuals}
         tensors.clear()
         if self.device.type == "cpu":
             self.heap.note(program.peak_bytes)

@@ -32,5 +32,11 @@ def described(program: Program) -> Any:
 
     ports = value(program.ports)
     lines = [line(instruction) for instruction in program.instructions]
-    sums = (list(program.result_bytes.items()), sorted(map(number, program.saved)), program.peak_bytes, program.end_bytes, program.flops)
+    sums = (
+        list(program.result_bytes.items()),
+        sorted(map(number, program.residuals)),
+        program.peak_bytes,
+        program.end_bytes,
+        program.flops,
+    )
     return ports, lines, value(program.results), sums

@@ -163,19 +163,19 @@ class CaseCollector:
     computes_operands: bool = True
     trials: dict[ShapeClass, TuningCase] = field(default_factory=dict)
 
-    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Look at a program, and leave it as it is."""
-        listing = DefUse(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        listing = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
         asked = _SingleClassSelector(None, self.allows_tf32)
-        for _ in self._kernels(asked).replacements(listing, emitter, laid_out, training=training):
+        for _ in self._kernels(asked).replacements(listing, builder, laid_out, training=training):
             raise AssertionError("nothing was to be taken")
         for wanted in asked.asked:
             if wanted not in self.trials:
                 chosen = self._kernels(_SingleClassSelector(wanted, self.allows_tf32))
-                one = next(chosen.replacements(listing, emitter, laid_out, training=training), None)
+                one = next(chosen.replacements(listing, builder, laid_out, training=training), None)
                 if one is not None:
                     self.trials[wanted] = _make_case(wanted, listing, one.gone, one.instructions)
-        return turn
+        return num_forward
 
     def _kernels(self, selector: _SingleClassSelector) -> KernelBackend:
         return KernelBackend(selector=selector, computes_operands=self.computes_operands)

@@ -72,9 +72,9 @@ def register_rule(target: str, rule: Rule) -> None:
     _STRIP_OR_WHOLE_RULES[target] = rule
 
 
-def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:
+def rule_of(scope: SegmentInfo, node: Node, *, untiled: bool) -> Rule:
     """The rule that lowers a node."""
-    row = scope.rows[node.name]
+    row = scope.specs[node.name]
     if node.target in _STRIP_OR_WHOLE_RULES:
         return _STRIP_OR_WHOLE_RULES[node.target]
     if node.target in CASTS:
@@ -87,10 +87,10 @@ def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name == "resampling" and scope.deterministic:
+    if untiled and row.name == "resampling" and scope.deterministic:
         return _RULES["resampling"]  # torch's own derivative adds in any order
-    if whole and row.name in ("resampling", "adaptive_max", "circular_pad", "spatial_side_input"):
+    if untiled and row.name in ("resampling", "adaptive_max", "circular_pad", "spatial_side_input"):
         return _WHOLE
-    if whole and row.role == "reduce":
+    if untiled and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)
     return _RULES[row.name]

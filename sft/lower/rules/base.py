@@ -76,6 +76,6 @@ class ReductionRule(Rule):
         """Which part of it is a sum, where how often a strip counts changes nothing else; ``None`` where that is not so."""
         return None
 
-    def finish(self, scope: SegmentInfo, e: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
+    def finish(self, scope: SegmentInfo, builder: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
         """Emit what makes the global value of it."""
-        e.copy(out, running)
+        builder.copy(out, running)

@@ -51,9 +51,9 @@ def _emit_padding(ctx: NodeContext, strip: Slot, padding: Padding, value: float)
     shape = (*strip.shape[:lead], *grown)
     if all(strip.shape):
         flat = [size for low, high in reversed(padding) for size in (low, high)]
-        return ctx.emitter.call(aten.constant_pad_nd.default, strip, flat, value, shape=shape)
-    out = ctx.emitter.empty(shape)
-    return ctx.emitter.call(aten.fill_.Scalar, out, value, writes=out)
+        return ctx.builder.call(aten.constant_pad_nd.default, strip, flat, value, shape=shape)
+    out = ctx.builder.empty(shape)
+    return ctx.builder.call(aten.fill_.Scalar, out, value, writes=out)
 
 
 class _WindowedRule(Rule):
@@ -98,7 +98,7 @@ class ConvolutionRule(_WindowedRule):
         operand = next(refs_in(node.argument("input")))
         paddings = _paddings(ctx, operand)
         symmetric = all(low == high for low, high in paddings[1:])
-        bordered = ctx.bordered_strip(operand) if symmetric else None
+        bordered = ctx.zero_padded_strip(operand) if symmetric else None
         if bordered is not None:
             padded, padding = bordered, [0, *(low for low, _ in paddings[1:])]
             ctx.saved.update(padded=padded, offset=[ctx.read_of(operand).pad_low, *[0] * (len(paddings) - 1)])
@@ -106,7 +106,7 @@ class ConvolutionRule(_WindowedRule):
             padded, padding = self.padded(ctx, operand, kernel_windows(ctx))
         bias = node.argument("bias")
         ctx.saved["padding"] = padding
-        return ctx.emitter.call(
+        return ctx.builder.call(
             aten.convolution.default,
             padded,
             ctx.operand_slot(node.argument("weight")),
@@ -127,7 +127,7 @@ class ConvolutionRule(_WindowedRule):
         )
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        node, e, padded = ctx.node, ctx.emitter, ctx.saved["padded"]
+        node, builder, padded = ctx.node, ctx.builder, ctx.saved["padded"]
         image, weight, bias = node.argument("input"), node.argument("weight"), node.argument("bias")
         operand = next(refs_in(image))
         weight_slot = ctx.operand_slot(weight)
@@ -136,7 +136,7 @@ class ConvolutionRule(_WindowedRule):
             # ATen rounds each strip's sum to half precision.
             wide = accumulation_dtype(grad.dtype)
             shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
-            total = e.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
+            total = builder.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
             ctx.add_grad(bias, total, owned=True)
             mask[2] = False
         calls = [(padded, self._geometry(ctx), mask)]
@@ -147,8 +147,8 @@ class ConvolutionRule(_WindowedRule):
             if not any(wanted):
                 continue
             shapes = (read.shape, weight_slot.shape, (weight_slot.shape[0],))
-            out = tuple(e.slot(shape) if is_wanted else None for is_wanted, shape in zip(wanted, shapes, strict=True))
-            e.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, wanted), out)
+            out = tuple(builder.slot(shape) if is_wanted else None for is_wanted, shape in zip(wanted, shapes, strict=True))
+            builder.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, wanted), out)
             if out[0] is not None:
                 ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
             if out[1] is not None:
@@ -170,8 +170,8 @@ class ConvolutionRule(_WindowedRule):
         lead = len(read.shape) - len(strides)
         for dim, stride in enumerate(strides, lead):
             shape = (*read.shape[:dim], -(-read.shape[dim] // stride), *read.shape[dim + 1 :])
-            read = ctx.emitter.call(aten.slice.Tensor, read, dim, 0, read.shape[dim], stride, shape=shape, view_of=read)
-        copy = ctx.emitter.call(aten.clone.default, read, shape=read.shape, dtype=read.dtype)
+            read = ctx.builder.call(aten.slice.Tensor, read, dim, 0, read.shape[dim], stride, shape=shape, view_of=read)
+        copy = ctx.builder.call(aten.clone.default, read, shape=read.shape, dtype=read.dtype)
         return copy, ([1] * len(strides), *others)
 
 
@@ -179,14 +179,14 @@ def as_two_axes(ctx: NodeContext, slot: Slot) -> Slot:
     """A value as ATen's poolings take it: with two axes at least, a signal as an image of one column."""
     if ctx.scope.axes.count > 1:
         return slot
-    return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
+    return ctx.builder.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
 
 
 def as_own_axes(ctx: NodeContext, slot: Slot) -> Slot:
     """Such a value with its own axes again."""
     if ctx.scope.axes.count > 1:
         return slot
-    return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+    return ctx.builder.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
 class PoolRule(_WindowedRule):
@@ -216,7 +216,7 @@ class AvgPoolRule(PoolRule):
         windows = kernel_windows(ctx)
         read, across = ctx.read_of(operand), ctx.columns_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
-        whole = ctx.is_whole and all(2 * window.pad_low <= window.kernel for window in windows)
+        whole = ctx.covers_image and all(2 * window.pad_low <= window.kernel for window in windows)
         columns_count = ctx.is_full_width or _counts_padding(across, windows[COLUMNS], counted)
         native = override is not None or (_counts_padding(read, windows[ROWS], counted) and columns_count)
         # What the operator pads by itself: all axes, or those of which it sees both borders.
@@ -237,28 +237,28 @@ class AvgPoolRule(PoolRule):
         function = aten.avg_pool3d if ctx.scope.axes.count == 3 else aten.avg_pool2d
         extents = ctx.scope.axes.of(ctx.out_shape)
         shape = (*lead, *extents, *([1] if len(extents) == 1 else []))
-        return ctx.emitter.call(function.default, value, *geometry, shape=shape)
+        return ctx.builder.call(function.default, value, *geometry, shape=shape)
 
     def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
         """Sums, divided by how many elements count in each window."""
-        e, windows, strip = ctx.emitter, kernel_windows(ctx), ctx.strip(operand)
+        builder, windows, strip = ctx.builder, kernel_windows(ctx), ctx.strip(operand)
         inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
         paddings = []
         for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
             reach = (length - 1) * window.stride + window.kernel - window.pad_low - extent
             paddings.append((window.pad_low, max(0, reach)) if known else pads)
         padded = _emit_padding(ctx, strip, paddings, 0.0)
-        mask = e.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
+        mask = builder.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
         inner = mask
         for axis, (window, (low, high), extent) in enumerate(zip(windows, paddings, inside, strict=True)):
             before, behind = (min(low, window.pad_low), min(high, window.pad_high)) if counted else (0, 0)
             inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
-        e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
+        builder.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
         geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
         counts = self._average(ctx, as_two_axes(ctx, mask), geometry, (1, 1))
         ctx.saved.update(padded=padded, counts=counts, offset=[low for low, _ in paddings], geometry=geometry)
         total = self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
-        return as_own_axes(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
+        return as_own_axes(ctx, builder.call(aten.div_.Tensor, total, counts, writes=total))
 
     def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
         windows = kernel_windows(ctx)
@@ -266,13 +266,13 @@ class AvgPoolRule(PoolRule):
         return (*lists, ceil, counted, override)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, e = ctx.node.argument("self"), ctx.emitter
+        image, builder = ctx.node.argument("self"), ctx.builder
         operand = next(refs_in(image))
         if ctx.has_empty_read(operand):
             return
         padded, grad = as_two_axes(ctx, ctx.saved["padded"]), as_two_axes(ctx, grad)
         if ctx.saved["counts"] is not None:
-            grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
+            grad = builder.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
         function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
-        out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
+        out = builder.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
         ctx.add_grad(image, self.unpadded(ctx, operand, as_own_axes(ctx, out)), owned=True)

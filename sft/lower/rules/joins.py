@@ -33,17 +33,17 @@ class BinaryRule(Rule):
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         left, right = ctx.operand_slot(node.argument("self")), ctx.operand_slot(node.argument("other"))
         name = node.target.split(".")[1]
         alpha = {"alpha": node.argument("alpha")} if name in ("add", "sub") and node.argument("alpha") != 1 else {}
         function = getattr(aten, name)
         if ctx.destination is not None and isinstance(right, Slot):
-            return e.call(function.out, left, right, writes=ctx.destination, keywords={"out": ctx.destination, **alpha})
-        return e.call(function.Tensor, left, right, shape=ctx.out_shape, keywords=alpha)
+            return builder.call(function.out, left, right, writes=ctx.destination, keywords={"out": ctx.destination, **alpha})
+        return builder.call(function.Tensor, left, right, shape=ctx.out_shape, keywords=alpha)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         left, right = node.argument("self"), node.argument("other")
         name = node.target.split(".")[1]
         alpha = node.argument("alpha", 1)
@@ -51,21 +51,21 @@ class BinaryRule(Rule):
             factor = alpha if name == "add" else -alpha
             self._report(ctx, left, grad, owned=False)
             if ctx.needs_grad(right):
-                scaled = grad if factor == 1 else e.call(aten.mul.Tensor, grad, factor, shape=grad.shape)
+                scaled = grad if factor == 1 else builder.call(aten.mul.Tensor, grad, factor, shape=grad.shape)
                 self._report(ctx, right, scaled, owned=factor != 1)
             return
         function = aten.mul.Tensor if name == "mul" else aten.div.Tensor
         if ctx.needs_grad(left):
-            self._report(ctx, left, e.call(function, grad, ctx.operand_slot(right), shape=grad.shape), owned=True)
+            self._report(ctx, left, builder.call(function, grad, ctx.operand_slot(right), shape=grad.shape), owned=True)
         if ctx.needs_grad(right):
             if name == "mul":
-                part = e.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
+                part = builder.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
             else:  # -grad * (left / right) / right: no square, which would leave the range of half precision
                 divisor = ctx.operand_slot(right)
-                part = e.call(aten.div.Tensor, ctx.operand_slot(left), divisor, shape=grad.shape)
+                part = builder.call(aten.div.Tensor, ctx.operand_slot(left), divisor, shape=grad.shape)
                 for function, other in ((aten.div_.Tensor, divisor), (aten.mul_.Tensor, grad)):
-                    e.call(function, part, other, writes=part)
-                e.call(aten.neg_.default, part, writes=part)
+                    builder.call(function, part, other, writes=part)
+                builder.call(aten.neg_.default, part, writes=part)
             self._report(ctx, right, part, owned=True)
 
     def _report(self, ctx: NodeContext, value: Any, grad: Slot, *, owned: bool) -> None:
@@ -83,15 +83,15 @@ def _sum_to_shape(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
     dims = [d for d in range(len(grad.shape)) if d < missing or (shape[d - missing] == 1 and grad.shape[d] != 1)]
     if not dims:
         if missing:
-            return ctx.emitter.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
+            return ctx.builder.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
         return grad
     kept = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
     wide = accumulation_dtype(grad.dtype)
     keywords = {"dtype": wide} if wide != grad.dtype else {}
-    total = ctx.emitter.call(aten.sum.dim_IntList, grad, dims, True, shape=kept, dtype=wide, keywords=keywords)
+    total = ctx.builder.call(aten.sum.dim_IntList, grad, dims, True, shape=kept, dtype=wide, keywords=keywords)
     if kept == tuple(shape):
         return total
-    return ctx.emitter.call(aten.view.default, total, list(shape), shape=shape, view_of=total)
+    return ctx.builder.call(aten.view.default, total, list(shape), shape=shape, view_of=total)
 
 
 class CatRule(Rule):
@@ -105,16 +105,16 @@ class CatRule(Rule):
         return int(ctx.node.argument("dim", 0)) % len(ctx.scope.shapes[ctx.node.name])
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, dim = ctx.emitter, self._dim(ctx)
-        parts = [ctx.part(name) for name in refs_in(ctx.node.argument("tensors"))]
+        builder, dim = ctx.builder, self._dim(ctx)
+        parts = [ctx.buffer_slices(name) for name in refs_in(ctx.node.argument("tensors"))]
         slots, spans = tuple(slot for slot, _ in parts), tuple(part for _, part in parts)
         if any(spans):
             if ctx.destination is not None:
-                return e.call(cat_slices_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
-            return e.call(cat_slices, slots, spans, dim, shape=ctx.out_shape)
+                return builder.call(cat_slices_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
+            return builder.call(cat_slices, slots, spans, dim, shape=ctx.out_shape)
         if ctx.destination is not None:
-            return e.call(aten.cat.out, slots, dim, writes=ctx.destination, keywords={"out": ctx.destination})
-        return e.call(aten.cat.default, slots, dim, shape=ctx.out_shape)
+            return builder.call(aten.cat.out, slots, dim, writes=ctx.destination, keywords={"out": ctx.destination})
+        return builder.call(aten.cat.default, slots, dim, shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         first, dim = 0, self._dim(ctx)
@@ -124,7 +124,7 @@ class CatRule(Rule):
             if ctx.needs_grad(ref) and dim == 1:
                 ctx.add_grad(ref, grad, owned=False, channels=Interval(first, first + count))
             elif ctx.needs_grad(ref):
-                ctx.add_grad(ref, ctx.emitter.narrow(grad, dim, first, count), owned=False)
+                ctx.add_grad(ref, ctx.builder.narrow(grad, dim, first, count), owned=False)
             first += count
 
 
@@ -134,20 +134,20 @@ class SpatialSideInputRule(Rule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        value, shape = ctx.whole(ctx.node.operands[0]), ctx.out_shape
-        return ctx.emitter.call(_narrow_to_strip, value, *self._place(ctx), shape, shape=shape, view_of=value)
+        value, shape = ctx.global_slot(ctx.node.operands[0]), ctx.out_shape
+        return ctx.builder.call(_narrow_to_strip, value, *self._place(ctx), shape, shape=shape, view_of=value)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, name = ctx.emitter, ctx.node.operands[0]
+        builder, name = ctx.builder, ctx.node.operands[0]
         _, split, order, _ = self._place(ctx)
         wide = accumulation_dtype(grad.dtype)
         repeated = [dim for dim, place in enumerate(order) if split[place] == 1 and grad.shape[dim] != 1]
         if repeated:
             shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
             keywords = {"dtype": wide} if wide != grad.dtype else {}
-            grad = e.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
+            grad = builder.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
         target = ctx.global_grad(name)
-        e.call(_add_to_strip, target, grad, *self._place(ctx), writes=target)
+        builder.call(_add_to_strip, target, grad, *self._place(ctx), writes=target)
 
     @staticmethod
     def _place(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
@@ -155,7 +155,7 @@ class SpatialSideInputRule(Rule):
         split = list(node.argument("split"))
         if ctx.is_per_sample(node.operands[0]):  # the walk's own samples
             split[order[0]] = ctx.scope.batch
-        return ctx.emitter.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
+        return ctx.builder.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
 
 
 def _strip_part(
@@ -192,14 +192,14 @@ class CastRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         operand = ctx.operand_slot(ctx.node.argument("self"))
         if ctx.destination is not None:
-            return ctx.emitter.copy(ctx.destination, operand)
-        return ctx.emitter.cast(operand, ctx.scope.dtype_of(ctx.node.name))
+            return ctx.builder.copy(ctx.destination, operand)
+        return ctx.builder.cast(operand, ctx.scope.dtype_of(ctx.node.name))
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         dtype = ctx.dtype_of(image)
         # Emitted also where the types agree: a whole gradient may arrive in either of two.
-        back = ctx.emitter.call(aten._to_copy.default, grad, shape=grad.shape, dtype=dtype, keywords={"dtype": dtype})
+        back = ctx.builder.call(aten._to_copy.default, grad, shape=grad.shape, dtype=dtype, keywords={"dtype": dtype})
         ctx.add_grad(image, back, owned=True)
 
 
@@ -212,9 +212,9 @@ class DetachRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         operand = ctx.operand_slot(ctx.node.argument("self"))
         if ctx.destination is not None:
-            return ctx.emitter.copy(ctx.destination, operand)
+            return ctx.builder.copy(ctx.destination, operand)
         # A view, and no second owner: who reads it must not write over it.
-        return ctx.emitter.call(aten.alias.default, operand, shape=operand.shape, view_of=operand)
+        return ctx.builder.call(aten.alias.default, operand, shape=operand.shape, view_of=operand)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise InternalError(f"{ctx.node.label}: a gradient arrives at a detached value")

@@ -57,7 +57,7 @@ class MaxPoolRule(PoolRule):
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
         windows = kernel_windows(ctx)
-        if ctx.is_whole:
+        if ctx.covers_image:
             padded, padding = ctx.strip(operand), [window.pad_low for window in windows]
             ctx.saved.update(padded=padded, offset=[0] * len(windows))
         else:
@@ -76,9 +76,9 @@ class MaxPoolRule(PoolRule):
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot]:
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
-        out, indices = ctx.emitter.slot(shape), ctx.emitter.slot(shape, torch.int64)
+        out, indices = ctx.builder.slot(shape), ctx.builder.slot(shape, torch.int64)
         function = aten.max_pool3d_with_indices if ctx.scope.axes.count == 3 else aten.max_pool2d_with_indices
-        ctx.emitter.call_many(function.default, (ctx.saved["spread"], *ctx.saved["geometry"]), (out, indices))
+        ctx.builder.call_many(function.default, (ctx.saved["spread"], *ctx.saved["geometry"]), (out, indices))
         if ctx.scope.axes.count == 3:
             starts = _first_slices(kernel_windows(ctx)[ROWS], ctx.saved["geometry"][2][ROWS], shape[2])
             correct_infinite_indices(ctx, out, indices, starts, ctx.saved["spread"])
@@ -89,15 +89,15 @@ class MaxPoolRule(PoolRule):
         operand = next(refs_in(image))
         if ctx.has_empty_read(operand):
             return
-        indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
+        indices = ctx.saved["indices"] if ctx.covers_image else self._pool(ctx)[1]
         is_volume = ctx.scope.axes.count == 3
         grad = as_two_axes(ctx, grad)
         if is_volume and ctx.scope.deterministic:  # ATen's adds where windows overlap in any order
             scratch_bytes = grad.num_bytes + indices.num_bytes
-            out = ctx.emitter.call(_max_pool3d_grad, grad, value, indices, shape=value.shape, scratch_bytes=scratch_bytes)
+            out = ctx.builder.call(_max_pool3d_grad, grad, value, indices, shape=value.shape, scratch_bytes=scratch_bytes)
         else:
             function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
-            out = ctx.emitter.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
+            out = ctx.builder.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
         out = as_own_axes(ctx, out)
         self._move_padding_grads_inside(ctx, out)
         ctx.add_grad(image, self.unpadded(ctx, operand, out), owned=True)
@@ -113,7 +113,7 @@ class MaxPoolRule(PoolRule):
             for start in starts:
                 first = offset + (start - offset) % window.dilation
                 inside = ctx.narrow(grad, axis, first, 1)
-                ctx.emitter.call(aten.add_.Tensor, inside, ctx.narrow(grad, axis, start, 1), writes=inside)
+                ctx.builder.call(aten.add_.Tensor, inside, ctx.narrow(grad, axis, start, 1), writes=inside)
 
 
 def _max_pool3d_grad(grad: Tensor, value: Tensor, indices: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def correct_infinite_indices(ctx: NodeContext, value: Slot, indices: Slot, start
     ATen's kernel for channels last, on the CPU, forgets which one that is.
     """
     area, scratch_bytes = math.prod(pooled.shape[-2:]), 3 * indices.num_bytes // max(1, len(starts))
-    ctx.emitter.call(_correct_indices, indices, value, tuple(starts), area, writes=indices, scratch_bytes=scratch_bytes)
+    ctx.builder.call(_correct_indices, indices, value, tuple(starts), area, writes=indices, scratch_bytes=scratch_bytes)
 
 
 def _correct_indices(indices: Tensor, value: Tensor, starts: Sequence[int], area: int) -> None:
@@ -189,14 +189,14 @@ class AdaptiveMaxPoolRule(Rule):
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot, Slot]:
         """The windows written out, their maxima, and where in the windows these are."""
-        e, value = ctx.emitter, self._strip(ctx)
+        builder, value = ctx.builder, self._strip(ctx)
         for span in self._spans(ctx):
             value = self._along(ctx, _UnfoldWindows(span), value, span.axis, span.length * span.sampling.forward.width)
         value = as_two_axes(ctx, value)
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
-        out, indices = e.slot(shape), e.slot(shape, torch.int64)
+        out, indices = builder.slot(shape), builder.slot(shape, torch.int64)
         geometry = self._geometry(ctx)
-        e.call_many(self._function(ctx, ""), (value, *geometry), (out, indices))
+        builder.call_many(self._function(ctx, ""), (value, *geometry), (out, indices))
         if ctx.scope.axes.count == 3:
             depth = geometry[0][0]
             correct_infinite_indices(ctx, out, indices, range(0, depth * shape[2], depth), value)
@@ -205,7 +205,7 @@ class AdaptiveMaxPoolRule(Rule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         windows, _, indices = self._pool(ctx)
         arguments = (as_two_axes(ctx, grad), windows, *self._geometry(ctx), indices)
-        value = as_own_axes(ctx, ctx.emitter.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
+        value = as_own_axes(ctx, ctx.builder.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
         for span in reversed(self._spans(ctx)):
             value = self._along(ctx, _FoldWindows(span), value, span.axis, span.extent)
         ctx.add_grad(ctx.node.argument("self"), value, owned=True)
@@ -229,9 +229,9 @@ class AdaptiveMaxPoolRule(Rule):
             if isinstance(function, _FoldWindows) and function.span.sampling.adjoint.width > 1
             else 0
         )
-        origin, scratch_bytes = ctx.emitter.port("origin", ctx.node.name, ()), term + 16 * length
+        origin, scratch_bytes = ctx.builder.port("origin", ctx.node.name, ()), term + 16 * length
         keywords = {"dim": dim}
-        return ctx.emitter.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=scratch_bytes)
+        return ctx.builder.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=scratch_bytes)
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
         """Kernel, stride, padding, dilation and rounding of the pooling from window to window."""
@@ -260,12 +260,12 @@ class MaxPoolIndicesRule(MaxPoolRule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, operand = ctx.emitter, next(refs_in(ctx.node.argument("self")))
-        own, e.dtype = e.dtype, ctx.scope.dtype_of(operand)
+        builder, operand = ctx.builder, next(refs_in(ctx.node.argument("self")))
+        own, builder.dtype = builder.dtype, ctx.scope.dtype_of(operand)
         super().forward(ctx)
-        e.dtype = own
+        builder.dtype = own
         found: Slot = ctx.saved["indices"]
-        if not ctx.is_whole:
+        if not ctx.covers_image:
             axes = []
             seen, extents = ctx.scope.axes.of(ctx.saved["padded"].shape), ctx.scope.axes.of(ctx.scope.shapes[operand])
             for axis, (size, offset, extent) in enumerate(zip(seen, ctx.saved["offset"], extents, strict=True)):
@@ -274,8 +274,8 @@ class MaxPoolIndicesRule(MaxPoolRule):
                 axes.append(_PaddedAxis(window, size, offset, extent))
             # Beside the places: their sum so far, one coordinate, and what becomes of it where it may lie in the padding.
             scratch_bytes = 4 * found.num_bytes + found.num_bytes // 8 if any(ctx.saved["offset"]) else 2 * found.num_bytes
-            origin = e.port("origin", ctx.node.name, ())
-            e.call(_indices_in_image, found, origin, tuple(axes), writes=found, scratch_bytes=scratch_bytes)
+            origin = builder.port("origin", ctx.node.name, ())
+            builder.call(_indices_in_image, found, origin, tuple(axes), writes=found, scratch_bytes=scratch_bytes)
         return as_own_axes(ctx, found)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -301,34 +301,34 @@ class MaxUnpoolRule(Rule):
     """Zeros, and each value where the maximum of its window was; no two windows share a pixel."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, (value, places) = ctx.emitter, (ctx.node.argument("self"), ctx.node.argument("indices"))
+        builder, (value, places) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
         extents = ctx.scope.axes.of(ctx.out_shape)
-        out = e.zeros((*ctx.out_shape[: -len(extents)], math.prod(extents)))
+        out = builder.zeros((*ctx.out_shape[: -len(extents)], math.prod(extents)))
         if not ctx.has_empty_read(next(refs_in(value))):
             strip = ctx.operand_slot(value)
-            e.call(aten.scatter_.src, out, 2, self._places(ctx, ctx.operand_slot(places)), self._flat(ctx, strip), writes=out)
-        return e.call(aten.view.default, out, list(ctx.out_shape), shape=ctx.out_shape, view_of=out)
+            builder.call(aten.scatter_.src, out, 2, self._places(ctx, ctx.operand_slot(places)), self._flat(ctx, strip), writes=out)
+        return builder.call(aten.view.default, out, list(ctx.out_shape), shape=ctx.out_shape, view_of=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, (value, places) = ctx.emitter, (ctx.node.argument("self"), ctx.node.argument("indices"))
+        builder, (value, places) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
         if ctx.has_empty_read(next(refs_in(value))):
             return
         where, shape = self._places(ctx, ctx.operand_slot(places)), ctx.operand_slot(value).shape
-        found = e.call(aten.gather.default, self._flat(ctx, grad), 2, where, shape=where.shape, dtype=grad.dtype)
-        ctx.add_grad(value, e.call(aten.view.default, found, list(shape), shape=shape, view_of=found), owned=True)
+        found = builder.call(aten.gather.default, self._flat(ctx, grad), 2, where, shape=where.shape, dtype=grad.dtype)
+        ctx.add_grad(value, builder.call(aten.view.default, found, list(shape), shape=shape, view_of=found), owned=True)
 
     @staticmethod
     def _flat(ctx: NodeContext, slot: Slot) -> Slot:
         shape = (*slot.shape[: -ctx.scope.axes.count], math.prod(ctx.scope.axes.of(slot.shape)))
-        return ctx.emitter.call(aten._reshape_copy.default, slot, list(shape), shape=shape, dtype=slot.dtype)
+        return ctx.builder.call(aten._reshape_copy.default, slot, list(shape), shape=shape, dtype=slot.dtype)
 
     def _places(self, ctx: NodeContext, places: Slot) -> Slot:
         """Places in the part of the result that the strip computes, pixels in one dimension."""
-        e, axes = ctx.emitter, ctx.scope.axes
+        builder, axes = ctx.builder, ctx.scope.axes
         flat, image = self._flat(ctx, places), axes.of(ctx.scope.shapes[ctx.node.name])
-        origin = e.port("origin", ctx.node.name, ())
+        origin = builder.port("origin", ctx.node.name, ())
         scratch_bytes = 2 * flat.num_bytes
-        return e.call(_indices_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
+        return builder.call(_indices_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
 
 
 def _indices_in_strip(places: Tensor, origin: Sequence[int], image: Sequence[int], strip: Sequence[int]) -> None:

@@ -32,33 +32,33 @@ class MinMaxRule(ReductionRule):
         return AdditivePart(columns=(1,))
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, largest = ctx.emitter, ctx.node.argument("largest")
+        builder, largest = ctx.builder, ctx.node.argument("largest")
         strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
         axes, wide = spatial_dims(ctx, strip), accumulation_dtype(strip.dtype)
         lead = strip.shape[: axes[0]]
         pixel = (*lead, *[1] * len(axes))
-        value = e.call(aten.amax.default if largest else aten.amin.default, strip, axes, True, shape=pixel, dtype=strip.dtype)
+        value = builder.call(aten.amax.default if largest else aten.amin.default, strip, axes, True, shape=pixel, dtype=strip.dtype)
         ones = self._occurrences(ctx, strip, value)
-        count = e.call(aten.sum.dim_IntList, ones, axes, shape=lead, dtype=wide)
-        flat = e.call(aten.view.default, value, list(lead), shape=lead, view_of=value)
-        running = e.port("partial", ctx.node.name, (*lead, 2), torch.float64)
+        count = builder.call(aten.sum.dim_IntList, ones, axes, shape=lead, dtype=wide)
+        flat = builder.call(aten.view.default, value, list(lead), shape=lead, view_of=value)
+        running = builder.port("partial", ctx.node.name, (*lead, 2), torch.float64)
         scratch_bytes = _NUM_STATISTICS * running.num_bytes
-        return e.call(_merge_minmax, running, flat, count, largest, writes=running, scratch_bytes=scratch_bytes)
+        return builder.call(_merge_minmax, running, flat, count, largest, writes=running, scratch_bytes=scratch_bytes)
 
     @staticmethod
     def _occurrences(ctx: NodeContext, strip: Slot, value: Slot) -> Slot:
         """Ones where the strip has the value, zeros elsewhere."""
-        e, wide = ctx.emitter, accumulation_dtype(strip.dtype)
-        same = e.call(aten.eq.Tensor, strip, value, shape=strip.shape, dtype=torch.bool)
-        return e.call(aten._to_copy.default, same, shape=strip.shape, dtype=wide, keywords={"dtype": wide})
+        builder, wide = ctx.builder, accumulation_dtype(strip.dtype)
+        same = builder.call(aten.eq.Tensor, strip, value, shape=strip.shape, dtype=torch.bool)
+        return builder.call(aten._to_copy.default, same, shape=strip.shape, dtype=wide, keywords={"dtype": wide})
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
+        builder, image = ctx.builder, ctx.node.argument("self")
         strip = ctx.strip(next(refs_in(image)))
-        value, count = (_column(ctx, ctx.whole(ctx.node.name), index) for index in (0, 1))
-        share = e.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
-        found = self._occurrences(ctx, strip, as_single_pixel(ctx, e.cast(value, strip.dtype)))
-        e.call(aten.mul_.Tensor, found, as_single_pixel(ctx, e.cast(share, found.dtype)), writes=found)
+        value, count = (_column(ctx, ctx.global_slot(ctx.node.name), index) for index in (0, 1))
+        share = builder.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
+        found = self._occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
+        builder.call(aten.mul_.Tensor, found, as_single_pixel(ctx, builder.cast(share, found.dtype)), writes=found)
         ctx.add_grad(image, found, owned=True)
 
 
@@ -71,38 +71,38 @@ class ArgMaxRule(ReductionRule):
         return -math.inf
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        builder, strip = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self"))))
         axes = spatial_dims(ctx, strip)
         lead, extents = strip.shape[: axes[0]], strip.shape[axes[0] :]
         shape = (*lead, math.prod(extents))
-        flat = e.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
-        value, place = e.slot(lead, strip.dtype), e.slot(lead, torch.int64)
+        flat = builder.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
+        value, place = builder.slot(lead, strip.dtype), builder.slot(lead, torch.int64)
         # Of several equal ones torch gives the first.
-        e.call_many(aten.max.dim, (flat, len(lead)), (value, place))
-        running = e.port("partial", ctx.node.name, (*lead, 2), torch.float64)
+        builder.call_many(aten.max.dim, (flat, len(lead)), (value, place))
+        running = builder.port("partial", ctx.node.name, (*lead, 2), torch.float64)
         arguments = (value, place, self._origin(ctx), extents, self._extents(ctx))
-        return e.call(_merge_argmax, running, *arguments, writes=running, scratch_bytes=_NUM_STATISTICS * running.num_bytes)
+        return builder.call(_merge_argmax, running, *arguments, writes=running, scratch_bytes=_NUM_STATISTICS * running.num_bytes)
 
     @staticmethod
     def _origin(ctx: NodeContext) -> Slot:
-        return ctx.emitter.port("origin", ctx.node.name, ())
+        return ctx.builder.port("origin", ctx.node.name, ())
 
     @staticmethod
     def _extents(ctx: NodeContext) -> tuple[int, ...]:
         return ctx.scope.axes.of(ctx.scope.shapes[next(refs_in(ctx.node.argument("self")))])
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
+        builder, image = ctx.builder, ctx.node.argument("self")
         strip = ctx.strip(next(refs_in(image)))
-        place = _column(ctx, ctx.whole(ctx.node.name), 1)
-        out = e.zeros(strip.shape, strip.dtype)
+        place = _column(ctx, ctx.global_slot(ctx.node.name), 1)
+        out = builder.zeros(strip.shape, strip.dtype)
         arguments = (_column(ctx, grad, 0), place, self._origin(ctx), self._extents(ctx))
-        e.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * place.num_bytes)
+        builder.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * place.num_bytes)
         ctx.add_grad(image, out, owned=True)
 
 
 def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
-    return ctx.emitter.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+    return ctx.builder.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
 def _merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) -> None:

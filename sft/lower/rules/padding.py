@@ -38,7 +38,7 @@ class PadRule(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         node, (operand,) = ctx.node, refs_in(ctx.node.argument("self"))
-        row = ctx.scope.rows[node.name]
+        row = ctx.scope.specs[node.name]
         assert isinstance(row, PadSpec)
         if row.mode(node) == "constant":
             return self._constant(ctx, row, operand)
@@ -53,8 +53,8 @@ class PadRule(Rule):
                 ctx.saved["gathered"].append((dim, gather, value.shape))
                 shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
                 scratch_bytes = gather.scratch_rows * (value.num_bytes // value.shape[dim])
-                value = ctx.emitter.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
-        return value if ctx.saved["gathered"] else ctx.emitter.call(aten.clone.default, value, shape=value.shape)
+                value = ctx.builder.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
+        return value if ctx.saved["gathered"] else ctx.builder.call(aten.clone.default, value, shape=value.shape)
 
     def _constant(self, ctx: NodeContext, row: PadSpec, operand: str) -> Slot:
         """The rows read, with what lies beyond the image filled in."""
@@ -66,25 +66,25 @@ class PadRule(Rule):
             paddings.append((before, length - before - inside))
             crops.append((start + before - low - first, inside))
         ctx.saved.update(paddings=paddings, crops=crops, shape=ctx.strip(operand).shape)
-        e, fill = ctx.emitter, ctx.node.argument("value") or 0.0
+        builder, fill = ctx.builder, ctx.node.argument("value") or 0.0
         if any(inside == 0 for _, inside in crops):
-            out = e.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
-            return e.call(aten.fill_.Scalar, out, fill, writes=out)
+            out = builder.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
+            return builder.call(aten.fill_.Scalar, out, fill, writes=out)
         value = ctx.strip(operand)
         for axis, (start, length) in enumerate(crops):
             value = ctx.narrow(value, axis, start, length)
         flat = [size for pair in reversed(paddings) for size in pair]
-        return e.call(aten.constant_pad_nd.default, value, flat, fill, shape=ctx.out_shape)
+        return builder.call(aten.constant_pad_nd.default, value, flat, fill, shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
+        builder, image = ctx.builder, ctx.node.argument("self")
         (operand,) = refs_in(image)
         if ctx.has_empty_read(operand):
             return
         if "gathered" in ctx.saved:
             for dim, gather, shape in reversed(ctx.saved["gathered"]):
                 scratch_bytes = gather.scratch_rows * (grad.num_bytes // grad.shape[dim])
-                grad = e.call(gather.adjoint, grad, dim, shape[dim], shape=shape, dtype=grad.dtype, scratch_bytes=scratch_bytes)
+                grad = builder.call(gather.adjoint, grad, dim, shape[dim], shape=shape, dtype=grad.dtype, scratch_bytes=scratch_bytes)
             ctx.add_grad(image, grad, owned=bool(ctx.saved["gathered"]) or owned)
             return
         paddings, crops = ctx.saved["paddings"], ctx.saved["crops"]
@@ -97,12 +97,12 @@ class PadRule(Rule):
         if tuple(grad.shape) == tuple(shape):
             ctx.add_grad(image, grad, owned=False)
             return
-        total = e.zeros(shape, grad.dtype)
+        total = builder.zeros(shape, grad.dtype)
         part = total
         for axis, (start, length) in enumerate(crops):
             part = ctx.narrow(part, axis, start, length)
         assert part.shape[: len(lead)] == tuple(lead)
-        e.copy(part, grad)
+        builder.copy(part, grad)
         ctx.add_grad(image, total, owned=True)
 
 
@@ -123,10 +123,10 @@ class SliceRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
         part = self._part(ctx, operand, ctx.strip(operand))
-        return ctx.emitter.call(aten.clone.default, part, shape=part.shape, dtype=part.dtype)
+        return ctx.builder.call(aten.clone.default, part, shape=part.shape, dtype=part.dtype)
 
     def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
-        row = ctx.scope.rows[ctx.node.name]
+        row = ctx.scope.specs[ctx.node.name]
         assert isinstance(row, SliceSpec)
         for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
             begin, _, step = row.span(ctx.node, axis)
@@ -138,14 +138,14 @@ class SliceRule(Rule):
             assert dim is not None
             shape = (*slot.shape[:dim], length, *slot.shape[dim + 1 :])
             arguments: tuple[Any, ...] = (dim, at, at + step * (length - 1) + 1, step)
-            slot = ctx.emitter.call(aten.slice.Tensor, slot, *arguments, shape=shape, view_of=slot, dtype=slot.dtype)
+            slot = ctx.builder.call(aten.slice.Tensor, slot, *arguments, shape=shape, view_of=slot, dtype=slot.dtype)
         return slot
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
-        total = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.emitter.copy(self._part(ctx, operand, total), grad)
+        total = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
+        ctx.builder.copy(self._part(ctx, operand, total), grad)
         ctx.add_grad(image, total, owned=True)
 
 
@@ -165,19 +165,19 @@ class BorderRowsRule(ReductionRule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
-        running = e.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
-        return e.call(_save_border_rows, running, strip, *self._place(ctx), writes=running)
+        builder, strip = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        running = builder.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
+        return builder.call(_save_border_rows, running, strip, *self._place(ctx), writes=running)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
-        out = e.zeros(ctx.strip(next(refs_in(image))).shape, grad.dtype)
-        ctx.add_grad(image, e.call(_add_border_grads, out, grad, *self._place(ctx), writes=out), owned=True)
+        builder, image = ctx.builder, ctx.node.argument("self")
+        out = builder.zeros(ctx.strip(next(refs_in(image))).shape, grad.dtype)
+        ctx.add_grad(image, builder.call(_add_border_grads, out, grad, *self._place(ctx), writes=out), owned=True)
 
     @staticmethod
     def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
         low, rows, high = _border_heights(ctx)
-        return ctx.emitter.port("origin", ctx.node.name, ()), ((rows - low, rows, 0), (0, high, low)), ctx.scope.axes.count
+        return ctx.builder.port("origin", ctx.node.name, ()), ((rows - low, rows, 0), (0, high, low)), ctx.scope.axes.count
 
 
 class CircularPadRule(PadRule):
@@ -188,19 +188,19 @@ class CircularPadRule(PadRule):
         if not any(ctx.saved["paddings"][ROWS]):
             return out
         border = ctx.operand_slot(ctx.node.argument("border"))
-        return ctx.emitter.call(_emit_border_rows, out, border, *self._place(ctx), writes=out)
+        return ctx.builder.call(_emit_border_rows, out, border, *self._place(ctx), writes=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         border = ctx.node.argument("border")
         if any(ctx.saved["paddings"][ROWS]) and ctx.needs_grad(border):
-            total = ctx.emitter.zeros(ctx.operand_slot(border).shape, grad.dtype)
-            ctx.add_grad(border, ctx.emitter.call(_collect_border_grads, total, grad, *self._place(ctx), writes=total), owned=True)
+            total = ctx.builder.zeros(ctx.operand_slot(border).shape, grad.dtype)
+            ctx.add_grad(border, ctx.builder.call(_collect_border_grads, total, grad, *self._place(ctx), writes=total), owned=True)
         super().backward(ctx, grad, owned)
 
     @staticmethod
     def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
         low, rows, high = _border_heights(ctx)
-        return ctx.emitter.port("origin", ctx.node.name, ()), ((0, low, 0), (low + rows, low + rows + high, low)), ctx.scope.axes.count
+        return ctx.builder.port("origin", ctx.node.name, ()), ((0, low, 0), (low + rows, low + rows + high, low)), ctx.scope.axes.count
 
 
 def _common_rows(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> Iterator[tuple[Tensor, Tensor]]:

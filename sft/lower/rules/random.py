@@ -112,7 +112,7 @@ def _random_call_of(ctx: NodeContext) -> _RandomCall:
 def _seed_and_origin(ctx: NodeContext) -> tuple[Slot, Slot]:
     """The slots of the seed and of the origin."""
     (seed,) = refs_in(ctx.node.argument("seed"))
-    return ctx.whole(seed), ctx.emitter.port("origin", ctx.node.name, ())
+    return ctx.global_slot(seed), ctx.builder.port("origin", ctx.node.name, ())
 
 
 @lru_cache(maxsize=256)
@@ -155,10 +155,10 @@ class DropoutRule(Rule):
 
     @staticmethod
     def _apply(ctx: NodeContext, value: Slot, target: Slot | None) -> Slot:
-        e = ctx.emitter
-        out = target if target is not None else e.empty(value.shape, value.dtype)
+        builder = ctx.builder
+        out = target if target is not None else builder.empty(value.shape, value.dtype)
         scratch_bytes = _scratch_of(ctx, value.shape)
-        return e.call(
+        return builder.call(
             _random_call_of(ctx).drop, value, *_seed_and_origin(ctx), writes=out, keywords={"out": out}, scratch_bytes=scratch_bytes
         )
 
@@ -170,10 +170,10 @@ class RandomMaskRule(Rule):
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, name = ctx.emitter, ctx.node.name
+        builder, name = ctx.builder, ctx.node.name
         shape = ctx.out_shape if name in ctx.scope.streamed else ctx.global_shape(name)
-        out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.dtype_of(name))
-        return e.call(_random_call_of(ctx).mask, out, *_seed_and_origin(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
+        out = ctx.destination if ctx.destination is not None else builder.empty(shape, ctx.scope.dtype_of(name))
+        return builder.call(_random_call_of(ctx).mask, out, *_seed_and_origin(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise AssertionError("a mask has no gradient")
@@ -183,12 +183,12 @@ class NoiseRule(RandomMaskRule):
     """Drawn numbers; no gradient passes through them."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, node = ctx.emitter, ctx.node
+        builder, node = ctx.builder, ctx.node
         shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.global_shape(node.name)
         dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
-        out = ctx.destination if ctx.destination is not None else e.empty(shape, dtype)
+        out = ctx.destination if ctx.destination is not None else builder.empty(shape, dtype)
         scratch_bytes = (
             _noise_scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
         )
         how = (distribution, node.argument("scale"), node.argument("shift"))
-        return e.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *how, writes=out, scratch_bytes=scratch_bytes)
+        return builder.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *how, writes=out, scratch_bytes=scratch_bytes)

@@ -28,7 +28,7 @@ def spatial_dims(ctx: NodeContext, strip: Slot) -> list[int]:
 def as_single_pixel(ctx: NodeContext, slot: Slot) -> Slot:
     """A global value, ``[N, channels...]``, as an image of one pixel."""
     shape = (*slot.shape, *[1] * ctx.scope.axes.count)
-    return ctx.emitter.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
+    return ctx.builder.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
 
 
 class SumRule(ReductionRule):
@@ -52,26 +52,26 @@ class SumRule(ReductionRule):
         wide, axes = accumulation_dtype(strip.dtype), spatial_dims(ctx, strip)
         keywords = {"dtype": wide} if wide != strip.dtype else {}
         lead = strip.shape[: axes[0]]
-        total = ctx.emitter.call(aten.sum.dim_IntList, strip, axes, shape=lead, dtype=wide, keywords=keywords)
-        running = ctx.emitter.port("partial", ctx.node.name, lead, torch.float64)
-        return ctx.emitter.add_into(running, total)
+        total = ctx.builder.call(aten.sum.dim_IntList, strip, axes, shape=lead, dtype=wide, keywords=keywords)
+        running = ctx.builder.port("partial", ctx.node.name, lead, torch.float64)
+        return ctx.builder.add_into(running, total)
 
-    def finish(self, scope: SegmentInfo, e: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
+    def finish(self, scope: SegmentInfo, builder: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
         divisor = self.divisor(scope, node)
         if divisor != 1:
-            running = e.call(aten.div.Scalar, running, divisor, shape=running.shape, dtype=torch.float64)
-        flat = e.call(aten.view.default, running, list(out.shape), shape=out.shape, view_of=running, dtype=torch.float64)
-        e.copy(out, flat)
+            running = builder.call(aten.div.Scalar, running, divisor, shape=running.shape, dtype=torch.float64)
+        flat = builder.call(aten.view.default, running, list(out.shape), shape=out.shape, view_of=running, dtype=torch.float64)
+        builder.copy(out, flat)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, e = ctx.node.argument("self"), ctx.emitter
+        image, builder = ctx.node.argument("self"), ctx.builder
         strip, divisor = ctx.strip(next(refs_in(image))), self.divisor(ctx.scope, ctx.node)
         if divisor != 1:
-            grad = e.call(aten.div.Scalar, grad, divisor, shape=grad.shape)
+            grad = builder.call(aten.div.Scalar, grad, divisor, shape=grad.shape)
         axes = spatial_dims(ctx, strip)
         pixel = (*strip.shape[: axes[0]], *[1] * len(axes))
-        flat = e.call(aten.view.default, grad, list(pixel), shape=pixel, view_of=grad)
-        ctx.add_grad(image, e.call(aten.expand.default, flat, list(strip.shape), shape=strip.shape, view_of=flat), owned=False)
+        flat = builder.call(aten.view.default, grad, list(pixel), shape=pixel, view_of=grad)
+        ctx.add_grad(image, builder.call(aten.expand.default, flat, list(strip.shape), shape=strip.shape, view_of=flat), owned=False)
 
 
 class MeanRule(SumRule):
@@ -90,7 +90,7 @@ class WholeMeanRule(MeanRule):
         dtype = ctx.scope.dtype_of(ctx.node.name)
         keywords = {"dtype": dtype} if dtype != strip.dtype else {}
         keepdim = len(shape) == len(strip.shape)
-        return ctx.emitter.call(aten.mean.dim, strip, spatial_dims(ctx, strip), keepdim, shape=shape, keywords=keywords)
+        return ctx.builder.call(aten.mean.dim, strip, spatial_dims(ctx, strip), keepdim, shape=shape, keywords=keywords)
 
 
 class LogSumExpRule(ReductionRule):
@@ -103,33 +103,33 @@ class LogSumExpRule(ReductionRule):
         return AdditivePart(is_logarithm=True)
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        builder, strip = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self"))))
         axes = spatial_dims(ctx, strip)
         lead, dtype = strip.shape[: axes[0]], strip.dtype
         pixel = (*lead, *[1] * len(axes))
-        largest = self._finite(e, e.call(aten.amax.default, strip, axes, True, shape=pixel, dtype=dtype))
-        terms = e.call(aten.sub.Tensor, strip, largest, shape=strip.shape, dtype=dtype)
-        e.call(aten.exp_.default, terms, writes=terms)
-        total = e.call(aten.sum.dim_IntList, terms, axes, True, shape=pixel, dtype=dtype)
-        e.call(aten.log_.default, total, writes=total)
-        e.call(aten.add_.Tensor, total, largest, writes=total)
-        flat = e.call(aten.view.default, total, list(lead), shape=lead, view_of=total)
-        wide = e.cast(flat, torch.float64)
-        running = e.port("partial", ctx.node.name, lead, torch.float64)
-        return e.call(aten.logaddexp.out, running, wide, writes=running, keywords={"out": running})
+        largest = self._finite(builder, builder.call(aten.amax.default, strip, axes, True, shape=pixel, dtype=dtype))
+        terms = builder.call(aten.sub.Tensor, strip, largest, shape=strip.shape, dtype=dtype)
+        builder.call(aten.exp_.default, terms, writes=terms)
+        total = builder.call(aten.sum.dim_IntList, terms, axes, True, shape=pixel, dtype=dtype)
+        builder.call(aten.log_.default, total, writes=total)
+        builder.call(aten.add_.Tensor, total, largest, writes=total)
+        flat = builder.call(aten.view.default, total, list(lead), shape=lead, view_of=total)
+        wide = builder.cast(flat, torch.float64)
+        running = builder.port("partial", ctx.node.name, lead, torch.float64)
+        return builder.call(aten.logaddexp.out, running, wide, writes=running, keywords={"out": running})
 
     @staticmethod
-    def _finite(e: ProgramBuilder, slot: Slot) -> Slot:
+    def _finite(builder: ProgramBuilder, slot: Slot) -> Slot:
         """Infinities as zeros, which take nothing away from elements that are infinite themselves."""
-        return e.call(aten.nan_to_num.default, slot, math.nan, 0.0, 0.0, shape=slot.shape, dtype=slot.dtype)
+        return builder.call(aten.nan_to_num.default, slot, math.nan, 0.0, 0.0, shape=slot.shape, dtype=slot.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image = ctx.emitter, ctx.node.argument("self")
-        strip, value = ctx.strip(next(refs_in(image))), ctx.whole(ctx.node.name)
-        total = as_single_pixel(ctx, self._finite(e, value))
-        share = e.call(aten.sub.Tensor, strip, total, shape=strip.shape, dtype=strip.dtype)
-        e.call(aten.exp_.default, share, writes=share)
-        e.call(aten.mul_.Tensor, share, as_single_pixel(ctx, grad), writes=share)
+        builder, image = ctx.builder, ctx.node.argument("self")
+        strip, value = ctx.strip(next(refs_in(image))), ctx.global_slot(ctx.node.name)
+        total = as_single_pixel(ctx, self._finite(builder, value))
+        share = builder.call(aten.sub.Tensor, strip, total, shape=strip.shape, dtype=strip.dtype)
+        builder.call(aten.exp_.default, share, writes=share)
+        builder.call(aten.mul_.Tensor, share, as_single_pixel(ctx, grad), writes=share)
         ctx.add_grad(image, share, owned=True)
 
 
@@ -144,19 +144,19 @@ class SpatialContractionRule(ReductionRule):
         return AdditivePart()
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, (left, right) = ctx.emitter, (self._flat(ctx, operand, part) for operand, part in self._factors(ctx))
+        builder, (left, right) = ctx.builder, (self._flat(ctx, operand, part) for operand, part in self._factors(ctx))
         found = self._product(ctx, left, self._turned(ctx, right))
-        running = e.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
-        flat = e.call(aten.view.default, found, list(running.shape), shape=running.shape, view_of=found)
-        return e.add_into(running, flat)
+        running = builder.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
+        flat = builder.call(aten.view.default, found, list(running.shape), shape=running.shape, view_of=found)
+        return builder.add_into(running, flat)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, factors = ctx.emitter, self._factors(ctx)
+        builder, factors = ctx.builder, self._factors(ctx)
         wide = accumulation_dtype(ctx.scope.dtype_of(factors[0][0]))
         sizes = [math.prod(ctx.scope.shapes[operand][dim] for dim in part[1]) for operand, part in factors]
         groups = math.prod(ctx.scope.shapes[factors[0][0]][dim] for dim in factors[0][1][0])
         shape = (ctx.scope.batch * groups, *sizes)
-        matrix = e.cast(e.call(aten._reshape_copy.default, grad, list(shape), shape=shape, dtype=grad.dtype), wide)
+        matrix = builder.cast(builder.call(aten._reshape_copy.default, grad, list(shape), shape=shape, dtype=grad.dtype), wide)
         for key, (operand, part), (other, others) in zip(("self", "other"), factors, reversed(factors), strict=True):
             if ctx.needs_grad(ctx.node.argument(key)):
                 found = self._product(ctx, matrix, self._flat(ctx, other, others))
@@ -175,32 +175,32 @@ class SpatialContractionRule(ReductionRule):
 
     def _flat(self, ctx: NodeContext, operand: str, part: _DimSplit) -> Slot:
         """A strip as a matrix for each group."""
-        e, strip, order = ctx.emitter, ctx.strip(operand), self._order(ctx, operand, part)
+        builder, strip, order = ctx.builder, ctx.strip(operand), self._order(ctx, operand, part)
         if order != sorted(order):
             moved = tuple(strip.shape[dim] for dim in order)
-            strip = e.call(aten.permute.default, strip, order, shape=moved, view_of=strip, dtype=strip.dtype)
+            strip = builder.call(aten.permute.default, strip, order, shape=moved, view_of=strip, dtype=strip.dtype)
         groups, count = len(part[0]), len(part[1])
         channels, pixels = math.prod(strip.shape[1 + groups : 1 + groups + count]), math.prod(strip.shape[1 + groups + count :])
         shape = (math.prod(strip.shape[: 1 + groups]), channels, pixels)
-        flat = e.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
-        return e.cast(flat, accumulation_dtype(strip.dtype))
+        flat = builder.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
+        return builder.cast(flat, accumulation_dtype(strip.dtype))
 
     def _unflat(self, ctx: NodeContext, flat: Slot, operand: str, part: _DimSplit) -> Slot:
         """The inverse."""
-        e, order, target = ctx.emitter, self._order(ctx, operand, part), ctx.strip(operand).shape
+        builder, order, target = ctx.builder, self._order(ctx, operand, part), ctx.strip(operand).shape
         shape = tuple(target[dim] for dim in order)
-        found = e.call(aten.view.default, flat, list(shape), shape=shape, view_of=flat, dtype=flat.dtype)
+        found = builder.call(aten.view.default, flat, list(shape), shape=shape, view_of=flat, dtype=flat.dtype)
         if order == sorted(order):
             return found
         back = [order.index(dim) for dim in range(len(order))]
-        return e.call(aten.permute.default, found, back, shape=target, view_of=found, dtype=flat.dtype)
+        return builder.call(aten.permute.default, found, back, shape=target, view_of=found, dtype=flat.dtype)
 
     @staticmethod
     def _turned(ctx: NodeContext, matrix: Slot) -> Slot:
         batch, rows, columns = matrix.shape
-        return ctx.emitter.call(aten.transpose.int, matrix, 1, 2, shape=(batch, columns, rows), view_of=matrix, dtype=matrix.dtype)
+        return ctx.builder.call(aten.transpose.int, matrix, 1, 2, shape=(batch, columns, rows), view_of=matrix, dtype=matrix.dtype)
 
     @staticmethod
     def _product(ctx: NodeContext, left: Slot, right: Slot) -> Slot:
         shape = (left.shape[0], left.shape[1], right.shape[2])
-        return ctx.emitter.call(aten.bmm.default, left, right, shape=shape, dtype=left.dtype)
+        return ctx.builder.call(aten.bmm.default, left, right, shape=shape, dtype=left.dtype)

@@ -45,12 +45,12 @@ class NearestRule(Rule):
         grown = tuple(extent * factor for extent, factor in zip(axes.of(strip.shape), factors, strict=True))
         assert grown == axes.of(ctx.out_shape), "a strip of an upsampled value begins and ends at input rows and columns"
         ctx.saved["shape"] = strip.shape
-        return ctx.emitter.call(self._function(ctx, ""), strip, list(grown), *map(float, factors), shape=ctx.out_shape)
+        return ctx.builder.call(self._function(ctx, ""), strip, list(grown), *map(float, factors), shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         shape, grown = ctx.saved["shape"], list(ctx.scope.axes.of(ctx.out_shape))
         scales = map(float, ctx.node.argument("factors"))
-        out = ctx.emitter.call(self._function(ctx, "_backward"), grad, grown, list(shape), *scales, shape=shape)
+        out = ctx.builder.call(self._function(ctx, "_backward"), grad, grown, list(shape), *scales, shape=shape)
         ctx.add_grad(ctx.node.argument("input"), out, owned=True)
 
     @staticmethod
@@ -143,10 +143,10 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
     term = count * dtype.itemsize if span.width > 1 else 0
     narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
     table = span.width * span.num_rows * (8 + dtype.itemsize)
-    return ctx.emitter.call(
+    return ctx.builder.call(
         span,
         value,
-        ctx.emitter.port("origin", ctx.node.name, ()),
+        ctx.builder.port("origin", ctx.node.name, ()),
         shape=shape,
         dtype=dtype,
         keywords={"dim": dim, "dtype": dtype},
@@ -156,7 +156,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
 
 def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[ResampledRange]:
     """What the strip has of each axis."""
-    row = ctx.scope.rows[ctx.node.name]
+    row = ctx.scope.specs[ctx.node.name]
     assert isinstance(row, ResamplingSpec)
     spans = []
     for axis, (length, extent) in enumerate(zip(lengths, extents, strict=True)):
@@ -172,7 +172,7 @@ class ResamplingRule(Rule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, strip = ctx.emitter, ctx.strip(self._operand(ctx))
+        builder, strip = ctx.builder, ctx.strip(self._operand(ctx))
         spans, is_linear = self._parts(ctx, strip)
         ctx.saved.update(spans=spans, is_linear=is_linear)
         value, wide = strip, accumulation_dtype(strip.dtype)
@@ -180,20 +180,22 @@ class ResamplingRule(Rule):
             value = emit_resampling(ctx, value, span, wide)
         if is_linear:
             ctx.saved["inner"] = value.shape
-            value = e.call(self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype)
-        return e.call(aten.clone.default, strip, shape=strip.shape) if value is strip else e.cast(value, strip.dtype)
+            value = builder.call(
+                self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype
+            )
+        return builder.call(aten.clone.default, strip, shape=strip.shape) if value is strip else builder.cast(value, strip.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, value, wide = ctx.emitter, grad, accumulation_dtype(grad.dtype)
+        builder, value, wide = ctx.builder, grad, accumulation_dtype(grad.dtype)
         if ctx.saved["is_linear"]:
             inner = ctx.saved["inner"]
-            value = e.cast(value, wide if ctx.saved["spans"] else grad.dtype)
+            value = builder.cast(value, wide if ctx.saved["spans"] else grad.dtype)
             sizes = (*self._sizes(ctx), list(inner))
-            value = e.call(self._function(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
+            value = builder.call(self._function(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
         for span in reversed(ctx.saved["spans"]):
             value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
         image = ctx.node.argument("input" if ctx.node.target.endswith(".vec") else "self")
-        ctx.add_grad(image, e.cast(value, grad.dtype), owned=value is not grad or owned)
+        ctx.add_grad(image, builder.cast(value, grad.dtype), owned=value is not grad or owned)
 
     @staticmethod
     def _operand(ctx: NodeContext) -> str:
@@ -267,19 +269,19 @@ class FixedSizeAvgPoolRule(ReductionRule):
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
+        builder, strip, scope = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
         shape = ctx.global_shape(ctx.node.name)
         sums = _WindowSums(
             tuple(resampled_ranges(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), accumulation_dtype(strip.dtype)
         )
-        running = e.port("partial", ctx.node.name, shape, torch.float64)
-        origin = e.port("origin", ctx.node.name, ())
-        return e.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
+        running = builder.port("partial", ctx.node.name, shape, torch.float64)
+        origin = builder.port("origin", ctx.node.name, ())
+        return builder.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, image, axes = ctx.emitter, ctx.node.argument("self"), ctx.scope.axes
+        builder, image, axes = ctx.builder, ctx.node.argument("self"), ctx.scope.axes
         (operand,) = refs_in(image)
         value, wide = grad, accumulation_dtype(grad.dtype)
         for span in resampled_ranges(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
             value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
-        ctx.add_grad(image, e.cast(value, grad.dtype), owned=True)
+        ctx.add_grad(image, builder.cast(value, grad.dtype), owned=True)

@@ -46,14 +46,14 @@ class _TracedRule(Rule):
             slots = tuple(
                 None
                 if result is None
-                else ctx.emitter.slot(
+                else ctx.builder.slot(
                     tuple(shape) if shape is not None and result.shape == TINY_SHAPE else result.shape,
                     result.dtype,
                     None if result.view_of is None else values[result.view_of].root,
                 )
                 for result in call.results
             )
-            ctx.emitter.call_into(call.function, arguments, keywords, slots, has_many=call.has_many)
+            ctx.builder.call_into(call.function, arguments, keywords, slots, has_many=call.has_many)
             values.update({r.index: slot for r, slot in zip(call.results, slots, strict=True) if r is not None and slot is not None})
 
 
@@ -99,7 +99,7 @@ class TracedWholeRule(_TracedRule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         names = tuple(dict.fromkeys(ctx.node.operands))
-        slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
+        slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.global_slot(name) for name in names]
         if self._is_foreign(ctx) and _MATRIX_OPS.search(ctx.node.target):
             slots = [self._by_rows(ctx, slot) for slot in slots]
         elif self._is_foreign(ctx):
@@ -140,7 +140,7 @@ class TracedWholeRule(_TracedRule):
     @staticmethod
     def _is_foreign(ctx: NodeContext) -> bool:
         """Whether it is an operator that nobody has looked at: some kernels want the layout that they were traced with."""
-        return ctx.scope.rows[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
+        return ctx.scope.specs[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
 
     @staticmethod
     def _is_made(ctx: NodeContext, name: str) -> bool:
@@ -155,4 +155,4 @@ class TracedWholeRule(_TracedRule):
     @staticmethod
     def _by_rows(ctx: NodeContext, slot: Slot) -> Slot:
         keywords = {"memory_format": torch.contiguous_format}
-        return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
+        return ctx.builder.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)

@@ -53,7 +53,7 @@ class TransposedConvolutionRule(Rule):
     """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d``: ATen's own, on the rows and columns read."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         (operand,) = refs_in(node.argument("input"))
         if ctx.has_empty_read(operand):
             return self._only_bias(ctx)
@@ -66,7 +66,7 @@ class TransposedConvolutionRule(Rule):
             shape.append(crop.before + len(part) + crop.behind)
         ctx.saved.update(strip=strip, crops=crops)
         weight, bias = (ctx.operand_slot(node.argument(name)) for name in ("weight", "bias"))
-        made = e.call(aten.convolution.default, strip, weight, bias, *self._geometry(ctx), shape=shape)
+        made = builder.call(aten.convolution.default, strip, weight, bias, *self._geometry(ctx), shape=shape)
         for axis, (crop, extent) in enumerate(zip(crops, shape[2:], strict=True)):
             made = ctx.narrow(made, axis, crop.before, extent - crop.before - crop.behind)
         return made
@@ -74,7 +74,7 @@ class TransposedConvolutionRule(Rule):
     @staticmethod
     def _only_bias(ctx: NodeContext) -> Slot:
         """Rows behind those that any input row reaches."""
-        out = ctx.emitter.empty(ctx.out_shape)
+        out = ctx.builder.empty(ctx.out_shape)
         return _fill_with_bias(ctx, out, ctx.operand_slot(ctx.node.argument("bias")))
 
     @staticmethod
@@ -91,7 +91,7 @@ class TransposedConvolutionRule(Rule):
         )
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         image, weight, bias = node.argument("input"), node.argument("weight"), node.argument("bias")
         _add_bias_grad(ctx, bias, grad)
         mask = [ctx.needs_grad(image), ctx.needs_grad(weight), False]
@@ -101,10 +101,10 @@ class TransposedConvolutionRule(Rule):
         flat = [size for crop in reversed(crops) for size in (crop.before, crop.behind)]
         if any(flat):
             extents = (n + crop.before + crop.behind for n, crop in zip(grad.shape[2:], crops, strict=True))
-            grad = e.call(aten.constant_pad_nd.default, grad, flat, 0.0, shape=(*grad.shape[:2], *extents), dtype=grad.dtype)
+            grad = builder.call(aten.constant_pad_nd.default, grad, flat, 0.0, shape=(*grad.shape[:2], *extents), dtype=grad.dtype)
         strip, kernel = ctx.saved["strip"], ctx.operand_slot(weight)
-        out = tuple(e.slot(slot.shape) if wanted else None for slot, wanted in zip((strip, kernel), mask[:2], strict=True))
-        e.call_many(aten.convolution_backward.default, (grad, strip, kernel, None, *self._geometry(ctx), mask), (*out, None))
+        out = tuple(builder.slot(slot.shape) if wanted else None for slot, wanted in zip((strip, kernel), mask[:2], strict=True))
+        builder.call_many(aten.convolution_backward.default, (grad, strip, kernel, None, *self._geometry(ctx), mask), (*out, None))
         for value, slot in zip((image, weight), out, strict=True):
             if slot is not None:
                 ctx.add_grad(value, slot, owned=True)
@@ -151,17 +151,17 @@ class OverlapAddRule(Rule):
     in_place = True
 
     def _landing(self, ctx: NodeContext, operand: str) -> _OverlapMap:
-        row, (part, read) = ctx.scope.rows[ctx.node.name], ctx.spans(operand)[ROWS]
+        row, (part, read) = ctx.scope.specs[ctx.node.name], ctx.spans(operand)[ROWS]
         assert isinstance(row, OverlapAddSpec)
         spread = row.spread(ctx.node)
         return _OverlapMap(tuple(spread.tap_ranges(read, part)), spread.stride, ctx.node.argument("groups"))
 
     def forward(self, ctx: NodeContext) -> Slot:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         (operand,) = refs_in(node.argument("self"))
         dtype = ctx.scope.dtype_of(node.name)
         wide = accumulation_dtype(dtype)
-        out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
+        out = ctx.destination if ctx.destination is not None and wide == dtype else builder.empty(ctx.out_shape, wide)
         _fill_with_bias(ctx, out, ctx.operand_slot(node.argument("bias")))
         if not ctx.has_empty_read(operand):
             landing, products = self._landing(ctx, operand), ctx.strip(operand)
@@ -169,28 +169,28 @@ class OverlapAddRule(Rule):
             most = max(count for _, count, _ in landing.taps) if wide != products.dtype else 0
             pixels = math.prod(ctx.scope.axes.of(products.shape)[1:])
             scratch_bytes = products.shape[0] * ctx.out_shape[1] * most * pixels * wide.itemsize
-            e.call(landing.add, products, out, writes=out, scratch_bytes=scratch_bytes)
-        return e.cast(out, dtype)
+            builder.call(landing.add, products, out, writes=out, scratch_bytes=scratch_bytes)
+        return builder.cast(out, dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        node, e = ctx.node, ctx.emitter
+        node, builder = ctx.node, ctx.builder
         image = node.argument("self")
         (operand,) = refs_in(image)
         _add_bias_grad(ctx, node.argument("bias"), grad)
         if ctx.has_empty_read(operand) or not ctx.needs_grad(image):
             return
-        products = e.zeros(ctx.strip(operand).shape, ctx.strip(operand).dtype)
-        e.call(self._landing(ctx, operand).take, grad, products, writes=products)
+        products = builder.zeros(ctx.strip(operand).shape, ctx.strip(operand).dtype)
+        builder.call(self._landing(ctx, operand).take, grad, products, writes=products)
         ctx.add_grad(image, products, owned=True)
 
 
 def _fill_with_bias(ctx: NodeContext, out: Slot, bias: Slot | None) -> Slot:
     """The bias, or zeros, everywhere."""
     if bias is None:
-        return ctx.emitter.call(aten.zero_.default, out, writes=out)
+        return ctx.builder.call(aten.zero_.default, out, writes=out)
     shape = (bias.shape[0], *[1] * ctx.scope.axes.count)
-    spread = ctx.emitter.call(aten.view.default, bias, list(shape), shape=shape, view_of=bias)
-    return ctx.emitter.copy(out, spread)
+    spread = ctx.builder.call(aten.view.default, bias, list(shape), shape=shape, view_of=bias)
+    return ctx.builder.copy(out, spread)
 
 
 def _add_bias_grad(ctx: NodeContext, bias: Any, grad: Slot) -> None:
@@ -199,4 +199,4 @@ def _add_bias_grad(ctx: NodeContext, bias: Any, grad: Slot) -> None:
         return
     wide, dims = accumulation_dtype(grad.dtype), [0, *range(2, len(grad.shape))]
     keywords = {"dtype": wide} if wide != grad.dtype else {}
-    ctx.add_grad(bias, ctx.emitter.call(aten.sum.dim_IntList, grad, dims, shape=grad.shape[1:2], dtype=wide, keywords=keywords), owned=True)
+    ctx.add_grad(bias, ctx.builder.call(aten.sum.dim_IntList, grad, dims, shape=grad.shape[1:2], dtype=wide, keywords=keywords), owned=True)

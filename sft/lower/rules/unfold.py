@@ -99,7 +99,7 @@ def _emit_fold(ctx: NodeContext, windows: Slot, lie: _WindowGrid, out: Slot) -> 
     """Emit the sums of windows, into zeros."""
     # Adding a narrower type makes a wider copy of what is added.
     scratch_bytes = 0 if windows.dtype == out.dtype else lie.most(windows) * out.dtype.itemsize
-    return ctx.emitter.call(lie.scatter, windows, out, writes=out, scratch_bytes=scratch_bytes)
+    return ctx.builder.call(lie.scatter, windows, out, writes=out, scratch_bytes=scratch_bytes)
 
 
 class Im2colRule(Rule):
@@ -110,13 +110,13 @@ class Im2colRule(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
-        out = ctx.destination or ctx.emitter.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
-        return ctx.emitter.call(_WindowGrid.made(ctx, operand).gather, ctx.strip(operand), out, writes=out)
+        out = ctx.destination or ctx.builder.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
+        return ctx.builder.call(_WindowGrid.made(ctx, operand).gather, ctx.strip(operand), out, writes=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
-        sums = ctx.emitter.zeros(ctx.strip(operand).shape, accumulation_dtype(grad.dtype))
+        sums = ctx.builder.zeros(ctx.strip(operand).shape, accumulation_dtype(grad.dtype))
         ctx.add_grad(image, _emit_fold(ctx, grad, _WindowGrid.made(ctx, operand), sums), owned=True)
 
 
@@ -127,20 +127,20 @@ class Col2imRule(Rule):
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        e, (operand,) = ctx.emitter, refs_in(ctx.node.argument("self"))
+        builder, (operand,) = ctx.builder, refs_in(ctx.node.argument("self"))
         dtype = ctx.scope.dtype_of(ctx.node.name)
         wide = accumulation_dtype(dtype)
-        out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
-        e.call(aten.zero_.default, out, writes=out)
+        out = ctx.destination if ctx.destination is not None and wide == dtype else builder.empty(ctx.out_shape, wide)
+        builder.call(aten.zero_.default, out, writes=out)
         if not ctx.has_empty_read(operand):
             _emit_fold(ctx, ctx.strip(operand), _WindowGrid.read(ctx, operand), out)
-        return e.cast(out, dtype)
+        return builder.cast(out, dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
         if ctx.has_empty_read(operand):
             return
-        windows = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.emitter.call(_WindowGrid.read(ctx, operand).gather, grad, windows, writes=windows)
+        windows = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
+        ctx.builder.call(_WindowGrid.read(ctx, operand).gather, grad, windows, writes=windows)
         ctx.add_grad(image, windows, owned=True)

@@ -127,9 +127,9 @@ class AllocatorMachine(SimulatedMachine):
         workspace_bytes = self.workspace(program, producer_program(saved))
         self.memory.record_peak(memory.peak_bytes + self.blocks.size(workspace_bytes))
         results, left = SimulatedMachine.run(self, program, bindings, saved)
-        if program.saved:
+        if program.residuals:
             left.values.resize(left.values.num_bytes + memory.end_rounding_bytes)
-        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.saved else None)
+        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.residuals else None)
 
     def _in_blocks(self, program: Program) -> _AllocatorMemory:
         if id(program) not in self._known:

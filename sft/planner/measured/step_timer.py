@@ -171,7 +171,7 @@ class TimingMachine(SimulatedMachine):
         self._touch((buffer.num_bytes for buffer in results.values() if isinstance(buffer, SimulatedBuffer)), recycled_only=True)
         if self.seconds >= self.max_seconds:
             raise _TimeLimitError
-        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.saved else None)
+        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.residuals else None)
 
     def _program_seconds(self, program: Program, first: Program | None) -> float:
         """Seconds of a program; a second half is timed on the residuals of its first half."""

@@ -1,11 +1,14 @@
-"""What `forward` asks of the call that it is traced for: answered as that call would be, and noted.
+"""Guards on the modes of a call: queries by which ``forward`` branches on grad mode, gradients, determinism or memory formats.
 
-Python decides by ``torch.is_grad_enabled()``, ``weight.requires_grad`` or ``x.is_contiguous()``, and a graph has one side of the decision.
-A model that asks has a capture for each answer; most do not ask, and have one capture for all calls. So the trace itself is the same for
-all of them, with gradients and channels first, and only the answers differ. For tensors they are what the trace does, which then has inputs
-as the call has them (:attr:`CallModeGuards.needs_call_inputs`).
+``forward`` may branch on ``torch.is_grad_enabled()``, ``weight.requires_grad`` or ``x.is_contiguous()``, and a graph has one branch. Such a
+query becomes a *guard* (as in Dynamo): the trace returns the value that the call has, and the capture holds for calls with the same value.
+Models without queries have one capture for all calls.
 
-torch's own modules ask as well, for something faster that computes the same. They are answered as the trace is, and not noted.
+The trace itself is always the same, with gradients and channels first; only the returned values differ. Queries on tensors return the
+state of the trace. Where the call's inputs differ (:attr:`CallModeGuards.needs_call_inputs`), the model is traced again on inputs with
+the gradients and memory formats of the call's.
+
+torch's own modules also query modes, to choose the faster of two equal computations. They see the modes of the trace, without a guard.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ __all__ = ["CallModeGuards", "CallModes", "GuardKind", "GuardValues"]
 
 GuardKind = Literal["grad mode", "inference mode", "deterministic", "gradients", "layouts"]
 
-#: What was answered, in one order; comparable and hashable.
+#: Values of guards, sorted by kind; comparable and hashable.
 GuardValues = tuple[tuple[GuardKind, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallModes:
-    """What of a call `forward` may ask; as it is by default, the trace is.
+    """Modes of a call that `forward` may query. The defaults are the modes of the trace.
 
     Attributes:
-        grad_enabled: whether the call is outside of ``torch.no_grad``.
-        inference: whether it is under ``torch.inference_mode``.
-        deterministic: whether it is under ``torch.use_deterministic_algorithms``.
-        weights: for each parameter whether it requires a gradient.
-        inputs: the same for the inputs.
-        channels_last: for each input whether it is laid out channels last.
-        weights_last: the same for parameters of images.
+        grad_enabled: true outside of ``torch.no_grad``.
+        inference: true under ``torch.inference_mode``.
+        deterministic: true under ``torch.use_deterministic_algorithms``.
+        weights: ``requires_grad`` of each parameter.
+        inputs: ``requires_grad`` of each input.
+        channels_last: for each input, true where its memory format is channels last.
+        weights_last: the same for parameters that are images.
     """
 
     grad_enabled: bool = True
@@ -55,27 +58,27 @@ class CallModes:
     channels_last: tuple[bool, ...] = ()
     weights_last: tuple[bool, ...] = ()
 
-    def answer(self, question: GuardKind) -> Any:
-        """What tells calls apart that are answered differently."""
-        answers: dict[GuardKind, Any] = {
+    def guard_value(self, kind: GuardKind) -> Any:
+        """The value of one kind of guard; calls with equal values take the same branches."""
+        values: dict[GuardKind, Any] = {
             "grad mode": self.grad_enabled,
             "inference mode": self.inference,
             "deterministic": self.deterministic,
             "gradients": (self.grad_enabled, self.weights, self.inputs),
             "layouts": (self.channels_last, self.weights_last),
         }
-        return answers[question]
+        return values[kind]
 
-    def answers(self, questions: Iterable[GuardKind]) -> GuardValues:
-        """The answers to these."""
-        return tuple((question, self.answer(question)) for question in sorted(questions))
+    def guard_values(self, kinds: Iterable[GuardKind]) -> GuardValues:
+        """The values of several kinds of guards."""
+        return tuple((kind, self.guard_value(kind)) for kind in sorted(kinds))
 
-    def agree(self, answers: GuardValues) -> bool:
-        """Whether this call is answered so."""
-        return all(self.answer(question) == answer for question, answer in answers)
+    def satisfies(self, values: GuardValues) -> bool:
+        """Return true where this call has these values."""
+        return all(self.guard_value(kind) == value for kind, value in values)
 
 
-#: What modules ask of tensors, and the answer where nothing computed has a gradient; ``None`` where that makes no difference.
+#: Queries on tensors, their kind of guard, and, in a tuple, their value where no result has a gradient; ``None`` where it is the same.
 _TENSOR_QUERIES: Mapping[Any, tuple[GuardKind, Any]] = {
     Tensor.requires_grad.__get__: ("gradients", (False,)),  # type: ignore[attr-defined]  # getset descriptors
     Tensor.is_leaf.__get__: ("gradients", (True,)),  # type: ignore[attr-defined]
@@ -84,7 +87,7 @@ _TENSOR_QUERIES: Mapping[Any, tuple[GuardKind, Any]] = {
     Tensor.stride: ("layouts", None),
 }
 
-#: Functions of torch that tell a mode.
+#: Functions of torch that return a mode (rows of the table of patches).
 _MODE_QUERIES: Mapping[str, GuardKind] = {
     "is_grad_enabled": "grad mode",
     "is_inference_mode_enabled": "inference mode",
@@ -93,63 +96,62 @@ _MODE_QUERIES: Mapping[str, GuardKind] = {
 
 
 class CallModeGuards:
-    """The questions of one trace.
+    """Guards that one trace collects.
 
     Args:
-        modes: what is answered.
-        with_call_inputs: whether inputs require gradients, and are laid out, as those of the call.
+        modes: modes of the call, which queries return.
+        with_call_inputs: true where the trace's inputs have the gradients and memory formats of the call's.
 
     Attributes:
-        asked: what was.
-        enables_grad: whether `forward` itself switches gradients on, as under ``torch.enable_grad``.
+        kinds: guards so far.
+        enables_grad: true where `forward` itself switches gradients on, as under ``torch.enable_grad``.
     """
 
     def __init__(self, modes: CallModes, *, with_call_inputs: bool = False) -> None:
         self.modes, self.with_call_inputs = modes, with_call_inputs
-        self.asked: set[GuardKind] = set()
+        self.kinds: set[GuardKind] = set()
         self.enables_grad = False
-        self._own: frozenset[GuardKind] = frozenset()  # the modes that `forward` has switched, and that are what they are
-        self._outside: dict[Any, frozenset[GuardKind]] = {}  # the same outside of a context that it is in
+        self._switched: frozenset[GuardKind] = frozenset()  # modes that `forward` has switched: queries return their real value
+        self._switched_outside: dict[Any, frozenset[GuardKind]] = {}  # the same outside of each context that is entered
 
     @property
     def needs_call_inputs(self) -> bool:
-        """Whether an answer was one about inputs that are not as those of the call."""
-        wants_gradients = "gradients" in self.asked and any(self.modes.inputs)
-        return not self.with_call_inputs and (wants_gradients or ("layouts" in self.asked and any(self.modes.channels_last)))
+        """True where a query on a tensor may have another value for the call's inputs than for those of this trace."""
+        depends_on_grads = "gradients" in self.kinds and any(self.modes.inputs)
+        depends_on_layouts = "layouts" in self.kinds and any(self.modes.channels_last)
+        return not self.with_call_inputs and (depends_on_grads or depends_on_layouts)
 
     @contextlib.contextmanager
-    def answered(self, model: nn.Module) -> Iterator[None]:
-        """While this is on, this thread's questions are answered."""
-        self._own, self._outside = frozenset(), {}
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """A context in which queries of this thread return the call's modes and become guards."""
+        self._switched, self._switched_outside = frozenset(), {}
         switch_methods = {"__init__": self._on_init, "__enter__": self._on_enter, "__exit__": self._on_exit}
-        replacements: dict[str, Callable[[Any], Any]] = {
-            name: functools.partial(self._query, guard) for name, guard in _MODE_QUERIES.items()
-        }
+        replacements: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._query, kind) for name, kind in _MODE_QUERIES.items()}
         replacements |= {name: switch_methods[name.rpartition(".")[2]] for name in MODE_SWITCHES}
         with apply_patches(replacements=replacements, namespaces=_model_namespaces(model)), _TensorQueryRecorder(self):
             yield
 
-    def _query(self, guard: GuardKind, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _query(self, kind: GuardKind, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of a function that returns a mode."""
 
         def query() -> bool:
             if _is_library_frame(calling_frame()):
                 return bool(original())
-            self.asked.add(guard)
-            return bool(original() if guard in self._own else self.modes.answer(guard))
+            self.kinds.add(kind)
+            return bool(original() if kind in self._switched else self.modes.guard_value(kind))
 
         return query
 
     def _on_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
         def construct(context: Any, mode: bool) -> None:
             init(context, mode)
-            self._switched(context, calling_frame())
+            self._note_switch(context, calling_frame())
 
         return construct
 
     def _on_enter(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         def enter_context(context: Any) -> Any:
-            self._switched(context, calling_frame())
+            self._note_switch(context, calling_frame())
             return enter(context)
 
         return enter_context
@@ -160,40 +162,40 @@ class CallModeGuards:
             try:
                 return leave(context, *error)  # torch leaves one mode by entering another
             finally:
-                self._own, self.enables_grad = self._outside.pop(context, self._own), enables
+                self._switched, self.enables_grad = self._switched_outside.pop(context, self._switched), enables
 
         return exit_context
 
-    def _switched(self, context: Any, frame: FrameType) -> None:
-        self._outside.setdefault(context, self._own)
+    def _note_switch(self, context: Any, frame: FrameType) -> None:
+        self._switched_outside.setdefault(context, self._switched)
         is_inference = isinstance(context, torch.inference_mode)
-        self._own |= {"grad mode", "inference mode"} if is_inference else {"grad mode"}
+        self._switched |= {"grad mode", "inference mode"} if is_inference else {"grad mode"}
         enables = isinstance(context, torch.enable_grad) or getattr(context, "mode", is_inference) != is_inference
         if enables and not _is_library_frame(frame):
             self.enables_grad = True
 
 
 class _TensorQueryRecorder(TorchFunctionMode):
-    """Notes what is asked of tensors."""
+    """A function mode that turns queries on tensors into guards."""
 
-    def __init__(self, questions: CallModeGuards) -> None:
+    def __init__(self, guards: CallModeGuards) -> None:
         super().__init__()
-        self._questions = questions
+        self._guards = guards
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _TENSOR_QUERIES.get(func)
-        if found is None or _is_library_frame(sys._getframe(1)):
+        query = _TENSOR_QUERIES.get(func)
+        if query is None or _is_library_frame(sys._getframe(1)):
             return func(*args, **kwargs)
-        question, otherwise = found
-        self._questions.asked.add(question)
-        if otherwise is not None and not self._questions.modes.grad_enabled and not args[0].is_leaf:
-            return otherwise[0]
+        kind, without_grad = query
+        self._guards.kinds.add(kind)
+        if without_grad is not None and not self._guards.modes.grad_enabled and not args[0].is_leaf:
+            return without_grad[0]
         return func(*args, **kwargs)
 
 
 def _is_library_frame(frame: FrameType) -> bool:
-    """Whether torch's own code runs there, or ours; where torch enters a context for a function that is decorated, whose that is."""
+    """Return true for code of torch or of this package. A decorator that enters a mode counts as code of the decorated function."""
     name = str(frame.f_globals.get("__name__"))
     if name == MODE_DECORATOR_MODULE:
         name = str(getattr(frame.f_locals.get("func"), "__module__", name))
@@ -201,7 +203,7 @@ def _is_library_frame(frame: FrameType) -> bool:
 
 
 def _model_namespaces(model: nn.Module) -> list[Any]:
-    """The modules of Python that the model's classes are in: they may have bound a function of torch long before."""
+    """Python modules that define the model's classes: they may have imported a function of torch by name."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     return [
         sys.modules[name] for name in sorted(names) if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins", "sft")

@@ -1,10 +1,11 @@
-"""From an ``nn.Module`` to a :class:`Graph`; with :mod:`sft.analysis.frontend.export` the part of the analysis that knows torch.
+"""Capture of an ``nn.Module`` as a :class:`Graph`.
 
-``torch.export`` traces the model on fake tensors whose height and width are symbols, so a 100,000 x 100,000 image costs
-no memory and one capture serves every size that satisfies the export's guards. :mod:`sft.analysis.frontend.functionalize` then removes
-in-place forms while keeping composite operators (``conv2d``, ``max_pool2d``) whole. Where the model fixes its own size the
-export makes the extents constant, and so does a second attempt where its solver fails on a size expression, or would take
-minutes (:mod:`sft.analysis.frontend.torch_patches`); such a capture serves that one size and the caller captures again for another.
+``torch.export`` traces the model on fake tensors whose height and width are symbols. A 100,000 x 100,000 image thus costs no memory, and
+one capture serves all sizes that satisfy its guards. Then :mod:`sft.analysis.frontend.functionalize` removes in-place forms and keeps
+composite operators (``conv2d``, ``max_pool2d``).
+
+Some captures have constant sizes and serve one size each: where the model fixes its size, and where the exporter's solver fails on a size
+expression or would take minutes (:mod:`sft.analysis.frontend.torch_patches`).
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ _PRODUCT_PREFIXES = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "a
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """A captured model and how its symbols follow from the inputs' shapes.
+    """A captured model, the conditions under which it holds, and the derivation of its symbols from input shapes.
 
     Attributes:
-        graph: the model; dead operators are gone.
+        graph: the model, without dead operators.
         out_spec: the pytree of the model's return value, over ``graph.outputs``.
-        bounds: for each symbol, and each size that is a multiple of one or has an offset to it, the smallest and largest value that the
-            capture holds for.
-        guards: relations between the symbols under which the model took the path that was captured.
-        shapes: the inputs' shapes at capture, for which it holds by definition.
-        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, or others, by the target of their node;
-            the model's own attributes are not among them.
-        differentiable_constants: those of them that require a gradient, and where they are.
-        answers: what `forward` asked of the call, and was told; the capture holds for calls that are answered the same.
-        enables_grad: whether `forward` switches gradients on by itself.
+        bounds: smallest and largest value (``None``: no limit) of each symbol, and of each size that is a multiple of a symbol or has an
+            offset to it.
+        guards: relations between the symbols under which the model takes the captured branches.
+        shapes: the inputs' shapes at capture, for which the capture holds by definition.
+        constants: tensors by the target of their node: those that ``forward`` makes of numbers, and those that modules keep in containers
+            or other objects. Parameters and buffers are not among them.
+        differentiable_constants: names, for messages, of the constants that require a gradient.
+        guard_values: modes of the call that `forward` queries; the capture holds for calls with the same values.
+        enables_grad: true where `forward` switches gradients on by itself.
     """
 
     graph: Graph
@@ -67,13 +68,13 @@ class Capture:
     shapes: tuple[tuple[int, ...], ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     differentiable_constants: Mapping[str, str] = field(default_factory=dict)
-    answers: GuardValues = ()
+    guard_values: GuardValues = ()
     enables_grad: bool = False
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
-        """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
+        """Return the symbols' values for input shapes; ``None`` where the capture does not hold for them."""
         values: dict[sp.Symbol, int] = {}
-        related: list[tuple[sp.Expr, int]] = []
+        expressions: list[tuple[sp.Expr, int]] = []
         for name, shape in zip(self.graph.inputs, shapes, strict=True):
             expected = self.graph[name].shape
             if len(expected) != len(shape):
@@ -83,8 +84,8 @@ class Capture:
                     if values.setdefault(extent, size) != size:
                         return None
                 else:
-                    related.append((sp.sympify(extent), size))
-        for extent, size in sorted(related, key=lambda pair: len(pair[0].free_symbols)):
+                    expressions.append((sp.sympify(extent), size))
+        for extent, size in sorted(expressions, key=lambda pair: len(pair[0].free_symbols)):
             values |= _solve_symbol(extent.subs(values), size)
             if extent.subs(values) != size:
                 return None
@@ -98,7 +99,7 @@ class Capture:
 
 
 def _solve_symbol(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
-    """The one symbol of ``a * symbol + b``, where that is of this size; nothing where there are others, or none."""
+    """Solve ``a * symbol + b = size``; empty where the extent has no symbol or several, or the solution is not a positive integer."""
     if len(extent.free_symbols) != 1:
         return {}
     symbol = next(iter(extent.free_symbols))
@@ -117,36 +118,43 @@ def capture(
     any_size: bool = True,
     modes: CallModes | None = None,
 ) -> Capture:
-    """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic, if it is to serve more than this size).
+    """Trace a model on inputs of given shapes and dtypes.
 
-    With ``autocast`` the model is traced as under ``torch.autocast`` of that dtype: casts become operators of the graph. Regions
-    that ``forward`` itself puts under autocast, or takes out of it, come out the same way. ``modes`` is what it is told of the call.
+    Args:
+        model: the model; it is unchanged afterwards.
+        shapes: shapes of its inputs.
+        dtypes: dtypes of its inputs.
+        device: device of its inputs.
+        autocast: trace as under ``torch.autocast`` of this dtype. Casts become operators of the graph, also those of regions that
+            ``forward`` itself puts under autocast.
+        any_size: make the image axes of inputs symbols, so that the capture serves more than one size.
+        modes: modes of the call, which ``forward`` may query.
 
     Raises:
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
-    questions = CallModeGuards(modes or CallModes())
+    call_guards = CallModeGuards(modes or CallModes())
     with without_autograd_debugging():
-        found, changes, others = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
-        if questions.needs_call_inputs:
-            questions = CallModeGuards(questions.modes, with_call_inputs=True)
-            found, changes, others = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
-    if changes or others:
-        with without_autograd_debugging(), override_attributes(changes), override_objects(others):
-            later, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
-        if later.graph != found.graph:
+        first, module_changes, object_changes = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+        if call_guards.needs_call_inputs:
+            call_guards = CallModeGuards(call_guards.modes, with_call_inputs=True)
+            first, module_changes, object_changes = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+    if module_changes or object_changes:
+        with without_autograd_debugging(), override_attributes(module_changes), override_objects(object_changes):
+            second, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+        if second.graph != first.graph:
             paths = {id(module): path for path, module in model.named_modules()}
-            set_there = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in changes.items()]
-            set_there += [(holder.name, name, value) for (holder, name), value in others.items()]
+            changes = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in module_changes.items()]
+            changes += [(owner.name, name, value) for (owner, name), value in object_changes.items()]
             raise UnsupportedError(
                 [
-                    f"{where}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
+                    f"{owner}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
                     "all calls for the same. Set it outside of `forward`, or make it an input"
-                    for where, name, value in set_there
+                    for owner, name, value in changes
                 ]
             )
-    return found
+    return first
 
 
 def _capture_once(
@@ -156,26 +164,26 @@ def _capture_once(
     device: torch.device,
     autocast: torch.dtype | None,
     any_size: bool,
-    questions: CallModeGuards,
+    call_guards: CallModeGuards,
 ) -> tuple[Capture, AttributeChanges, ObjectChanges]:
-    """A capture, and what `forward` has changed meanwhile of plain attributes, of its modules and of others; they are as before."""
+    """A capture, and the plain attributes that `forward` sets, of its modules and of other objects; all are restored."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
     with (
         torch.inference_mode(False),
         _autocast(device, autocast),
-        preserve_objects(model) as others,
-        prepare_for_tracing(model) as changes,
-        capture_repeats(model) as repeated,
+        preserve_objects(model) as object_changes,
+        prepare_for_tracing(model) as module_changes,
+        capture_repeats(model) as repeats,
     ):
-        found = export_model(model, shapes, dtypes, device, any_size, questions)
-    program = found.program
-    loose = unregistered_tensors(model)
-    constants = _lifted_constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
-    name = type(model).__name__
-    places = {id(tensor): f"{name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in found.foreign}
-    places |= {id(tensor): path for path, tensor in loose.items()}
-    unnamed = f"a tensor of {name}"
-    graph = build_graph(found, repeated.repetitions)
+        functional = export_model(model, shapes, dtypes, device, any_size, call_guards)
+    program = functional.program
+    in_containers = unregistered_tensors(model)
+    constants = _lifted_constants(program, model, (*in_containers.values(), *(tensor for tensor, _ in functional.unregistered)))
+    model_name = type(model).__name__
+    names = {id(tensor): f"{model_name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in functional.unregistered}
+    names |= {id(tensor): path for path, tensor in in_containers.items()}
+    default_name = f"a tensor of {model_name}"
+    graph = build_graph(functional, repeats.repetitions)
     mixed = [node for node in graph.operators if node.target.startswith(_PRODUCT_PREFIXES) and _mixes_dtypes(node, graph)]
     if mixed:  # the exporter of torch 2.11 lets them through
         raise UnsupportedError([f"{node.label}: {MIXED_DTYPES}" for node in mixed])
@@ -188,39 +196,44 @@ def _capture_once(
             guards=tuple(guard.xreplace(ties) for guard in symbol_guards(program)),
             shapes=tuple(shapes),
             constants={name: value.detach().to(device) for name, value in constants.items()},
-            differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
-            answers=questions.modes.answers(questions.asked),
-            enables_grad=questions.enables_grad,
+            differentiable_constants={
+                target: names.get(id(value), default_name) for target, value in constants.items() if value.requires_grad
+            },
+            guard_values=call_guards.modes.guard_values(call_guards.kinds),
+            enables_grad=call_guards.enables_grad,
         ),
-        changes,
-        others,
+        module_changes,
+        object_changes,
     )
 
 
 def _mixes_dtypes(node: Node, graph: Graph) -> bool:
-    """Whether a product is of two types; an ``einsum`` that sums over nothing that two operands share is none."""
+    """Return true for a product of operands of two dtypes; an ``einsum`` that sums over no common letter is not a product."""
     is_product = "einsum" not in node.target or any(contracted_letters(str(node.argument("equation")))[0])
     return is_product and len({graph[name].dtype for name in node.operands}) > 1
 
 
 def _lifted_constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that `forward` makes, or finds elsewhere than in parameters and buffers (``known``), by the target of their node."""
-    found = {}
+    """The program's constants by the target of their node: tensors that `forward` makes, or reads from outside of parameters and buffers.
+
+    ``known`` are the tensors that the model keeps outside of these; the exporter's aliases of them are replaced by themselves.
+    """
+    constants = {}
     originals = {storage_key(tensor): tensor for tensor in known}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
         if tensor_attribute(model, name) is None and isinstance(value, torch.Tensor):
-            # Made under fake tensors, it still knows its numbers.
+            # A fake tensor that `forward` made of numbers still has them.
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
                 raise UnsupportedError([f"{type(model).__name__}: `forward` {_unknown_constant_problem(value, program)}"])
-            found[name] = originals.get(storage_key(numbers), numbers)
-    return found
+            constants[name] = originals.get(storage_key(numbers), numbers)
+    return constants
 
 
 def _unknown_constant_problem(value: torch.Tensor, program: ExportedProgram) -> str:
-    own = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes if node.op == "placeholder"}
-    if isinstance(value, FakeTensor) and value.fake_mode not in own:
+    fake_modes = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes if node.op == "placeholder"}
+    if isinstance(value, FakeTensor) and value.fake_mode not in fake_modes:
         return (
             "finds a tensor of an earlier trace in a cache (a global, functools.lru_cache): empty it (cache_clear()), and call the model "
             "once before it is compiled, or make that tensor a buffer"
@@ -229,10 +242,10 @@ def _unknown_constant_problem(value: torch.Tensor, program: ExportedProgram) -> 
 
 
 def tensor_attribute(model: nn.Module, path: str) -> torch.Tensor | None:
-    """A tensor that a module holds, by its qualified name; ``None`` if there is none."""
+    """Return the tensor attribute of a module with a qualified name; ``None`` where the model has none of that name."""
     value: Any = model
-    for part in path.split("."):
-        value = getattr(value, part, None)
+    for name in path.split("."):
+        value = getattr(value, name, None)
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -251,15 +264,15 @@ def outputs_channels_last(
     *,
     autocast: torch.dtype | None = None,
 ) -> tuple[bool, ...] | None:
-    """For each output whether eager PyTorch lays it out channels last; ``None`` where the model does not run on fake tensors.
+    """For each output, true where eager PyTorch returns it channels last; ``None`` where the model does not run on fake tensors.
 
     Args:
-        model: its parameters' layouts count, too.
-        shapes: of the inputs.
-        dtypes: of the inputs.
-        device: of the inputs.
-        channels_last: for each input whether it is laid out channels last.
-        autocast: as for :func:`capture`.
+        model: the model; the memory formats of its parameters count, too.
+        shapes: shapes of the inputs.
+        dtypes: dtypes of the inputs.
+        device: device of the inputs.
+        channels_last: for each input, true where its memory format is channels last.
+        autocast: dtype of autocast, as for :func:`capture`.
     """
     mode = FakeTensorMode()
     layouts = memory_formats_of(shapes, channels_last)
@@ -274,11 +287,11 @@ def outputs_channels_last(
 
 
 def is_in_program_layout(value: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory as programs lay theirs: images channels last, others in order."""
+    """Return true for a tensor in the layout of programs: images channels last, other tensors contiguous."""
     return value.is_contiguous(memory_format=CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
 
 
 def is_channels_last(value: torch.Tensor) -> bool:
-    """Whether an image is laid out channels last, and not channels first at the same time."""
+    """Return true for an image in channels last format that is not in channels first format at the same time."""
     layout = CHANNELS_LAST.get(value.dim())
     return layout is not None and value.is_contiguous(memory_format=layout) and not value.is_contiguous()

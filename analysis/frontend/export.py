@@ -1,7 +1,7 @@
-"""A model through ``torch.export``, and what to do where that fails.
+"""Driver of ``torch.export``: contexts around the trace, a second attempt with constant sizes, and messages about models it cannot follow.
 
-The trace runs on fake tensors, with sizes that are symbols where that is possible. What the exporter forgets of a model, or sees otherwise
-than eager PyTorch, is followed by the contexts around it; what cannot be followed is refused with the model's reason, not the exporter's.
+The trace runs on fake tensors, with symbolic sizes where possible. Contexts around it follow habits that the exporter loses, or treats
+differently from eager PyTorch. A model that cannot be followed is refused with a reason in its own terms, and not in the exporter's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["CHANNELS_LAST", "MIXED_DTYPES", "export_model", "memory_formats_of"]
 
 aten = torch.ops.aten
 
-#: The layout with channels last, by the number of dimensions.
+#: Channels last format by number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 MIXED_DTYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
-#: What to do about what the exporter says, by words of its errors.
+#: Remedies by words of the exporter's errors.
 _REMEDIES = {
     "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
     "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
@@ -64,17 +64,17 @@ def export_model(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     any_size: bool,
-    questions: CallModeGuards,
+    guards: CallModeGuards,
 ) -> FunctionalProgram:
-    """Trace a model, without writes in place.
+    """Export a model and functionalize the program.
 
     Args:
-        model: the model; it is as before.
-        shapes: of its inputs.
-        dtypes: of its inputs.
-        device: of its inputs.
-        any_size: whether sizes should be symbols; where the exporter does not manage that they are not.
-        questions: what it asks of the call.
+        model: the model; it is unchanged afterwards.
+        shapes: shapes of its inputs.
+        dtypes: dtypes of its inputs.
+        device: device of its inputs.
+        any_size: make sizes symbols. They become constants where the exporter fails with symbols.
+        guards: guards on the call's modes; the trace adds to them.
 
     Raises:
         UnsupportedError: the model cannot be followed.
@@ -89,54 +89,54 @@ def export_model(
     )
     with suppress_output():
         try:
-            found = _export_once(model, shapes, dtypes, device, dynamic if any_size else None, questions)
-            # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
-            is_fixed = any(map(_specializes_size_product, symbol_guards(found.program)))
-            return _export_once(model, shapes, dtypes, device, None, questions) if is_fixed else found
+            functional = _export_once(model, shapes, dtypes, device, dynamic if any_size else None, guards)
+            # A fixed product of sizes (position embeddings of a list of pixels) determines no size, and few sizes satisfy it.
+            is_fixed = any(map(_specializes_size_product, symbol_guards(functional.program)))
+            return _export_once(model, shapes, dtypes, device, None, guards) if is_fixed else functional
         except UnsupportedError:
             raise
         except Exception as error:
-            # Tell a model that cannot take this input at all from one that only export cannot follow.
+            # Distinguish a model that rejects this input from a model that only the exporter cannot follow.
             reason = _eager_error(model, shapes, dtypes, device)
             if reason is not None:
-                wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
-            # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
+                sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+                raise InputError(f"the model refuses an input of shape {sizes}: {reason}") from error
+            # The exporter's solver fails on some size expressions, or takes too long; constant sizes need no solver.
             try:
-                return _export_once(model, shapes, dtypes, device, None, questions)
+                return _export_once(model, shapes, dtypes, device, None, guards)
             except UnsupportedError:
                 raise
-            except Exception as of_this_size:
-                error = of_this_size  # what is left where no size is a symbol is about the model
+            except Exception as constant_size_error:
+                error = constant_size_error  # without symbols the error is about the model
             raise _export_error(model, error) from error
 
 
 def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
-    """What the exporter said, with what to do about it."""
+    """The exporter's error as a refusal with a remedy."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if unknown := _UNREGISTERED_OUTPUT.search(first_line):
+    if match := _UNREGISTERED_OUTPUT.search(first_line):
         return UnsupportedError(
             [
-                f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class with "
+                f"(the model itself): returns a {match[1]}, and torch.export does not know what is inside; register the class with "
                 f"torch.export.register_dataclass or {REGISTER_PYTREE_NODE}, or return a tuple or a dict"
             ]
         )
-    said = f"{type(error).__name__}: {first_line}"
-    leave = _DISTRIBUTIONS_REMEDY if is_distributions_error(error) else _CONTROL_FLOW_REMEDY
-    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
+    message = f"{type(error).__name__}: {first_line}"
+    default_remedy = _DISTRIBUTIONS_REMEDY if is_distributions_error(error) else _CONTROL_FLOW_REMEDY
+    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in message), default_remedy)
     line = error_location(error)
-    where = f"the model at {line}" if line else "the model"
-    return UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"])
+    location = f"the model at {line}" if line else "the model"
+    return UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {location} ({message}); {remedy}"])
 
 
-#: What torch.export says to a class that is not registered.
+#: The exporter's error about an output of an unregistered class.
 _UNREGISTERED_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
 
 
 def _specializes_size_product(guard: sp.Basic) -> bool:
     if not (isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1):
         return False
-    # Ratios of sizes, which an export also states, are the same for larger images.
+    # Guards on ratios of sizes, which exports also have, stay constant for larger images.
     small, large = (guard.lhs.subs(dict.fromkeys(guard.lhs.free_symbols, size)) for size in (2**12, 2**16))
     return bool(small < large)
 
@@ -147,16 +147,16 @@ def _export_once(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
-    questions: CallModeGuards,
+    guards: CallModeGuards,
 ) -> FunctionalProgram:
     mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
     with mode:
-        inputs = _fake_inputs(shapes, dtypes, device, questions)
+        inputs = _fake_inputs(shapes, dtypes, device, guards)
     patches = _EXPORT_PATCHES if dynamic is None else (*_EXPORT_PATCHES, "size_complexity_limit")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_model_state(model))  # an attempt must not find what one before it has left
+        stack.enter_context(preserve_model_state(model))  # a second attempt must not see state that the first one left
         stack.enter_context(use_unsharded_parameters(model, mode))
-        foreign = stack.enter_context(track_grad_modes(model, questions))
+        unregistered = stack.enter_context(track_grad_modes(model, guards))
         stack.enter_context(autocast_composites(device))
         stack.enter_context(apply_patches(*patches))
         exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
@@ -164,38 +164,42 @@ def _export_once(
     _refuse_tensor_to_number(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with apply_patches(*_DECOMPOSITION_PATCHES):
-        return replace(functionalize(exported, AutocastPolicy(device.type) if is_cast else None), foreign=tuple(foreign))
+        functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
+    return replace(functional, unregistered=tuple(unregistered))
 
 
 def _fake_inputs(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: CallModeGuards
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, guards: CallModeGuards
 ) -> tuple[torch.Tensor, ...]:
-    modes, no = questions.modes, (False,) * len(shapes)
-    last, differentiated = (modes.channels_last or no, modes.inputs or no) if questions.with_call_inputs else (no, no)
+    modes, none = guards.modes, (False,) * len(shapes)
+    channels_last, requires_grad = (modes.channels_last or none, modes.inputs or none) if guards.with_call_inputs else (none, none)
     return tuple(
-        torch.empty(shape, dtype=dtype, device=device, memory_format=layout).requires_grad_(wants)
-        for shape, dtype, layout, wants in zip(shapes, dtypes, memory_formats_of(shapes, last), differentiated, strict=True)
+        torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format).requires_grad_(needs_grad)
+        for shape, dtype, memory_format, needs_grad in zip(
+            shapes, dtypes, memory_formats_of(shapes, channels_last), requires_grad, strict=True
+        )
     )
 
 
 def memory_formats_of(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
+    """The memory format of each input."""
     return [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
 
 
 def _group_var_positional(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
-    """What is said of each input, those that `forward` takes as one (``*inputs``) together."""
+    """Dynamic dimensions per parameter of `forward`: those of inputs that it takes as ``*inputs`` are grouped."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
         return dynamic
-    place = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    return (*dynamic[:place], dynamic[place:]) if len(dynamic) > place else dynamic
+    start = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*dynamic[:start], dynamic[start:]) if len(dynamic) > start else dynamic
 
 
 def _refuse_grad_mode_hooks(model: nn.Module, exported: ExportedProgram) -> None:
-    """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
+    """Refuse switches of the grad mode outside of `forward`: decomposition loses them, and gradients would appear where eager has none.
 
     Raises:
-        UnsupportedError: the exporter has seen a switch, so it was not `forward` that made it.
+        UnsupportedError: the exported program has a switch; those of `forward` are hidden from the exporter.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
@@ -212,20 +216,20 @@ _TO_NUMBER_OPS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> None:
-    """A number that `forward` reads from a tensor is another one at each call, and a captured program has no place for it.
+    """Refuse computation with Python numbers read from tensors (``item()``): they differ between calls, and a graph has no node for them.
 
     Raises:
-        UnsupportedError: something is computed with one.
+        UnsupportedError: an operator or an output uses such a number.
     """
-    read: dict[torch.fx.Node, str] = {}
+    numbers: dict[torch.fx.Node, str] = {}
     problems: dict[str, None] = {}
     for node in exported.graph.nodes:
         value = node.meta.get("val")
-        paths = [read[operand] for operand in node.all_input_nodes if operand in read]
+        paths = [numbers[operand] for operand in node.all_input_nodes if operand in numbers]
         if node.target in _TO_NUMBER_OPS:
-            read[node] = module_path_of(node) or "(the model itself)"
+            numbers[node] = module_path_of(node) or "(the model itself)"
         elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            read[node] = paths[0]
+            numbers[node] = paths[0]
         elif paths and (value is not None or node.op == "output"):
             problems |= {f"{path}: item: it computes with a Python number read from a tensor": None for path in paths}
     if problems:
@@ -233,18 +237,18 @@ def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> Non
 
 
 def _eager_error(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
-    """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
+    """The error of the eager model on a fake input of this shape; ``None`` where it accepts the input or does not run on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with suppress_output():
         try:
-            with torch.enable_grad(), mode, use_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
+            with torch.enable_grad(), mode, use_fake_tensors(model, mode):  # gradients on: models that differentiate inside need them
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             message = str(error).strip().splitlines() or [""]
-            # Data-dependent control flow fails on fake tensors too, but says so in its own type.
-            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-            is_own = is_own and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
-            return message[0] or type(error).__name__ if is_own else None
+            # Errors about fake tensors (data-dependent control flow) have types of their own, or these words.
+            is_eager_error = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+            is_eager_error = is_eager_error and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
+            return message[0] or type(error).__name__ if is_eager_error else None
         except Exception:
             return None
     return None

@@ -1,13 +1,14 @@
-"""An exported program without writes: every operator makes a new value, and a value never changes.
+"""Functionalization of exported programs: in-place operators become operators that return new values.
 
-``torch.export`` hands over what ``forward`` called, in-place forms included. ``ExportedProgram.run_decompositions({})`` removes them by
-tracing the program twice more, which takes 0.74 to 0.87 of the time of capturing our example models (`benchmarks/capture.py`). What
-networks write is simple, though: an activation in place on a value that nobody else looks at, the statistics of a norm. Such a program is
-rewritten here directly, by one rule: after a write the old name means the new value. The rule is sound while no other name of the same
-memory is read after the write; which names those are follows from the operators' schemas. Anything else (a view that is read after its base
-was written, inner graphs, operators that this module does not know) goes the long way, and the result is the same graph.
+``torch.export`` returns the calls of ``forward``, in-place forms included. ``ExportedProgram.run_decompositions({})`` removes these by
+tracing the program twice more, which takes 0.74 to 0.87 of the time of capturing our example models (`benchmarks/capture.py`).
 
-Under autocast the long way also puts in the casts of operands. Here they come from ``sft.analysis.frontend.autocast``.
+Most networks write in simple ways: an activation in place on a value with no other reader, the statistics of a norm. Such programs are
+*rewritten* directly, by one rule: after a write, the written name means the new value. The rule is sound while no alias of the written
+memory is read after the write; aliases follow from the operators' schemas. Other programs (with a view that is read after a write to its
+base, inner graphs, or operators unknown to this module) are *decomposed* by the exporter, with the same graph as result.
+
+Under autocast, decomposition inserts casts of operands. For rewriting they come from :mod:`sft.analysis.frontend.autocast`.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionalProgram:
-    """A program whose operators write nothing.
+    """A program without in-place operators.
 
     Attributes:
-        program: what was exported, or decomposed: its signature, symbols and constants.
-        nodes: the operators in order.
-        outputs: what the program returns.
-        updates: the buffer that a value is written to at the end, by the value's name.
-        foreign: tensors that `forward` reads, and that require a gradient without being parameters.
+        program: the exported or decomposed program, for its signature, symbols and constants.
+        nodes: placeholders and operators in order.
+        outputs: values that the program returns.
+        updates: buffers that are updated at the end of a call, by the name of their new value.
+        unregistered: tensors that `forward` reads and that require a gradient without being parameters.
     """
 
     program: ExportedProgram
     nodes: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, str]
-    foreign: tuple[UnregisteredTensor, ...] = ()
+    unregistered: tuple[UnregisteredTensor, ...] = ()
 
 
 def functionalize(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:
-    """The program without writes.
+    """Functionalize a program, by rewriting where possible and by decomposition otherwise.
 
     Args:
-        exported: what ``torch.export`` made.
-        casts: what autocast does, where it is on.
+        exported: program of ``torch.export``.
+        casts: casts of autocast, where it is on.
 
     Raises:
-        UnsupportedError: a parameter is written into.
+        UnsupportedError: the program writes to a parameter.
     """
     return functionalize_by_rewriting(exported, casts) or _functionalize_by_decomposition(exported)
 
@@ -81,30 +82,31 @@ def _functionalize_by_decomposition(exported: ExportedProgram) -> FunctionalProg
                 for path in written
             ]
         )
-    # By place: what is written to a buffer, or to an input, may be returned as well.
+    # By position: a value may be both returned and written to a buffer or an input.
     outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
 
 
 def _view_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
-    """The view that an operator hands on without saying so: the exporter takes it for a copy, which writes do not reach."""
+    """The view that an operator returns against its schema: the exporter takes it for a copy, which writes to the operand do not change."""
     if node.op != "call_function":
         return None
     if node.target is aten.dropout.default:
         operand, p, train = _all_arguments(node)
         return None if train and p else (aten.alias.default, (operand,))
     if node.target is aten.type_as.default:
-        given, made = tensor_operands(node)[0].meta["val"], node.meta["val"]
-        return (aten.alias.default, node.args[:1]) if given.dtype == made.dtype and given.device == made.device else None
+        operand, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
+        is_same = operand.dtype == result.dtype and operand.device == result.device
+        return (aten.alias.default, node.args[:1]) if is_same else None
     if node.target is aten.einsum.default and len(operands := tensor_operands(node)) == 1:
-        before, _, after = str(node.args[0]).replace(" ", "").partition("->")
-        is_permutation = before.isalpha() and len(set(before)) == len(before) and sorted(before) == sorted(after)
-        return (aten.permute.default, (operands[0], [before.index(letter) for letter in after])) if is_permutation else None
+        source, _, target = str(node.args[0]).replace(" ", "").partition("->")
+        is_permutation = source.isalpha() and len(set(source)) == len(source) and sorted(source) == sorted(target)
+        return (aten.permute.default, (operands[0], [source.index(letter) for letter in target])) if is_permutation else None
     return None
 
 
 def functionalize_by_rewriting(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram | None:
-    """The program without writes where the rule above holds, and ``None`` elsewhere."""
+    """Functionalize a program by rewriting; ``None`` where it needs decomposition."""
     try:
         return _InPlaceRewriter(exported, casts).finish()
     except _NeedsDecompositionError:
@@ -112,10 +114,10 @@ def functionalize_by_rewriting(exported: ExportedProgram, casts: AutocastPolicy 
 
 
 class _NeedsDecompositionError(Exception):
-    """The program goes the long way."""
+    """The program cannot be rewritten."""
 
 
-#: Operators made of others that stay as they are: they write nothing, and their result is memory of its own.
+#: Composite operators that are kept: they write no operand, and their result is new memory.
 _COMPOSITE_OPS = frozenset(
     f"aten.{name}"
     for name in (
@@ -135,7 +137,7 @@ _COMPOSITE_OPS = frozenset(
     )
 )
 
-#: Operators made of others whose result may be memory of their operand.
+#: Composite operators whose result may alias an operand.
 _COMPOSITE_VIEW_OPS = frozenset(
     f"aten.{name}"
     for name in (
@@ -144,17 +146,17 @@ _COMPOSITE_VIEW_OPS = frozenset(
     )
 )
 
-#: Operators made of others that do more than look at memory in another way.
+#: Composite operators that compute, so autocast may know an operator inside.
 _COMPUTING_COMPOSITE_OPS = _COMPOSITE_OPS | {"aten.einsum.default"}
 
-#: What of them is a change of shape; a graph knows no memory, so that no copy is needed.
+#: Composite operators that only change the shape; a graph has no memory layout, so they become views.
 _RESHAPE_OPS = frozenset(
     f"aten.{name}" for name in ("flatten.using_ints", "reshape.default", "reshape_as.default", "unflatten.int", "view_as.default")
 )
 
 _CAST_OPS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
 
-#: Operators that write their first operand and have a form that does not, of the same name and arguments.
+#: In-place operators with a functional form of the same name and arguments; they write their first operand.
 _IN_PLACE_OPS = frozenset(
     {
         *("add_", "sub_", "mul_", "div_", "neg_", "exp_", "clamp_", "clamp_min_", "clamp_max_", "copy_", "detach_"),
@@ -164,24 +166,26 @@ _IN_PLACE_OPS = frozenset(
 
 
 class _InPlaceRewriter:
+    """Copies a program node by node, with current values in place of written names."""
+
     def __init__(self, exported: ExportedProgram, casts: AutocastPolicy | None) -> None:
         self._exported, self._casts = exported, casts
         self._graph = fx.Graph()
-        self._now: dict[fx.Node, Any] = {}  # what the old node means, after the writes so far
-        self._named: dict[fx.Node, fx.Node] = {}  # of a node that returns what it wrote, whose other name it is
-        self._memory: dict[fx.Node, set[fx.Node]] = {}  # all nodes that may share memory with this one
+        self._current: dict[fx.Node, Any] = {}  # value of each old node, after the writes so far
+        self._roots: dict[fx.Node, fx.Node] = {}  # for the result of a write, the first name of the written tensor
+        self._aliases: dict[fx.Node, set[fx.Node]] = {}  # nodes that may share memory with a node, itself included
         self._position = {node: index for index, node in enumerate(exported.graph.nodes)}
         signature = exported.graph_signature
         self._buffers = dict(signature.inputs_to_buffers)
         self._updates: dict[str, fx.Node] = {}
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-            raise _NeedsDecompositionError  # an exporter that has rewritten the writes already
+            raise _NeedsDecompositionError  # this exporter has functionalized already
 
     def finish(self) -> FunctionalProgram:
         *nodes, last = self._exported.graph.nodes
         for node in nodes:
             self._add(node)
-        outputs = map_arg(last.args[0], self._now.__getitem__)
+        outputs = map_arg(last.args[0], self._current.__getitem__)
         return FunctionalProgram(
             program=self._exported,
             nodes=tuple(self._graph.nodes),
@@ -191,8 +195,8 @@ class _InPlaceRewriter:
 
     def _add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._now[node] = self._graph.node_copy(node)
-            self._memory[node] = {node}
+            self._current[node] = self._graph.node_copy(node)
+            self._aliases[node] = {node}
             return
         if node.op != "call_function":
             raise _NeedsDecompositionError
@@ -202,7 +206,7 @@ class _InPlaceRewriter:
             return
         name, schema = str(node.target), op_schema(node.target)
         if value is None and not node.users and not schema.is_mutable:
-            return  # an assertion; a graph's shapes and dtypes are checked at each call
+            return  # an assertion; shapes and dtypes are checked at each call
         casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING_COMPOSITE_OPS)
         if casts is None:
             raise _NeedsDecompositionError
@@ -217,7 +221,7 @@ class _InPlaceRewriter:
         elif name == "aten.feature_dropout.default":
             self._feature_dropout(node)
         elif name == "aten.instance_norm.default":
-            # It writes its running statistics, its schema does not say so, and the long way does not either.
+            # It writes its running statistics against its schema; decomposition leaves the write out, too.
             self._make(node, node.target, node.args, node.kwargs, shares=False)
         elif name == "aten.bernoulli_.float":
             self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
@@ -253,18 +257,18 @@ class _InPlaceRewriter:
         self._make(node, node.target, node.args, node.kwargs, shares=shares)
 
     def _cast_operands(self, node: fx.Node, casts: Sequence[OperandCast]) -> None:
-        """An operator that stays as it is, behind the casts of what it reads."""
+        """An operator that is kept, after casts of its operands."""
         overload: Any = node.target
         if op_schema(overload).is_mutable or (is_composite_op(overload) and str(overload) not in _COMPUTING_COMPOSITE_OPS):
             raise _NeedsDecompositionError
         operands, cast = tensor_operands(node), {}
-        for place, dtype in casts:
-            operand = operands[place]
-            given = operand.meta["val"]
-            made = cast[place] = self._create(aten._to_copy.default, (self._now[operand],), {"dtype": dtype})
-            made.meta = {**node.meta, "val": given.new_empty(given.shape, dtype=dtype)}
-            self._now[made], self._memory[made] = made, {made}
-        args, kwargs = replace_tensor_operands(node, [cast.get(place, operand) for place, operand in enumerate(operands)])
+        for index, dtype in casts:
+            operand = operands[index]
+            value = operand.meta["val"]
+            copy = cast[index] = self._create(aten._to_copy.default, (self._current[operand],), {"dtype": dtype})
+            copy.meta = {**node.meta, "val": value.new_empty(value.shape, dtype=dtype)}
+            self._current[copy], self._aliases[copy] = copy, {copy}
+        args, kwargs = replace_tensor_operands(node, [cast.get(index, operand) for index, operand in enumerate(operands)])
         self._make(node, overload, args, kwargs, shares=str(overload) in _COMPOSITE_VIEW_OPS)
 
     def _dropout(self, node: fx.Node) -> None:
@@ -273,9 +277,9 @@ class _InPlaceRewriter:
             raise _NeedsDecompositionError
         if train and p:
             self._make(node, aten.native_dropout.default, (operand, p, True), shares=False)
-            made = self._now[node]
-            made.meta["val"] = (node.meta["val"],)
-            self._now[node] = self._result(made, 0, node)
+            dropout = self._current[node]
+            dropout.meta["val"] = (node.meta["val"],)
+            self._current[node] = self._result(dropout, 0, node)
         else:
             self._make(node, aten.clone.default, (operand,), shares=True)
 
@@ -286,11 +290,11 @@ class _InPlaceRewriter:
         if not train:
             self._write(node, aten.alias.default, (operand,))
             return
-        mask: Any = self._now[operand]
+        mask: Any = self._current[operand]
         for target, *arguments in ((aten.empty_like.default,), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
             mask = self._create(target, (mask, *arguments))
             mask.meta = dict(node.meta)
-        self._now[mask] = mask
+        self._current[mask] = mask
         self._write(node, aten.mul.Tensor, (operand, mask))
 
     def _feature_dropout(self, node: fx.Node) -> None:
@@ -298,29 +302,29 @@ class _InPlaceRewriter:
         if train and p == 1:
             raise _NeedsDecompositionError
         if not train or not p:
-            self._now[node] = self._now[operand]
-            self._memory[node] = self._memory[operand]
-            self._memory[node].add(node)
+            self._current[node] = self._current[operand]
+            self._aliases[node] = self._aliases[operand]
+            self._aliases[node].add(node)
             return
         value = node.meta["val"]
         sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
-        mask: Any = self._now[operand]
+        mask: Any = self._current[operand]
         for target, *arguments in ((aten.new_empty.default, sizes), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
             mask = self._create(target, (mask, *arguments))
             mask.meta = {**node.meta, "val": value.new_empty(sizes)}
-        self._now[mask] = mask
+        self._current[mask] = mask
         self._make(node, aten.mul.Tensor, (operand, mask), shares=False)
 
     def _cast(self, node: fx.Node) -> None:
-        operand, made = node.args[0], node.meta["val"]
+        operand, result = node.args[0], node.meta["val"]
         assert isinstance(operand, fx.Node)
-        given = operand.meta["val"]
-        if given.device != made.device:
+        value = operand.meta["val"]
+        if value.device != result.device:
             raise _NeedsDecompositionError
-        if given.dtype == made.dtype:
+        if value.dtype == result.dtype:
             self._make(node, aten.clone.default, (operand,), shares=True)
         else:
-            self._make(node, aten._to_copy.default, (operand,), {"dtype": made.dtype}, shares=False)
+            self._make(node, aten._to_copy.default, (operand,), {"dtype": result.dtype}, shares=False)
 
     def _batch_norm(self, node: fx.Node) -> None:
         operand, weight, bias, mean, variance, train, momentum, eps, _ = _all_arguments(node)
@@ -332,17 +336,17 @@ class _InPlaceRewriter:
         else:
             target, args = aten._native_batch_norm_legit_no_training.default, (operand, weight, bias, mean, variance, momentum, eps)
         self._make(node, target, args, shares=False)
-        made = self._now[node]
-        made.meta["val"] = (node.meta["val"],)
-        self._now[node] = self._result(made, 0, node)
+        norm = self._current[node]
+        norm.meta["val"] = (node.meta["val"],)
+        self._current[node] = self._result(norm, 0, node)
         if target is aten._native_batch_norm_legit_functional.default:
             for index, buffer in ((3, mean), (4, variance)):
-                self._rename(buffer, self._result(made, index, buffer), node)
+                self._rename(buffer, self._result(norm, index, buffer), node)
 
-    def _result(self, made: fx.Node, index: int, like: fx.Node) -> fx.Node:
-        """One of several results, which looks as ``like`` does."""
-        result = self._create(operator.getitem, (made, index))
-        result.meta = {**made.meta, "val": like.meta["val"]}
+    def _result(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        """One of several results of an operator, with the shape and dtype of ``like``."""
+        result = self._create(operator.getitem, (node, index))
+        result.meta = {**node.meta, "val": like.meta["val"]}
         return result
 
     def _write_simply(self, node: fx.Node) -> None:
@@ -353,40 +357,40 @@ class _InPlaceRewriter:
         self._write(node, getattr(getattr(aten, packet.removesuffix("_")), overload._overloadname), node.args, node.kwargs)
 
     def _write(self, node: fx.Node, pure: OpOverload, args: tuple[Any, ...], kwargs: Any = None) -> None:
-        """An operator that writes its first operand and returns it, as one that does not."""
+        """Replace an operator that writes and returns its first operand by its functional form."""
         written = node.args[0]
         assert isinstance(written, fx.Node)
         self._make(node, pure, args, kwargs, shares=False)
-        self._named[node] = self._named.get(written, written)
-        self._memory[node] = self._memory[written]
-        self._memory[node].add(node)
-        self._rename(written, self._now[node], node)
+        self._roots[node] = self._roots.get(written, written)
+        self._aliases[node] = self._aliases[written]
+        self._aliases[node].add(node)
+        self._rename(written, self._current[node], node)
 
     def _create(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        # Named after the operator, as the exporter does.
+        # Named after the operator, as in the exporter.
         name = op_schema(target).name.removeprefix("aten::") if isinstance(target, OpOverload) else None
         return self._graph.create_node("call_function", target, args, kwargs, name=name)
 
     # -- names ------------------------------------------------------------------------------------------------------
 
     def _make(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, *, shares: bool) -> None:
-        made = self._create(target, map_arg(tuple(args), self._now.__getitem__), map_arg(dict(kwargs or {}), self._now.__getitem__))
-        made.meta = dict(node.meta)
-        self._now[node] = made
-        memory = {node}
+        new = self._create(target, map_arg(tuple(args), self._current.__getitem__), map_arg(dict(kwargs or {}), self._current.__getitem__))
+        new.meta = dict(node.meta)
+        self._current[node] = new
+        aliases = {node}
         if shares:
             for operand in node.all_input_nodes:
-                memory |= self._memory[operand]
-        for other in memory:
-            self._memory[other] = memory
+                aliases |= self._aliases[operand]
+        for alias in aliases:
+            self._aliases[alias] = aliases
 
     def _rename(self, old: fx.Node, new: fx.Node, write: fx.Node) -> None:
-        """From ``write`` on, ``old`` means ``new``."""
-        root = self._named.get(old, old)
-        for other in self._memory[old]:
-            if self._named.get(other, other) is root:
-                self._now[other] = new
-            elif any(self._position[user] > self._position[write] for user in other.users):
+        """Let ``old`` mean ``new`` after ``write``."""
+        root = self._roots.get(old, old)
+        for alias in self._aliases[old]:
+            if self._roots.get(alias, alias) is root:
+                self._current[alias] = new
+            elif any(self._position[user] > self._position[write] for user in alias.users):
                 raise _NeedsDecompositionError
         if root.op == "placeholder":
             if root.name not in self._buffers:
@@ -395,13 +399,13 @@ class _InPlaceRewriter:
 
 
 def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether writing in place and making a new value give the same type."""
+    """Return true where the in-place form and the functional form have the same dtype."""
     dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
     return len(dtypes) == 1
 
 
 def _moved_order(rank: int, source: int, destination: int) -> list[int]:
-    """The order of dimensions in which one has moved."""
+    """The permutation of ``movedim`` for one dimension."""
     order = [dim for dim in range(rank) if dim != source % rank]
     order.insert(destination % rank, source % rank)
     return order

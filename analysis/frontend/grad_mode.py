@@ -1,13 +1,13 @@
-"""What a model's ``forward`` does with autograd besides calling operators: it switches the grad mode, writes past it, replaces it.
+"""Autograd habits of ``forward``: switches of the grad mode, writes past autograd, autograd functions, hooks on tensors.
 
 A graph has no grad modes. ``torch.export`` keeps them as calls of inner graphs, loses them where autocast is switched around them, and
-forgets them altogether when it decomposes; gradients would come out where eager PyTorch has none. So the exporter is not told: while
-``forward`` runs for it, the switches take effect, and every tensor that is made under ``torch.no_grad`` is detached where it is made.
-That is all that the mode does, with one exception, which is refused: a tensor of the outside that is written to under ``torch.no_grad``,
-or through ``x.detach()``, keeps its gradient, that of the value before.
+forgets them when it decomposes; gradients would appear where eager PyTorch has none. So the exporter does not see the switches. They take
+effect while ``forward`` runs, and each tensor that is computed under ``torch.no_grad`` is detached at once.
 
-An autograd function with a backward of its own is refused, too, and so are hooks on tensors: a graph has the operators' own derivatives.
-Numbers drawn from Python's or NumPy's generators are refused, since the graph would have those of one call.
+This is all that the mode does, with one exception, which is refused: a tensor from outside of ``torch.no_grad`` that is written to under
+it, or through ``x.detach()``, keeps the gradient of its value before the write.
+
+Autograd functions are refused, since their backward is not that of the operators in their forward; so are hooks on tensors.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ from sft.common.torch_internals import SET_GRAD_ENABLED, disable_torch_function,
 
 __all__ = ["track_grad_modes"]
 
-#: What checkpoints without reentrance keep their inputs by, up to torch 2.12; it computes nothing.
+#: The autograd function by which non-reentrant checkpoints keep their inputs, up to torch 2.12; it computes nothing.
 _CHECKPOINT_NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
-def track_grad_modes(model: nn.Module, questions: CallModeGuards) -> Iterator[list[UnregisteredTensor]]:
-    """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
+def track_grad_modes(model: nn.Module, guards: CallModeGuards) -> Iterator[list[UnregisteredTensor]]:
+    """A context in which ``model.forward`` can be exported: results under ``torch.no_grad`` are detached, and queries become guards.
 
-    What it asks about the call is answered. The list gets what it reads that requires a gradient and is no parameter. Calls raise
-    UnsupportedError where that is not what the mode does.
+    Yields the list of tensors that `forward` reads and that require a gradient without being parameters; calls fill it. Calls raise
+    UnsupportedError for habits that a graph cannot express.
     """
     inner = model.forward
-    foreign: list[UnregisteredTensor] = []
+    unregistered: list[UnregisteredTensor] = []
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        around = (
+        contexts = (
             _restore_grad_mode(),
             forbid_external_rng(model),
             _forbid_autograd_functions(),
-            _DetachUnderNoGrad(model, foreign),
+            _DetachUnderNoGrad(model, unregistered),
         )
         with contextlib.ExitStack() as stack:
-            for context in (*around, questions.answered(model), check_registrations(model)):
+            for context in (*contexts, guards.watch(model), check_registrations(model)):
                 stack.enter_context(context)
             return inner(*args, **kwargs)
 
-    own = vars(model).get("forward")
+    instance_forward = vars(model).get("forward")
     vars(model)["forward"] = forward
     try:
-        yield foreign
+        yield unregistered
     finally:
         del vars(model)["forward"]
-        if own is not None:
-            vars(model)["forward"] = own
+        if instance_forward is not None:
+            vars(model)["forward"] = instance_forward
 
 
 @contextlib.contextmanager
 def _restore_grad_mode() -> Iterator[None]:
-    """Put the grad mode back behind the model, unseen: at every switch that it sees the exporter cuts the program in two, and joins it."""
+    """Restore the grad mode without a call that the exporter sees: at each such call it splits the program in two."""
     before = torch.is_grad_enabled()
     try:
         yield
@@ -84,7 +84,7 @@ def _restore_grad_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forbid_autograd_functions() -> Iterator[None]:
-    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into."""
+    """Refuse autograd functions of this thread, but for that of ``torch.utils.checkpoint``, which runs the function that it is given."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -104,16 +104,16 @@ def _forbid_autograd_functions() -> Iterator[None]:
 
 
 class _DetachUnderNoGrad(TorchFunctionMode):
-    """Detaches the results of calls under ``torch.no_grad``."""
+    """A function mode that detaches results of calls under ``torch.no_grad`` and refuses writes that autograd does not see."""
 
-    def __init__(self, model: nn.Module, foreign: list[UnregisteredTensor]) -> None:
+    def __init__(self, model: nn.Module, unregistered: list[UnregisteredTensor]) -> None:
         super().__init__()
-        self._foreign = foreign
+        self._unregistered = unregistered
         self._model_name = type(model).__name__
         self._buffers = {storage_id(buffer) for buffer in model.buffers()}
-        self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
-        self._aliases: set[int] = set()  # identities of detached tensors whose memory autograd knows of
-        self._kept: list[Tensor] = []  # so that neither their memory nor their identity gets a second owner
+        self._untracked: set[int] = set()  # storages without a gradient: factory results, and results under torch.no_grad
+        self._detached: set[int] = set()  # ids of detached tensors that share the memory of a tracked one
+        self._alive: list[Tensor] = []  # keeps storages and ids from being reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is SET_GRAD_ENABLED:
@@ -121,42 +121,42 @@ class _DetachUnderNoGrad(TorchFunctionMode):
                 return func(*args)
         kwargs = kwargs or {}
         if is_in_place_foreach(_function_name(func)):
-            return self._write_lists(func, types, args, kwargs)
+            return self._decompose_foreach(func, types, args, kwargs)
         self._refuse_calls(func, args)
         func = VALUE_FREE_FUNCTIONS.get(func, func)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        self._note_foreign(given)
-        targets = [] if torch.is_grad_enabled() else _written_tensors(func, args, kwargs)
-        if targets:  # what is written must not bring its gradient along
+        operands = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        self._note_unregistered(operands)
+        destinations = [] if torch.is_grad_enabled() else _written_tensors(func, args, kwargs)
+        if destinations:  # the written values must not bring their gradients along
             args, kwargs = pytree.tree_map(
-                lambda value: value if _contains_tensor(value, targets) else _detach_results(value), (args, kwargs)
+                lambda value: value if _contains_tensor(value, destinations) else _detach_results(value), (args, kwargs)
             )
-        versions = [_version_counter(value) for value in given]
-        made = func(*args, **kwargs)
-        self._check_written([value for value, version in zip(given, versions, strict=True) if _version_counter(value) != version], func)
+        versions = [_version_counter(value) for value in operands]
+        result = func(*args, **kwargs)
+        self._check_written([value for value, version in zip(operands, versions, strict=True) if _version_counter(value) != version], func)
         if torch.is_grad_enabled():
-            self._note(func, made, given)
-            return made
-        memories = {storage_id(value) for value in given}
-        return pytree.tree_map(lambda value: value if _contains_tensor(value, given) else self._result(value, memories), made)
+            self._note_result(func, result, operands)
+            return result
+        storages = {storage_id(value) for value in operands}
+        return pytree.tree_map(lambda value: value if _contains_tensor(value, operands) else self._detach(value, storages), result)
 
-    def _note_foreign(self, given: list[Tensor]) -> None:
-        """Parameters and what is made of them are fake by now; what is not is the exporter's constant, which has no gradient."""
-        for value in given:
+    def _note_unregistered(self, operands: list[Tensor]) -> None:
+        """Note real tensors that require a gradient: parameters are fake by now, and the exporter takes the real ones for constants."""
+        for value in operands:
             is_real = type(value) in (Tensor, nn.Parameter)
-            if is_real and value.requires_grad and not any(value is known.tensor for known in self._foreign):
-                self._foreign.append(UnregisteredTensor(value, current_location()))
+            if is_real and value.requires_grad and not any(value is known.tensor for known in self._unregistered):
+                self._unregistered.append(UnregisteredTensor(value, current_location()))
 
-    def _write_lists(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _decompose_foreach(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         calls = decompose_foreach(_function_name(func), args, kwargs)
         if calls is None:
             self._refuse(
                 f"calls {_function_name(func)}, which is not the same as one call for each tensor here; write to one tensor after the other"
             )
-        for one, own, named in calls:
-            self.__torch_function__(one, types, own, named)
+        for function, single_args, single_kwargs in calls:
+            self.__torch_function__(function, types, single_args, single_kwargs)
         return args[0]
 
     def _refuse_calls(self, func: Any, args: Any) -> None:
@@ -166,51 +166,52 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         if func in _AUTOGRAD_CALLS:
             self._refuse(f"differentiates inside ({name}), which the capture cannot follow; do it outside, with the plain model")
         if func == _SET_DATA or name == "detach_":
-            what = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
-            self._refuse(f"{what} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
+            action = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
+            self._refuse(f"{action} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
 
     def _check_written(self, written: list[Tensor], func: Any) -> None:
         for value in written:
-            memory, shape = storage_id(value), tuple(value.shape)
-            if id(value) in self._aliases:
+            storage, shape = storage_id(value), tuple(value.shape)
+            if id(value) in self._detached:
                 self._refuse(
                     f"writes in place ({_function_name(func)}) through x.detach() or x.data, which autograd does not notice; "
                     f"{_IN_PLACE_REMEDY}"
                 )
             if torch.is_grad_enabled():
-                self._unwatched.discard(memory)
-            elif memory not in self._buffers and memory not in self._unwatched:
+                self._untracked.discard(storage)
+            elif storage not in self._buffers and storage not in self._untracked:
                 self._refuse(
                     f"writes in place ({_function_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, "
                     f"whose gradient would be that of the value before; {_IN_PLACE_REMEDY}"
                 )
 
-    def _result(self, value: Any, memories: set[int]) -> Any:
-        if isinstance(value, Tensor) and storage_id(value) not in memories:
-            self._own(value)
+    def _detach(self, value: Any, storages: set[int]) -> Any:
+        """A result under ``torch.no_grad``, detached; it is untracked where it shares no memory with the operands."""
+        if isinstance(value, Tensor) and storage_id(value) not in storages:
+            self._add_untracked(value)
         return _detach_results(value)
 
-    def _own(self, value: Tensor) -> None:
-        self._unwatched.add(storage_id(value))
-        self._kept.append(value)
+    def _add_untracked(self, value: Tensor) -> None:
+        self._untracked.add(storage_id(value))
+        self._alive.append(value)
 
-    def _note(self, func: Any, made: Any, given: list[Tensor]) -> None:
-        """Remember memory that is nobody's, and detached tensors whose memory is somebody's."""
-        is_fresh = not given or _function_name(func).endswith("_like") or _function_name(func).startswith("new_")
-        is_cut_off = func is Tensor.detach or any(id(value) in self._aliases for value in given)
-        for value in pytree.tree_leaves(made) if is_fresh or is_cut_off else ():
+    def _note_result(self, func: Any, result: Any, operands: list[Tensor]) -> None:
+        """Note new memory without a gradient, and detached tensors that share tracked memory."""
+        is_factory = not operands or _function_name(func).endswith("_like") or _function_name(func).startswith("new_")
+        is_detached = func is Tensor.detach or any(id(value) in self._detached for value in operands)
+        for value in pytree.tree_leaves(result) if is_factory or is_detached else ():
             if not isinstance(value, Tensor):
                 continue
-            if is_fresh:
-                self._own(value)
-            elif storage_id(value) not in self._unwatched | self._buffers and any(
-                storage_id(value) == storage_id(operand) for operand in given
+            if is_factory:
+                self._add_untracked(value)
+            elif storage_id(value) not in self._untracked | self._buffers and any(
+                storage_id(value) == storage_id(operand) for operand in operands
             ):
-                self._aliases.add(id(value))
-                self._kept.append(value)
+                self._detached.add(id(value))
+                self._alive.append(value)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError([f"{self._model_name}: `forward` {what}"])
+    def _refuse(self, action: str) -> NoReturn:
+        raise UnsupportedError([f"{self._model_name}: `forward` {action}"])
 
 
 _AUTOGRAD_CALLS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -220,12 +221,12 @@ _IN_PLACE_REMEDY = "return a new tensor, or write to a clone made under torch.no
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call by its name writes to."""
+    """The tensors that a call writes to, by its name."""
     name = _function_name(func)
-    found = list(pytree.tree_leaves(kwargs.get("out")))
+    destinations = list(pytree.tree_leaves(kwargs.get("out")))
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
-        found += args[:1]
-    return [value for value in found if isinstance(value, Tensor)]
+        destinations += args[:1]
+    return [value for value in destinations if isinstance(value, Tensor)]
 
 
 def _function_name(func: Any) -> str:
@@ -241,5 +242,5 @@ def _contains_tensor(value: Any, tensors: list[Tensor]) -> bool:
 
 
 def _version_counter(value: Tensor) -> int:
-    """How often a tensor was written to; nobody counts for inference tensors, which have no gradient either."""
+    """Number of writes to a tensor. Inference tensors have no counter, and no gradient either."""
     return 0 if value.is_inference() else value._version

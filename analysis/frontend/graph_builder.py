@@ -1,8 +1,4 @@
-"""From a program without writes to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
-
-Only :mod:`sft.analysis.frontend.capture` and :mod:`sft.analysis.frontend.export` use this; they and
-:mod:`sft.analysis.frontend.functionalize` are the part of the analysis that knows torch.
-"""
+"""Builder of a :class:`Graph` from a functionalized program: nodes, sizes as SymPy expressions, guards and bounds of symbols."""
 
 from __future__ import annotations
 
@@ -29,22 +25,22 @@ __all__ = ["build_graph", "module_path_of", "substitute_sizes", "symbol_bounds",
 
 
 def symbol_bounds(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None], ...]:
-    """For each symbol, and each size that the model relates to another one's, the smallest and largest value that the program holds for."""
+    """Smallest and largest value (``None``: no limit) of each symbol, and of each size that the model relates to a symbol."""
     bounds = []
     for size, interval in program.range_constraints.items():
-        # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
+        # The exporter's default lower bound of 2 excludes the sizes 0 and 1, which it specializes.
         low, high = _finite_bound(interval.lower), _finite_bound(interval.upper)
         bounds.append((expr_from_torch(size), low or 0, None if high is None or high >= 2**62 else high))
     return tuple(bounds)
 
 
 def _finite_bound(value: sp.Expr) -> int | None:
-    """A bound as a number; ``None`` for one of the several infinities."""
+    """A bound as a number; ``None`` for any of SymPy's infinities."""
     return int(value) if value.is_Integer else None
 
 
 def symbol_guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
-    """Relations between the symbols under which the model took the path that was exported."""
+    """Relations between the symbols under which the model takes the exported branches."""
     for node in program.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
             if isinstance(size, torch.SymInt):
@@ -54,14 +50,14 @@ def symbol_guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
 
 
 def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandle] = ()) -> Graph:
-    """The program's operators as nodes.
+    """Build the graph of a program.
 
     Args:
         functional: the program.
-        repetitions: the repeated blocks that its nodes have the numbers of.
+        repetitions: repeated blocks; nodes refer to them by index.
 
     Raises:
-        UnsupportedError: it holds what a graph cannot say: no tensor among the outputs, calls that are no operators.
+        UnsupportedError: a graph cannot express the program: calls of functions that are not operators, no tensor among the outputs.
     """
     builder = _GraphBuilder(functional, repetitions)
     for fx_node in functional.nodes:
@@ -70,62 +66,65 @@ def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandl
     if builder.problems:
         raise UnsupportedError(builder.problems)
     known = {guard.lhs: guard.rhs for guard in symbol_guards(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
-    known |= dict(found for node in builder.nodes.values() if (found := _bincount_size(node)) is not None)
+    known |= dict(pair for node in builder.nodes.values() if (pair := _bincount_size(node)) is not None)
     graph = Graph(
         nodes=tuple(builder.nodes.values()),
         outputs=tuple(builder.outputs),
         updates=tuple(builder.updates),
         axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
-        constant_outputs=tuple(builder.beside),
+        constant_outputs=tuple(builder.constant_outputs),
     )
     return substitute_sizes(graph, known).without_dead_operators()
 
 
 def _bincount_size(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
-    """How many counts `bincount` makes, as the exporter calls them, and as the model says that there are no more."""
-    least = dict(node.arguments).get("minlength", 0) if node.target == "aten.bincount.default" else 0
-    return (node.shape[0], sp.Integer(least)) if least and isinstance(node.shape[0], sp.Symbol) else None
+    """Number of counts of a `bincount` node, as a symbol of the exporter and as its `minlength`, which is taken as the number."""
+    minlength = dict(node.arguments).get("minlength", 0) if node.target == "aten.bincount.default" else 0
+    return (node.shape[0], sp.Integer(minlength)) if minlength and isinstance(node.shape[0], sp.Symbol) else None
 
 
 def substitute_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
-    """The graph with other expressions for some sizes; of an extent split by ``view`` the exporter knows no factor otherwise."""
+    """Substitute expressions of sizes in a graph. (The exporter leaves the factors of an extent that ``view`` splits as unknowns.)"""
 
-    def simple(value: Any) -> Any:
+    def substitute(value: Any) -> Any:
         if isinstance(value, SymbolicNumber):
-            return replace(value, arguments=simple(value.arguments))
+            return replace(value, arguments=substitute(value.arguments))
         if isinstance(value, sp.Basic):
-            found = value.xreplace(known)
-            return int(found) if found.is_Integer else found
-        return type(value)(simple(item) for item in value) if isinstance(value, (tuple, list)) else value
+            size = value.xreplace(known)
+            return int(size) if size.is_Integer else size
+        return type(value)(substitute(item) for item in value) if isinstance(value, (tuple, list)) else value
 
     if not known:
         return graph
     nodes = (
-        replace(node, shape=simple(node.shape), arguments=tuple((name, simple(value)) for name, value in node.arguments))
+        replace(node, shape=substitute(node.shape), arguments=tuple((name, substitute(value)) for name, value in node.arguments))
         for node in graph.nodes
     )
-    return replace(graph, nodes=tuple(nodes), constant_outputs=simple(graph.constant_outputs))
+    return replace(graph, nodes=tuple(nodes), constant_outputs=substitute(graph.constant_outputs))
 
 
 def tied_sizes(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
-    """The sizes of images that are those of an image before, as long as a capture is for such: labels, masks, the other of a pair.
+    """Symbols of input sizes that equal those of an earlier input at capture: labels, masks, the second image of a pair.
 
-    The exporter has a symbol for each. Where operators do not compare them (a loss that looks up labels), it does not see that they are
-    one, and what follows would be of neither's size.
+    The exporter has a symbol for each size. Where operators do not compare them (a loss that gathers by labels), it does not see that they
+    are equal, and results would have a size of neither input.
     """
-    found: dict[sp.Symbol, sp.Symbol] = {}
+    ties: dict[sp.Symbol, sp.Symbol] = {}
     first: dict[tuple[int, int], sp.Symbol] = {}
     for name, shape in zip(graph.inputs, shapes, strict=True):
         if not graph.axes.is_image_shape(shape):
             continue
         for axis, (symbol, extent) in enumerate(zip(graph.axes.of(graph[name].shape), graph.axes.of(shape), strict=True)):
             if isinstance(symbol, sp.Symbol) and (other := first.setdefault((axis, extent), symbol)) is not symbol:
-                found[symbol] = other
-    return found
+                ties[symbol] = other
+    return ties
 
 
 class _GraphBuilder:
-    """Reads a program node by node."""
+    """Converts a program node by node.
+
+    *Grad-tracked* values depend on an input, a parameter, a buffer or a differentiable constant, and not through ``detach`` alone.
+    """
 
     def __init__(self, functional: FunctionalProgram, repetitions: Sequence[RepeatHandle]) -> None:
         signature = functional.program.graph_signature
@@ -133,7 +132,7 @@ class _GraphBuilder:
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
         self.updates: list[tuple[str, str]] = []
-        self.beside: list[tuple[int, Any]] = []
+        self.constant_outputs: list[tuple[int, Any]] = []
         self.problems: list[str] = []
         self._leaves: dict[str, tuple[NodeKind, str]] = {
             **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
@@ -143,15 +142,15 @@ class _GraphBuilder:
         self._alias: dict[str, str] = {}
         self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
-        self._attached: set[str] = set()  # values that follow from what may have a gradient, and not through `detach` alone
-        wanting = {storage_key(tensor) for tensor, _ in functional.foreign}
+        self._grad_tracked: set[str] = set()
+        unregistered = {storage_key(tensor) for tensor, _ in functional.unregistered}
         constants = functional.program.constants
-        self._wanting = {
-            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if storage_key(constants[target]) in wanting
+        self._differentiable_constants = {
+            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if storage_key(constants[target]) in unregistered
         }
 
     def add(self, fx_node: torch.fx.Node) -> None:
-        """Take over one node."""
+        """Convert one node."""
         value: Any = fx_node.meta.get("val")
         if fx_node.op == "placeholder":
             if isinstance(value, CustomObjArgument):
@@ -162,7 +161,7 @@ class _GraphBuilder:
         elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool, torch.SymBool)):
             self._scalars[fx_node.name] = self._number(fx_node, value)
         elif value is None and not fx_node.users:
-            pass  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
+            pass  # an assertion on metadata; shapes and dtypes are checked at each call
         elif fx_node.op != "call_function":
             self.problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
         elif fx_node.target is operator.getitem:
@@ -193,27 +192,27 @@ class _GraphBuilder:
         )
         if (
             kind in ("input", "parameter", "buffer")
-            or name in self._wanting
+            or name in self._differentiable_constants
             or (
                 target not in (_DETACH, REPEAT_NEXT)
-                and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+                and not self._grad_tracked.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
             )
         ):
-            self._attached.add(name)
+            self._grad_tracked.add(name)
 
     def add_outputs(self, functional: FunctionalProgram) -> None:
-        """Take over what the program returns and writes."""
+        """Convert the outputs and buffer updates of the program."""
         self.updates += [(self._alias.get(name, name), buffer) for name, buffer in functional.updates.items()]
-        for place, returned in enumerate(functional.outputs):
-            if isinstance(returned, torch.fx.Node) and returned.name not in self._scalars:
-                self.outputs.append(self._alias.get(returned.name, returned.name))
+        for position, output in enumerate(functional.outputs):
+            if isinstance(output, torch.fx.Node) and output.name not in self._scalars:
+                self.outputs.append(self._alias.get(output.name, output.name))
             else:
-                self.beside.append((place, self._convert(returned)))
+                self.constant_outputs.append((position, self._convert(output)))
         if not self.outputs:
             self.problems.append("(the model itself): returns no tensor, so there is nothing to compute; return what you train on")
 
     def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
-        """One of several results; of the operators below only the first is of use, and stands for the operator."""
+        """Convert one of several results. The first result of some operators stands for the operator itself."""
         source, index = fx_node.args
         assert isinstance(source, torch.fx.Node) and isinstance(index, int)
         target = str(source.target)
@@ -223,20 +222,20 @@ class _GraphBuilder:
             else:
                 self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
             return
-        made = self.nodes[source.name]
+        node = self.nodes[source.name]
         if target == REPEAT:
             if index == 0:
                 self._alias[fx_node.name] = source.name
             else:
-                own = (("source", Ref(source.name)), ("index", index - 1))
-                self._add(fx_node.name, "operator", REPEAT_NEXT, value, own, made.module_path)
+                next_arguments = (("source", Ref(source.name)), ("index", index - 1))
+                self._add(fx_node.name, "operator", REPEAT_NEXT, value, next_arguments, node.module_path)
             return
         if target in _SPLIT_OPS:
-            arguments = _split_arguments(made, source.meta["val"], index)
+            arguments = _split_arguments(node, source.meta["val"], index)
             target = "aten.select.int" if target == "aten.unbind.int" else "aten.slice.Tensor"
         else:
-            arguments = (*made.arguments, ("result", index))
-        self._add(fx_node.name, "operator", target, value, arguments, made.module_path, made.effect)
+            arguments = (*node.arguments, ("result", index))
+        self._add(fx_node.name, "operator", target, value, arguments, node.module_path, node.effect)
 
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
@@ -245,31 +244,31 @@ class _GraphBuilder:
             path = module_path_of(fx_node) or "(the model itself)"
             self.problems.append(f"{path}: embedding: max_norm writes into its weights; scale them outside, under torch.no_grad")
         if target in _NEW_FACTORIES:
-            target, given = _NEW_FACTORIES[target], {"dtype": value.dtype, "device": value.device}
-            arguments = [(name, given.get(name, argument)) for name, argument in arguments if name != "self"]
+            target, options = _NEW_FACTORIES[target], {"dtype": value.dtype, "device": value.device}
+            arguments = [(name, options.get(name, argument)) for name, argument in arguments if name != "self"]
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_has_same_shape_and_dtype(value, source) for source in fx_node.args[:2]):
             self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
             return
-        if target == _DETACH and self._attached.isdisjoint(refs_in(arguments[0][1])):
-            target = _ALIAS  # cut off already
+        if target == _DETACH and self._grad_tracked.isdisjoint(refs_in(arguments[0][1])):
+            target = _ALIAS  # the operand has no gradient already
         if target in _IDENTITY_OPS or (target in _CAST_OPS and value.dtype == _dtype_of(fx_node.args[0])):
             self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
             return
         if target in _CAST_OPS:
             operand = next(refs_in(tuple(argument for _, argument in arguments)))
             if self.nodes[operand].kind not in ("input", "operator"):
-                # Autocast casts a weight once, however many layers share it.
-                known = self._casts.setdefault((operand, value.dtype), fx_node.name)
-                if known != fx_node.name:
-                    self._alias[fx_node.name] = known
+                # Autocast casts a weight once, also where several layers share it.
+                first_cast = self._casts.setdefault((operand, value.dtype), fx_node.name)
+                if first_cast != fx_node.name:
+                    self._alias[fx_node.name] = first_cast
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
         self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _side_effect(fx_node.target))
 
     def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
-        """A number that is computed of sizes."""
+        """Convert a number computed from sizes."""
         if isinstance(value, torch.SymInt):
             return extent_from_torch(value)
         if not isinstance(value, (torch.SymFloat, torch.SymBool)):
@@ -280,7 +279,7 @@ class _GraphBuilder:
         return SymbolicNumber(fx_node.target, tuple(self._convert(argument) for argument in fx_node.args))
 
     def _convert(self, value: Any) -> Any:
-        """An argument in the graph's own terms."""
+        """Convert an argument: nodes to references, symbolic sizes to SymPy."""
         if isinstance(value, torch.fx.Node):
             if value.name in self._scalars:
                 return self._scalars[value.name]
@@ -291,7 +290,7 @@ class _GraphBuilder:
 
 
 def _has_same_shape_and_dtype(value: torch.Tensor, fx_node: Any) -> bool:
-    """Whether a value has another's shape and element type."""
+    """Return true where a tensor has the shape and dtype of a node's value."""
     other = fx_node.meta["val"]
     return bool(other.dtype == value.dtype and tuple(map(extent_from_torch, other.shape)) == tuple(map(extent_from_torch, value.shape)))
 
@@ -307,10 +306,10 @@ _DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
 #: Copies and markers that change neither values nor gradients.
 _IDENTITY_OPS = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, "aten.lift_fresh_copy.default"})
 
-#: Casts, which change nothing where the type is the same already.
+#: Casts; they are identities where the dtype is the same already.
 _CAST_OPS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
-#: Constants that have their type and device from a value, which they need no further, and the same without it.
+#: Factories that take only dtype and device from an operand, and their form without the operand.
 _NEW_FACTORIES = {
     "aten.new_zeros.default": "aten.zeros.default",
     "aten.new_ones.default": "aten.ones.default",
@@ -329,7 +328,7 @@ _FIRST_RESULT_OPS = frozenset(
 )
 
 
-#: Operators whose results are parts of their operand along a dimension.
+#: Operators whose results are slices of their operand along a dimension.
 _SPLIT_OPS = frozenset(
     {
         "aten.split.Tensor",
@@ -343,13 +342,14 @@ _SPLIT_OPS = frozenset(
 )
 
 
-def _split_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
-    """The arguments of the slice (or selection) that gives part ``index``."""
-    dim, operand = made.argument("dim", 0), made.argument("self")
-    if made.target == "aten.unbind.int":
+def _split_arguments(node: Node, slices: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
+    """Arguments of the ``slice`` (for ``unbind``: ``select``) that equals result ``index``."""
+    dim, operand = node.argument("dim", 0), node.argument("self")
+    if node.target == "aten.unbind.int":
         return (("self", operand), ("dim", dim), ("index", index))
-    start = sum((extent_from_torch(part.shape[dim]) for part in parts[:index]), start=0)
-    return (("self", operand), ("dim", dim), ("start", start), ("end", start + extent_from_torch(parts[index].shape[dim])), ("step", 1))
+    start = sum((extent_from_torch(each.shape[dim]) for each in slices[:index]), start=0)
+    end = start + extent_from_torch(slices[index].shape[dim])
+    return (("self", operand), ("dim", dim), ("start", start), ("end", end), ("step", 1))
 
 
 def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
@@ -379,7 +379,7 @@ def _side_effect(overload: Any) -> SideEffect:
 
 
 def _non_tensor_read_problem(fx_node: torch.fx.Node) -> str:
-    """What is said of an operator that reads what is no tensor."""
+    """Refusal of an operator that reads an object that is not a tensor."""
     return (
         f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is no tensor, such as a torch.Generator; "
         "compute that outside of the compiled model, as a buffer or an input"
@@ -387,7 +387,7 @@ def _non_tensor_read_problem(fx_node: torch.fx.Node) -> str:
 
 
 def module_path_of(fx_node: torch.fx.Node) -> str:
-    """The path of the module whose `forward` a node comes from; empty for the model itself."""
+    """Path of the module whose `forward` calls a node's operator; empty for the model itself."""
     stack = fx_node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return "" if path.startswith("_empty_nn_module_stack") else path

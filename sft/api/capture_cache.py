@@ -178,7 +178,7 @@ class CaptureCache:
             UnsupportedError, InputError: as :func:`capture_model`.
         """
         for captured in self._captures:
-            if captured.key == signature.capture_key and signature.modes.agree(captured.capture.answers):
+            if captured.key == signature.capture_key and signature.modes.satisfies(captured.capture.guard_values):
                 specialized = captured.specialize(signature.shapes)
                 if specialized is not None:
                     return specialized
@@ -186,7 +186,7 @@ class CaptureCache:
         if self._captures:
             _LOG.info("capturing %s again for inputs %s", name, signature.shapes)
         captured = capture_model(self._model, signature)
-        self.guard_kinds |= {kind for kind, _ in captured.capture.answers}
+        self.guard_kinds |= {kind for kind, _ in captured.capture.guard_values}
         captured.refuse_unbatched(signature.shapes)
         if captured.capture.bind(signature.shapes) is not None:
             self._captures = (*self._captures[1 - _MAX_CAPTURES :], captured)

@@ -35,7 +35,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
         known = _KNOWN.setdefault(key, [])
-        found = next((one for one in known if modes.agree(one.answers) and one.bind(shapes) is not None), None)
+        found = next((one for one in known if modes.satisfies(one.guard_values) and one.bind(shapes) is not None), None)
         if found is None:
             found = capture(model, shapes, *arguments, modes=modes, **keywords)
             known.append(found)

@@ -1,12 +1,11 @@
-"""What a capture took from a model's Python attributes, so that a later change of one is noticed.
+"""Checks of a model before each call: the fingerprint of its Python attributes, and hooks that would not run.
 
-A captured graph holds ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them afterwards, exchanging an
-activation or untying two weights changes what the model computes, and none of it shows in the shapes of the inputs. The fingerprint is
-part of what a plan is made for: with another fingerprint the model is captured again.
+*Fingerprint.* A captured graph has ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them later, exchanging an
+activation or untying two weights changes the model's function, and the shapes of the inputs do not show it. The fingerprint is part of the
+key of a capture: with a new fingerprint the model is captured again.
 
-Hooks on modules that would not run: those of submodules, and those of all modules.
-
-Submodules are not called, so what would look at their activations, or change them, is refused. Hooks of the root run around each call.
+*Hooks.* Submodules of a compiled model are not called, so hooks on them, and hooks of all modules, are refused. Hooks of the root run
+around each call.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ __all__ = ["Fingerprint", "check_no_inner_hooks", "module_fingerprint"]
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
 Fingerprint = tuple[Any, ...]
 
-#: Arrays that are looked at at each call.
+#: Arrays of up to this size are compared by value at each call, larger ones by identity.
 _MAX_BYTES = 1 << 16
 
-#: Types of which equal values are the same where their type is.
+#: Types whose values are interchangeable where they are equal.
 _LITERAL_TYPES = frozenset({bool, int, type(None), str})
 
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
@@ -46,8 +45,8 @@ _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
     """Types, plain attributes, tensor shapes and sharing of all modules of a model.
 
-    Of containers, dataclasses and namespaces also what they hold, tensors and modules among it; of NumPy arrays the numbers, or of large
-    ones which array it is. Attributes that are none of these, nor numbers, strings, functions or types, are not looked at.
+    Includes the items of containers, dataclasses and namespaces, also tensors and modules; values of NumPy arrays, or the identity of large
+    ones; numbers, strings, functions and types. Attributes of other types are ignored.
 
     >>> model = nn.BatchNorm2d(3)
     >>> before = module_fingerprint(ModuleSnapshot(model))
@@ -60,15 +59,17 @@ def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
 
 
 class _FingerprintReader:
-    """Reads modules; the same object has the same number, which tells which names share a tensor."""
+    """Reads modules. Objects are numbered, so that the fingerprint shows which names share a tensor."""
 
     def __init__(self, registered: Collection[int]) -> None:
         self._registered, self._numbers, self._open = registered, dict[int, int](), set[int]()
 
     def of_module(self, path: str, module: nn.Module, *, is_loose: bool = False) -> Fingerprint:
-        """A module; a loose one is in a container, where PyTorch does not know of it."""
+        """Fingerprint of one module; ``is_loose`` for a module in a plain container, which PyTorch has not registered."""
         tensors = [
-            (name, self._of_tensor(t, is_loose=is_loose)) for held in (module._parameters, module._buffers) for name, t in held.items()
+            (name, self._of_tensor(t, is_loose=is_loose))
+            for registry in (module._parameters, module._buffers)
+            for name, t in registry.items()
         ]
         values = [(name, self._of_value(value)) for name, value in user_attributes(module)]
         return path, type(module), self._number(module), tuple(tensors), tuple(values)
@@ -79,13 +80,13 @@ class _FingerprintReader:
     def _of_tensor(self, tensor: torch.Tensor | None, *, is_loose: bool) -> Any:
         if tensor is None:
             return None
-        found = (self._number(tensor), tensor.shape, tensor.dtype)
-        # A capture has its numbers as a constant, which keeps their place from being used again.
-        return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
+        key = (self._number(tensor), tensor.shape, tensor.dtype)
+        # A capture keeps the values of a loose tensor as a constant, so its address is not reused.
+        return (*key, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else key
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
         kind = type(value)
-        if kind in _LITERAL_TYPES:  # most are
+        if kind in _LITERAL_TYPES:  # the common case
             return kind, value
         if kind is tuple and _LITERAL_TYPES.issuperset(map(type, value)):
             return kind, tuple(map(type, value)), value
@@ -124,7 +125,7 @@ class _FingerprintReader:
         return None
 
 
-#: What a kind of hooks is called, by the words of its attribute.
+#: Names of kinds of hooks in messages, by the middle part of the attribute that has them.
 _HOOK_KINDS = {
     "forward": "forward hook",
     "forward_pre": "forward pre-hook",
@@ -134,24 +135,24 @@ _HOOK_KINDS = {
 
 
 def check_no_inner_hooks(contents: ModuleSnapshot) -> None:
-    """Refuse hooks that eager PyTorch would run inside of a model that holds this.
+    """Refuse hooks that eager PyTorch would run inside of the model.
 
     Raises:
-        UnsupportedError: naming all of them.
+        UnsupportedError: names all of them.
     """
     problems = [
-        f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
+        f"{name}: {type(module).__name__} has a {hook_name}; hooks on submodules do not run inside a compiled model, remove it"
         for name, module in contents.modules.items()
         if name
-        for kind, what in _HOOK_KINDS.items()
+        for kind, hook_name in _HOOK_KINDS.items()
         if any(not isinstance(hook, REPARAMETRIZATION_HOOKS) and not is_fsdp_hook(hook) for hook in vars(module)[f"_{kind}_hooks"].values())
     ]
-    everywhere: Mapping[str, Any] = vars(nn.modules.module)
+    global_hooks: Mapping[str, Any] = vars(nn.modules.module)
     problems += [
-        f"(all modules): {getattr(hook, '__qualname__', type(hook).__qualname__)} is a {what} of all modules, and submodules are not "
+        f"(all modules): {getattr(hook, '__qualname__', type(hook).__qualname__)} is a {hook_name} of all modules, and submodules are not "
         "called; remove it, or register it on the root alone"
-        for kind, what in _HOOK_KINDS.items()
-        for hook in everywhere[f"_global_{kind}_hooks"].values()
+        for kind, hook_name in _HOOK_KINDS.items()
+        for hook in global_hooks[f"_global_{kind}_hooks"].values()
         if not _is_module_tracker(hook)
     ]
     if problems:
@@ -159,5 +160,5 @@ def check_no_inner_hooks(contents: ModuleSnapshot) -> None:
 
 
 def _is_module_tracker(hook: Any) -> bool:
-    """Whether a hook is one of PyTorch's own, by which counters of operators know the module that is running; they change nothing."""
+    """Return true for PyTorch's own hooks, by which counters of operators track the running module; they change no values."""
     return str(getattr(hook, "__module__", "")).startswith("torch.")

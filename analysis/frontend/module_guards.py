@@ -1,16 +1,15 @@
-"""Generators of random numbers, and iterators, that `forward` takes the next of: how far they are.
+"""Checks of effects of ``forward`` outside of the graph: random numbers of Python and NumPy, registrations, unregistered tensors.
 
-What `forward` does to the parameters, buffers and submodules that modules have registered.
+*External generators.* A graph would have the numbers that ``forward`` drew while it was traced, so draws from Python's or NumPy's
+generators, and from iterators, are refused.
 
-The exporter sees that a buffer is another one where it is set as an attribute, or registered again, and its value is written at the end of
-a call. It does not see what is put into ``_buffers``; that is set as an attribute here, behind the model. What `forward` makes, removes or
-replaces otherwise would be gone after a call of the compiled model, with the numbers that it was made with; it is refused.
+*Registrations.* The exporter sees a buffer that is set as an attribute, or registered again, and writes its value at the end of a call. It
+does not see an assignment to ``_buffers``; after `forward` such a buffer is set as an attribute. Parameters, buffers and submodules that
+``forward`` makes, removes or replaces in other ways would be lost after a call of the compiled model, and are refused.
 
-Tensors that modules hold in plain containers, or in modules that are in plain containers.
-
-PyTorch does not know them: ``parameters()`` lacks them, ``to()`` and ``state_dict()`` pass them by. The exporter takes them for constants,
-without a name and without a gradient. Those that `forward` finds elsewhere (in other objects, globals, closures) have no place that could
-be named; the line that reads them can.
+*Unregistered tensors* are in plain containers, or in modules inside of these. ``parameters()``, ``to()`` and ``state_dict()`` leave them
+out, and the exporter takes them for constants without a name or a gradient. Tensors that ``forward`` reads from other objects, globals or
+closures are named by the line that reads them.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _GENERATOR_TYPES = (random.Random, *_NUMPY_GENERATORS)
 
 @contextlib.contextmanager
 def forbid_external_rng(model: nn.Module) -> Iterator[None]:
-    """Refuse what ``forward`` draws outside of torch: it runs once, and all steps would have what the first had.
+    """A context in which ``forward`` may not draw random numbers outside of torch: all steps would have those of the trace.
 
     Raises:
-        UnsupportedError: naming what it draws from.
+        UnsupportedError: names the generator.
     """
     sources: list[tuple[str, Any]] = [("random", random), ("numpy.random", np.random), *_model_rng_sources(model)]
     before = [_rng_state(source) for _, source in sources]
@@ -59,23 +58,23 @@ def forbid_external_rng(model: nn.Module) -> Iterator[None]:
 
 
 def _model_rng_sources(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that modules hold, or objects of theirs, and generators among the globals that their ``forward`` sees."""
+    """Generators and iterators that modules or their objects refer to, and generators among the globals of their ``forward``."""
     for value in reachable_objects(model):
         if isinstance(value, (*_GENERATOR_TYPES, Iterator)):
             yield f"a {type(value).__qualname__} that it holds", value
-    scopes = {id(found): found for module in model.modules() if (found := getattr(type(module).forward, "__globals__", None)) is not None}
+    scopes = {id(scope): scope for module in model.modules() if (scope := getattr(type(module).forward, "__globals__", None)) is not None}
     for scope in scopes.values():
         yield from ((name, value) for name, value in list(scope.items()) if isinstance(value, _GENERATOR_TYPES))
 
 
 def _rng_state(source: Any) -> Any:
-    """How far a generator or an iterator is; the same for one that cannot be asked."""
+    """A key of the position of a generator or iterator; ``None`` for one that does not show it."""
     if isinstance(source, random.Random) or source is random:
         return source.getstate()
     if isinstance(source, np.random.Generator):
         return pickle.dumps(source.bit_generator.state)
     if isinstance(source, np.random.RandomState) or source is np.random:
-        return pickle.dumps(source.get_state(legacy=False))  # of any generator that it was given
+        return pickle.dumps(source.get_state(legacy=False))  # with any bit generator
     if isinstance(source, types.GeneratorType):
         frame = source.gi_frame
         return None if frame is None else (frame.f_lasti, [(name, id(value)) for name, value in frame.f_locals.items()])
@@ -85,14 +84,14 @@ def _rng_state(source: Any) -> Any:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # itertools will not be copied any more
+            warnings.simplefilter("ignore")  # copies of itertools are deprecated
             return _reduced_state(source.__reduce__())
     except TypeError:
         return None
 
 
 def _reduced_state(value: Any) -> Any:
-    """What an iterator is rebuilt from: where it is, and not in what, which may be made anew each time."""
+    """The position in the arguments that rebuild an iterator, without the identity of its container, which may be new each time."""
     if isinstance(value, tuple):
         return tuple(_reduced_state(item) for item in value)
     if isinstance(value, Iterator):
@@ -107,26 +106,26 @@ _REGISTRY_KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules":
 
 @contextlib.contextmanager
 def check_registrations(model: nn.Module) -> Iterator[None]:
-    """While this is on, `forward` runs for the exporter.
+    """A context in which `forward` may not change the registered parameters, buffers and submodules.
 
     Raises:
-        UnsupportedError: behind it, a parameter, buffer or submodule with such is new, gone, or another one.
+        UnsupportedError: at its end, a parameter, a buffer or a submodule with tensors is new, missing or replaced.
     """
     modules = list(model.named_modules())
     before = {(path, registry): (module, dict(vars(module)[registry])) for path, module in modules for registry in REGISTRIES}
     yield
     problems = []
     for (path, registry), (module, known) in before.items():
-        now: dict[str, Any] = vars(module)[registry]
-        for name in dict.fromkeys((*known, *now)):
-            old, new = known.get(name), now.get(name)
+        current: dict[str, Any] = vars(module)[registry]
+        for name in dict.fromkeys((*known, *current)):
+            old, new = known.get(name), current.get(name)
             if old is new:
                 continue
-            place = f"{path}.{name}" if path else name
+            full_name = f"{path}.{name}" if path else name
             if registry == "_buffers" and _same_dtype_and_shape(old, new):
                 setattr(module, name, new)
             elif _has_tensors(old) or _has_tensors(new):
-                problems.append(_registration_problem(place, _REGISTRY_KINDS[registry], old, new))
+                problems.append(_registration_problem(full_name, _REGISTRY_KINDS[registry], old, new))
     if problems:
         raise UnsupportedError(problems)
 
@@ -138,26 +137,26 @@ def _same_dtype_and_shape(old: Any, new: Any) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether something is a tensor, or a module that has one."""
+    """Return true for a tensor, and for a module that has one."""
     if isinstance(value, nn.Module):
         return any(True for _ in (*value.parameters(), *value.buffers()))
     return value is not None
 
 
-def _registration_problem(place: str, kind: str, old: Any, new: Any) -> str:
+def _registration_problem(name: str, kind: str, old: Any, new: Any) -> str:
     if old is None:
         return (
-            f"{place}: `forward` makes this {kind} when it first runs, and a compiled model would make it again at each call; make it in "
+            f"{name}: `forward` makes this {kind} when it first runs, and a compiled model would make it again at each call; make it in "
             "`__init__`, or call the model once before it is compiled"
         )
     if new is None:
-        return f"{place}: `forward` removes this {kind}, and a compiled model has it at each call; remove it before it is compiled"
+        return f"{name}: `forward` removes this {kind}, and a compiled model has it at each call; remove it before it is compiled"
     if kind == "buffer":
         return (
-            f"{place}: `forward` puts a buffer of another shape or dtype in the place of this one; keep it in an attribute, or make it anew"
+            f"{name}: `forward` puts a buffer of another shape or dtype in the place of this one; keep it in an attribute, or make it anew"
         )
     return (
-        f"{place}: `forward` puts another {kind} in the place of this one, which a compiled model would forget; do it outside of `forward`"
+        f"{name}: `forward` puts another {kind} in the place of this one, which a compiled model would forget; do it outside of `forward`"
     )
 
 
@@ -165,32 +164,32 @@ _PLAIN_CONTAINERS = (list, tuple, dict)
 
 
 class UnregisteredTensor(NamedTuple):
-    """A tensor that requires a gradient and is no parameter, and the line of `forward` that reads it first."""
+    """A tensor that requires a gradient without being a parameter, and the line of `forward` that reads it first."""
 
     tensor: torch.Tensor
     line: str
 
 
 def unregistered_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Such tensors by where they are, in the words of Python.
+    """Tensors in plain containers of modules, by a Python expression for them.
 
     >>> model = nn.Module()
     >>> model.scales = [torch.ones(1), torch.zeros(1)]
     >>> list(unregistered_tensors(model))
     ['scales[0]', 'scales[1]']
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     known = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in user_attributes(module):
             if isinstance(value, (*_PLAIN_CONTAINERS, nn.Module)):
-                for place, tensor in _tensors_inside(value, f"{path}.{name}" if path else name, known):
-                    found.setdefault(place, tensor)
-    return found
+                for expression, tensor in _tensors_inside(value, f"{path}.{name}" if path else name, known):
+                    tensors.setdefault(expression, tensor)
+    return tensors
 
 
 def storage_key(value: torch.Tensor) -> tuple[Any, ...]:
-    """What tells tensors apart that are made of others without a copy, as the exporter does."""
+    """A key that is equal for a tensor and for an alias of it with the same shape and dtype, such as the exporter makes."""
     return (0 if isinstance(value, FakeTensor) else value.data_ptr(), value.shape, value.dtype)
 
 
@@ -202,8 +201,8 @@ def _tensors_inside(value: Any, path: str, known: set[int]) -> Iterator[tuple[st
             known.add(id(value))
             for name, tensor in (*value.named_parameters(), *value.named_buffers()):
                 yield f"{path}.{name}", tensor
-            for place, tensor in unregistered_tensors(value).items():
-                yield f"{path}.{place}", tensor
+            for expression, tensor in unregistered_tensors(value).items():
+                yield f"{path}.{expression}", tensor
     elif isinstance(value, _PLAIN_CONTAINERS) and id(value) not in known:
         known.add(id(value))
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

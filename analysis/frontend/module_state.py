@@ -1,21 +1,14 @@
-"""What a trace leaves behind where `forward` keeps things, taken back: it ran on tensors that do not exist.
+"""Snapshot and restore of Python state that ``forward`` changes while it is traced.
 
-`forward` may make a parameter when it first runs, or keep a grid in a list, in an object of the user's, or in a cache of Python's. Such a
-tensor has no numbers once the trace is over, and whoever found it there would compute with nothing. So everything that a model holds is as
-it was before: its attributes and registered tensors, and containers and objects below them. What is beside its classes (attributes of
-classes, globals, caches of functions) may be others' as well, and is put back only where it has become a trace's.
+A trace runs ``forward`` once, on fake tensors. State that ``forward`` keeps (a parameter that it makes when it first runs, a grid in a list
+or a cache, a counter) must not survive the trace: fake tensors have no values, and each attempt has to start from the same state.
 
-What `forward` sets of its modules' attributes while it is traced, and what that means for later calls.
-
-A trace runs `forward` once, on tensors that do not exist; whatever it leaves in attributes is no use to anybody and is taken back. A size
-that is kept there, or a feature map to look at, changes nothing in what is computed. A counter may, or a submodule that is put into another
-mode: then the next call computes something else, which a captured graph cannot. So where numbers or strings have changed the model is
-traced again as it would be then. Parameters that `forward` freezes, or thaws, would be differentiated as before; that is refused.
-
-What `forward` changes in objects that a model holds, and in the classes of its modules: a counter of the user's, a flag.
-
-As for the modules' own attributes (:mod:`sft.analysis.frontend.module_state`) it is taken back behind a trace, and what was plain and is
-another one then is told: the model may compute something else at its next call.
+- *Model state* (:func:`preserve_model_state`): attributes and registered tensors of modules, with containers and objects inside them, are
+  restored. Class attributes, globals and caches of functions may belong to other code as well, and are restored only where their new value
+  is one of the trace.
+- *Attributes* (:func:`preserve_attributes`) and *objects* (:func:`preserve_objects`): plain values (numbers, strings) that the first call
+  changes are restored and reported. The model may compute another function at its next call, so it is traced again with the new values.
+  Parameters that ``forward`` freezes or unfreezes would be differentiated as before; this is refused.
 """
 
 from __future__ import annotations
@@ -57,16 +50,16 @@ __all__ = [
     "user_attributes",
 ]
 
-#: Where a module has its tensors and submodules.
+#: Attributes in which a module registers its tensors and submodules.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
-#: How deep containers and objects are looked into, and how large they may be: a model may hold on to a whole program.
+#: Limits on the depth and length of containers in snapshots: a model may refer to a whole program.
 _MAX_DEPTH, _MAX_ITEMS = 5, 10_000
 
-#: Packages whose objects are not looked into, nor what is beside their classes. Those of Python may belong to other threads.
+#: Packages whose objects, classes and modules are left out of snapshots. Those of Python may belong to other threads.
 _LIBRARY_PACKAGES = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {"torch", "numpy", "sft"}
 
-#: Containers besides dictionaries.
+#: Containers other than dictionaries.
 _COLLECTION_TYPES = (list, set, deque)
 
 _LRU_CACHE_TYPE: Any = type(functools.lru_cache(len))
@@ -74,56 +67,56 @@ _TRACING_TYPES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, to
 _MISSING = object()
 
 
-#: What every module has: parameters, buffers and submodules among it.
+#: Attributes of every module, registries included.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
 
 def user_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that a module has besides those that every module has."""
+    """The attributes of a module other than those of every module."""
     return ((name, value) for name, value in vars(module).items() if name not in _MODULE_INTERNALS)
 
 
 @contextlib.contextmanager
 def preserve_model_state(model: nn.Module) -> Iterator[None]:
-    """Put back what is set meanwhile in what ``model`` holds, and what becomes a trace's beside its classes."""
-    held, beside = _ContainerState(model), _NamespaceState(model)
+    """A context after which the model's state is restored, and namespaces of its classes contain no tensors of the trace."""
+    containers, namespaces = _ContainerState(model), _NamespaceState(model)
     try:
         yield
     finally:
-        held.restore_state()
-        beside.restore_state()
+        containers.restore_state()
+        namespaces.restore_state()
 
 
 class _ContainerState:
-    """What a model holds."""
+    """Snapshot of the attributes and registries of all modules, and of containers and objects inside them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._snapshots: dict[int, tuple[Any, Any]] = {}
         modules = list(model.modules())
         for module in modules:
             for container in (vars(module), module._non_persistent_buffers_set, *(vars(module)[name] for name in REGISTRIES)):
-                self._known[id(container)] = container, _shallow_copy(container)
+                self._snapshots[id(container)] = container, _shallow_copy(container)
         for module in modules:
             for _, value in user_attributes(module):
                 self._add(value, 0)
 
     def restore_state(self) -> None:
-        for container, content in self._known.values():
+        for container, content in self._snapshots.values():
             restore_container(container, content)
 
     def _add(self, value: Any, depth: int) -> None:
         container = vars(value) if _is_user_object(value) else value
         is_container = isinstance(container, dict) or type(container) in _COLLECTION_TYPES
-        if not is_container or id(container) in self._known or depth > _MAX_DEPTH or len(container) > _MAX_ITEMS:
+        if not is_container or id(container) in self._snapshots or depth > _MAX_DEPTH or len(container) > _MAX_ITEMS:
             return
         content = _shallow_copy(container)
-        self._known[id(container)] = container, content
+        self._snapshots[id(container)] = container, content
         for item in content.values() if isinstance(content, dict) else content:
             self._add(item, depth + 1)
 
 
 class _NamespaceState:
-    """What is beside the classes of a model's modules: attributes of these, globals of the modules of Python that they are in."""
+    """Snapshot of the model's classes, and of the Python modules that define them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._namespaces = [(namespace, dict(vars(namespace))) for namespace in _user_namespaces(model)]
@@ -143,18 +136,18 @@ class _NamespaceState:
                 restore_container(container, content)
         for cache, size in self._caches:
             if cache.cache_info().currsize != size:
-                cache.cache_clear()  # it cannot be asked what it holds
+                cache.cache_clear()  # a cache does not show its entries
 
 
 def _is_user_object(value: Any) -> bool:
-    """Whether a value is an object with attributes that are the user's."""
+    """Return true for an object of the user's with an attribute dictionary."""
     if isinstance(value, (torch.Tensor, type, types.ModuleType, types.FunctionType)) or type(getattr(value, "__dict__", None)) is not dict:
         return False
     return isinstance(value, nn.Module) or not _is_library_object(type(value))
 
 
 def _is_tracing_value(value: Any) -> bool:
-    """Whether a value is of a trace, or holds what is."""
+    """Return true for a fake tensor or symbolic number, and for a container or module that has one."""
     if type(value) in (dict, list, tuple) and len(value) <= _MAX_ITEMS:
         return any(isinstance(item, _TRACING_TYPES) for item in (list(value.values()) if type(value) is dict else value))
     if isinstance(value, nn.Module):
@@ -167,14 +160,14 @@ def _shallow_copy(container: Any) -> Any:
 
 
 def restore_container(container: Any, content: Any) -> None:
-    """Let a container hold again what it held."""
+    """Restore the items of a container and their order."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
             del container[key]
         for key, value in content.items():
             if container.get(key, _MISSING) is not value:
                 container[key] = value
-        if any(a is not b for a, b in zip(container, content, strict=True)):  # their order is that of an optimizer's groups
+        if any(a is not b for a, b in zip(container, content, strict=True)):  # optimizers' groups have this order
             container.clear()
             container.update(content)
     elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
@@ -183,10 +176,10 @@ def restore_container(container: Any, content: Any) -> None:
 
 
 def _user_namespaces(model: nn.Module) -> list[Any]:
-    """The classes of a model's modules, and the modules of Python that they are in."""
+    """The classes of a model's modules, and the Python modules that define them, without those of libraries."""
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_library_object(cls))
-    places = {cls.__module__: sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
-    return [*classes, *places.values()]
+    python_modules = {cls.__module__: sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
+    return [*classes, *python_modules.values()]
 
 
 def _is_library_object(value: Any) -> bool:
@@ -196,12 +189,12 @@ def _is_library_object(value: Any) -> bool:
 #: New values of plain attributes, by the module and the attribute's name.
 AttributeChanges = dict[tuple[nn.Module, str], Any]
 
-#: Types of values that are what they are: two of a type that are equal mean the same.
+#: Types without identity: two values of a type that are equal are interchangeable.
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def exact_key(value: Any) -> Any:
-    """What differs between plain values that are equal and not the same: 1, 1.0 and True, 0.0 and -0.0. NaN is the same as NaN.
+    """A key that is equal for identical plain values only: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals NaN.
 
     >>> exact_key(1) == exact_key(1.0), exact_key(0.0) == exact_key(-0.0), exact_key(float("nan")) == exact_key(float("nan"))
     (False, False, True)
@@ -211,16 +204,18 @@ def exact_key(value: Any) -> Any:
 
 @contextlib.contextmanager
 def preserve_attributes(model: nn.Module) -> Iterator[AttributeChanges]:
-    """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
-    watching = AttributeChangeHook([(module, {**_mutable_attributes(module), **_container_copies(module)}) for module in model.modules()])
-    with preserve_model_state(model), model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
-        yield watching.changes
+    """A context after which module attributes are restored. Yields the new values of plain attributes that the first call changes."""
+    change_hook = AttributeChangeHook(
+        [(module, {**_mutable_attributes(module), **_container_copies(module)}) for module in model.modules()]
+    )
+    with preserve_model_state(model), model.register_forward_pre_hook(change_hook), model.register_forward_hook(change_hook):
+        yield change_hook.changes
 
 
 class AttributeChangeHook:
-    """A hook that looks at a model when its first call begins, and when it ends: the exporter puts numbers back itself.
+    """A forward hook and pre-hook that compares the attributes of a model's modules at the start and the end of its first call.
 
-    Whoever traces a model has other tensors in the place of its parameters by then.
+    The comparison must be inside of the call, since the exporter restores numbers itself.
     """
 
     def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
@@ -228,7 +223,7 @@ class AttributeChangeHook:
         self._frozen: frozenset[str] = frozenset()
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
-        """Before the call, which has no outputs yet, and behind it."""
+        """Note the frozen parameters before the call (without outputs), and the changes after it."""
         if self._is_over:
             return
         if not outputs:
@@ -252,14 +247,14 @@ class AttributeChangeHook:
 
 @contextlib.contextmanager
 def override_attributes(changes: AttributeChanges) -> Iterator[None]:
-    """Other values of attributes."""
-    held = {(module, name): vars(module)[name] for module, name in changes}
+    """A context in which attributes have their changed values."""
+    originals = {(module, name): vars(module)[name] for module, name in changes}
     try:
         for (module, name), value in changes.items():
             vars(module)[name] = value
         yield
     finally:
-        for (module, name), value in held.items():
+        for (module, name), value in originals.items():
             vars(module)[name] = value
 
 
@@ -269,46 +264,46 @@ def _mutable_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _frozen_parameter_names(model: nn.Module) -> frozenset[str]:
-    """The parameters without a gradient."""
+    """Names of the parameters that require no gradient."""
     return frozenset(name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad)
 
 
 def _container_copies(module: nn.Module) -> Mapping[str, Any]:
-    """What lists and dictionaries hold."""
+    """Copies of the lists and dictionaries among a module's attributes."""
     return {name: value.copy() for name, value in user_attributes(module) if type(value) in (list, dict)}
 
 
-def is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
-    """Whether a value is plain, or a container of plain ones that does not contain itself."""
+def is_plain(value: Any, containers: tuple[Any, ...] = ()) -> bool:
+    """Return true for a plain value, and for an acyclic container of plain values. ``containers`` are those that enclose the value."""
     if isinstance(value, (list, tuple, dict)):
-        held = value.values() if isinstance(value, dict) else value
-        return not any(value is other for other in around) and all(is_plain(item, (*around, value)) for item in held)
+        items = value.values() if isinstance(value, dict) else value
+        return not any(value is container for container in containers) and all(is_plain(item, (*containers, value)) for item in items)
     return type(value) in PLAIN_TYPES
 
 
-#: How deep, and how far, objects are looked through.
+#: Limits of the search for objects: depth, number of objects, items of one container.
 _MAX_LEVELS, _MAX_OBJECTS, _MAX_ITEMS_OF_OBJECT = 4, 20_000, 256
 
 _CONTAINER_TYPES = (list, tuple, dict)
 _OPAQUE_TYPES = (*PLAIN_TYPES, torch.Tensor, nn.Module, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_UNSET = object()
-_NON_USER_LIBRARIES = frozenset({"torch", "numpy", "builtins", "sft", "threading", "logging"})
+#: Packages whose classes and objects are not searched.
+_UNSEARCHED_PACKAGES = frozenset({"torch", "numpy", "builtins", "sft", "threading", "logging"})
 
 
 class AttributeOwner:
-    """An object or a class with attributes, by what it is and not by what it equals."""
+    """An object or a class with attributes, compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._is_class = value, isinstance(value, type)
         self.name = f"(the class {value.__name__})" if self._is_class else f"(an object {type(value).__name__})"
 
     def values(self) -> dict[str, Any]:
-        """The attributes, besides what Python keeps in a class."""
-        found = dict(vars(self._value))
-        return {name: value for name, value in found.items() if not name.startswith("__")} if self._is_class else found
+        """The attributes; of a class without those with two leading underscores."""
+        values = dict(vars(self._value))
+        return {name: value for name, value in values.items() if not name.startswith("__")} if self._is_class else values
 
     def put(self, name: str, value: Any) -> None:
-        """Set an attribute past what the class makes of it."""
+        """Set an attribute, without descriptors or ``__setattr__`` of the object's class."""
         if self._is_class:
             setattr(self._value, name, value)
         else:
@@ -322,37 +317,40 @@ class AttributeOwner:
             del vars(self._value)[name]
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Set the attributes to what they were."""
-        now = self.values()
-        for name in now.keys() - before.keys():
+        """Restore the attributes to earlier values."""
+        current = self.values()
+        for name in current.keys() - before.keys():
             self.drop(name)
         for name, value in before.items():
-            if name not in now or now[name] is not value:
+            if name not in current or current[name] is not value:
                 self.put(name, value)
 
 
-#: New values of plain attributes, by what has them and the attribute's name.
+#: New values of plain attributes, by the attribute's owner and name.
 ObjectChanges = dict[tuple[AttributeOwner, str], Any]
 
 
 def reachable_objects(model: nn.Module) -> list[Any]:
-    """What the modules hold besides tensors, modules and plain values, and their own classes; what these hold, too."""
+    """The modules' classes, and objects that modules and classes refer to, directly or through containers and other objects.
+
+    Tensors, modules and plain values are left out.
+    """
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_library_class(cls))
-    found, seen = list[Any](classes), set[int]()
-    waiting = [(value, 1) for cls in classes for value in vars(cls).values()]
-    waiting += [(value, 1) for module in model.modules() for _, value in user_attributes(module) if type(value) not in PLAIN_TYPES]
-    most = len(waiting) + _MAX_OBJECTS
-    for value, level in waiting:  # which grows
-        if isinstance(value, _OPAQUE_TYPES) or id(value) in seen:
+    objects, visited = list[Any](classes), set[int]()
+    queue = [(value, 1) for cls in classes for value in vars(cls).values()]
+    queue += [(value, 1) for module in model.modules() for _, value in user_attributes(module) if type(value) not in PLAIN_TYPES]
+    max_length = len(queue) + _MAX_OBJECTS
+    for value, level in queue:  # the loop appends to it
+        if isinstance(value, _OPAQUE_TYPES) or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         is_container = isinstance(value, _CONTAINER_TYPES)
         if not is_container:
-            found.append(value)
-        if level < _MAX_LEVELS and len(waiting) < most:
+            objects.append(value)
+        if level < _MAX_LEVELS and len(queue) < max_length:
             items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else _attribute_values(value)
-            waiting += [(item, level + 1) for item in itertools.islice(items, _MAX_ITEMS_OF_OBJECT) if type(item) not in PLAIN_TYPES]
-    return found
+            queue += [(item, level + 1) for item in itertools.islice(items, _MAX_ITEMS_OF_OBJECT) if type(item) not in PLAIN_TYPES]
+    return objects
 
 
 def _attribute_values(value: Any) -> list[Any]:
@@ -364,12 +362,12 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_library_class(cls: type) -> bool:
-    return str(cls.__module__).partition(".")[0] in _NON_USER_LIBRARIES
+    return str(cls.__module__).partition(".")[0] in _UNSEARCHED_PACKAGES
 
 
 @contextlib.contextmanager
 def preserve_objects(model: nn.Module) -> Iterator[ObjectChanges]:
-    """Put back what calls set meanwhile; the dictionary gets what the first one changes plain attributes to."""
+    """A context in which changes to objects are undone after each call. Yields new values of plain attributes that the first call sets."""
     change_hook = ObjectChangeHook(
         [AttributeOwner(value) for value in reachable_objects(model) if isinstance(value, type) or _has_attributes(value)]
     )
@@ -381,20 +379,20 @@ def preserve_objects(model: nn.Module) -> Iterator[ObjectChanges]:
 
 
 class ObjectChangeHook:
-    """A hook that looks at objects when a call of a model begins, and when it ends.
+    """A forward hook and pre-hook that compares and restores attributes of objects at the start and the end of calls.
 
-    Not before or behind that: other threads may go on with what they hold.
+    Changes outside of calls are left alone: they may be those of other threads.
     """
 
-    def __init__(self, holders: Sequence[AttributeOwner]) -> None:
-        self._holders, self._is_over, self.changes = holders, False, ObjectChanges()
+    def __init__(self, owners: Sequence[AttributeOwner]) -> None:
+        self._owners, self._is_over, self.changes = owners, False, ObjectChanges()
         self._before: dict[AttributeOwner, dict[str, Any]] = {}
         self._contents: list[tuple[Any, Any]] = []
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
-        """Before the call, which has no outputs yet, and behind it."""
+        """Take a snapshot before a call (without outputs); note changes and restore after it."""
         if not outputs:
-            self._before = {holder: holder.values() for holder in self._holders}
+            self._before = {owner: owner.values() for owner in self._owners}
             values = (value for before in self._before.values() for value in before.values())
             self._contents = [(value, value.copy()) for value in values if type(value) in (list, dict)]
             return
@@ -405,17 +403,17 @@ class ObjectChangeHook:
 
     def _note(self) -> None:
         contents = {id(value): content for value, content in self._contents}
-        for holder, before in self._before.items():
-            for name, value in holder.values().items():
-                old = before.get(name, _UNSET)
+        for owner, before in self._before.items():
+            for name, value in owner.values().items():
+                old = before.get(name, _MISSING)
                 old = contents.get(id(old), old)
-                if value is not old and is_plain(value) and (old is _UNSET or (is_plain(old) and value != old)):
-                    self.changes[holder, name] = copy(value)
+                if value is not old and is_plain(value) and (old is _MISSING or (is_plain(old) and value != old)):
+                    self.changes[owner, name] = copy(value)
 
     def restore(self) -> None:
-        """Set what has changed since the call began to what it was."""
-        for holder, before in self._before.items():
-            holder.restore(before)
+        """Undo the changes since the start of the call."""
+        for owner, before in self._before.items():
+            owner.restore(before)
         for value, content in self._contents:
             restore_container(value, content)
         self._before, self._contents = {}, []
@@ -423,12 +421,12 @@ class ObjectChangeHook:
 
 @contextlib.contextmanager
 def override_objects(changes: ObjectChanges) -> Iterator[None]:
-    """Other values of attributes."""
-    held = {holder: holder.values() for holder, _ in changes}
+    """A context in which attributes of objects have their changed values."""
+    originals = {owner: owner.values() for owner, _ in changes}
     try:
-        for (holder, name), value in changes.items():
-            holder.put(name, value)
+        for (owner, name), value in changes.items():
+            owner.put(name, value)
         yield
     finally:
-        for holder, before in held.items():
-            holder.restore(before)
+        for owner, before in originals.items():
+            owner.restore(before)

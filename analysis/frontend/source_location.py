@@ -1,4 +1,4 @@
-"""Where in a model's source something went wrong, for messages."""
+"""Locations in the model's source (``net.py:12``), for messages."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _FUNCTIONAL_FILE = os.path.join(_TORCH_FOLDER, "nn", "functional.py")
 
 
 def error_location(error: BaseException) -> str:
-    """The last line before torch's own of what raised an error, ``net.py:12``, and what it called of ``torch.nn.functional``.
+    """The last line of the user's code in an error's traceback, and the function of ``torch.nn.functional`` that it called.
 
-    Empty where none but torch's own modules were under way.
+    For example ``net.py:12, interpolate``. Empty where the traceback has only code of torch.
     """
     frames = [(os.path.realpath(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
-    last = next((at for at in reversed(range(len(frames))) if _is_user_file(frames[at][0])), None)
-    called = next((frame.name for name, frame in frames[0 if last is None else last :] if name == _FUNCTIONAL_FILE), "")
+    last = next((index for index in reversed(range(len(frames))) if _is_user_file(frames[index][0])), None)
+    function = next((frame.name for name, frame in frames[0 if last is None else last :] if name == _FUNCTIONAL_FILE), "")
     line = "" if last is None else f"{os.path.basename(frames[last][0])}:{frames[last][1].lineno}"
-    return ", ".join(part for part in (line, called) if part)
+    return ", ".join(text for text in (line, function) if text)
 
 
 def current_location() -> str:
-    """The line of the model's source that is under way, ``net.py:12``; empty where there is none."""
+    """The line of the user's code that is running; empty outside of it."""
     frame = next((frame for frame in reversed(traceback.extract_stack()) if _is_user_file(os.path.realpath(frame.filename))), None)
     return "" if frame is None else f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def is_distributions_error(error: BaseException) -> bool:
-    """Whether ``torch.distributions`` raised it, or what these called."""
+    """Return true for an error out of ``torch.distributions``, or out of a function that it called."""
     return any(os.path.realpath(frame.filename).startswith(_DISTRIBUTIONS_FOLDER) for frame in traceback.extract_tb(error.__traceback__))
 
 

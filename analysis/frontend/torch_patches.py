@@ -1,4 +1,4 @@
-"""Table of all that a capture replaces or switches in torch and Python, and the context manager that does it.
+"""Table of functions and settings of torch and Python that a capture replaces, and the context manager that applies it.
 
 A row is a :class:`Patch`. *Function rows* replace a function; other threads keep the original, since the replacement looks at the thread
 that calls it. *Switch rows* enter a context: a setting of the whole process, or of the thread, that torch itself restores.
@@ -6,7 +6,7 @@ that calls it. *Switch rows* enter a context: a setting of the whole process, or
 A row is skipped where this torch is older than ``since``, is as new as ``until``, has no such function, or has one of other parameters.
 Captures then are as the row's ``without`` says. ``tests/analysis/frontend/test_torch_patches.py`` checks each row against this torch.
 
-Python's builtins are not replaced. The exporter does so itself, and a row replaces the function that it puts there.
+Python's builtins are not replaced. The exporter replaces `max` and `min` itself; a row replaces the function that it installs.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def apply_patches(
     Args:
         names: rows with a replacement or a switch of their own.
         replacements: for other rows, by name, a function from the original to its replacement.
-        namespaces: modules of Python that may have bound the functions by name; they are replaced there, too.
+        namespaces: modules of Python that may have bound the functions by name; these names are replaced, too.
     """
     makers = {name: PATCHES[name].replacement for name in names} | dict(replacements or {})
     with ExitStack() as stack:

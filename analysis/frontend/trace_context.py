@@ -1,8 +1,6 @@
-"""A model while it is traced: without the root's hooks, with what the exporter understands in place of what it does not.
+"""Contexts in which a model is traced: without hooks of its root, with fake or unsharded tensors for its own, without output.
 
-Each of these puts everything back.
-
-Tracing without what torch says meanwhile.
+All contexts restore the model and the process.
 """
 
 from __future__ import annotations
@@ -44,16 +42,16 @@ __all__ = [
     "without_autograd_debugging",
 ]
 
-#: Hooks that only compute a weight, which the capture follows.
+#: Hooks that compute a weight from parameters; the capture follows them.
 REPARAMETRIZATION_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
-#: Parameters that are elsewhere than on the device that the model runs on, and this device: those that are streamed.
+#: The device that the model runs on, for parameters on another device (streamed parameters).
 COMPUTE_DEVICES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
 def prepare_for_tracing(model: nn.Module) -> Iterator[AttributeChanges]:
-    """A model that the exporter can trace; behind it, what `forward` has changed of its plain attributes."""
+    """A context in which the exporter can trace a model. Yields the plain attributes that `forward` changes; they are restored."""
     with (
         _fix_cumulative_momentum(model),
         preserve_attributes(model) as changes,
@@ -65,9 +63,9 @@ def prepare_for_tracing(model: nn.Module) -> Iterator[AttributeChanges]:
 
 @contextlib.contextmanager
 def squeeze_label_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
-    """Let the model take, for inputs that lack channels, images of one channel: it is taken away before the model sees them.
+    """A context in which the model takes ``[N, 1, H, W]`` for inputs without channels: a hook squeezes the channel before `forward`.
 
-    So labels ``[N, H, W]`` are images ``[N, 1, H, W]`` to everything else.
+    Label maps ``[N, H, W]`` are thus images ``[N, 1, H, W]`` in all other code.
     """
     if not any(lacking):
         yield
@@ -77,7 +75,7 @@ def squeeze_label_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterato
 
 
 class _SqueezeChannelHook:
-    """A hook of ours."""
+    """A forward pre-hook that squeezes the channel of label maps."""
 
     def __init__(self, lacking: Sequence[bool]) -> None:
         self._lacks_channels = lacking
@@ -88,7 +86,7 @@ class _SqueezeChannelHook:
 
 @contextlib.contextmanager
 def use_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """A model whose parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
+    """A context in which parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
     replaced = _swap_tensors(model, mode.from_tensor, buffers=True)
     with use_unsharded_parameters(model, mode), replaced, preserve_attributes(model), preserve_objects(model):
         yield
@@ -96,89 +94,91 @@ def use_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_unsharded_parameters(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """A model whose sharded parameters are whole, and whose streamed ones are on the device, without their content: made in this mode,
-    which makes them fake."""
+    """A context in which sharded parameters have their full shape, and streamed ones are on the compute device; their values are undefined.
 
-    def is_elsewhere(value: torch.Tensor) -> bool:
+    ``mode`` is on while they are created: a fake tensor mode makes them fake.
+    """
+
+    def is_remote(value: torch.Tensor) -> bool:
         return is_sharded(value) or COMPUTE_DEVICES.get(value, value.device) != value.device
 
-    def whole(value: torch.Tensor) -> torch.Tensor:
-        if not is_elsewhere(value):
+    def unsharded(value: torch.Tensor) -> torch.Tensor:
+        if not is_remote(value):
             return value
         with mode:
             device = COMPUTE_DEVICES.get(value, value.device)
             return nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device), requires_grad=value.requires_grad)
 
-    if any(map(is_elsewhere, model.parameters())):
-        with _swap_tensors(model, whole, buffers=False):
+    if any(map(is_remote, model.parameters())):
+        with _swap_tensors(model, unsharded, buffers=False):
             yield
     else:
         yield
 
 
 def is_sharded(value: torch.Tensor) -> bool:
-    """Whether a tensor is one of several ranks (a ``DTensor``)."""
+    """Return true for a tensor that is sharded over ranks (a ``DTensor``)."""
     return hasattr(value, "device_mesh")
 
 
 def is_fsdp_hook(hook: Any) -> bool:
-    """Whether a hook is one by which ``fully_shard`` gathers and frees weights."""
+    """Return true for a hook by which ``fully_shard`` gathers and frees weights."""
     return str(getattr(hook, "__module__", "")).startswith(FSDP_HOOK_MODULE)
 
 
 @contextlib.contextmanager
 def _swap_tensors(model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> Iterator[None]:
-    """Other tensors in the place of parameters, and of buffers; those that are shared stay shared."""
-    dictionaries: list[dict[str, Any]] = [module._parameters for module in model.modules()]
-    dictionaries += [module._buffers for module in model.modules()] if buffers else []
-    held = [(found, dict(found)) for found in dictionaries]
-    made: dict[int, torch.Tensor] = {}
+    """A context in which parameters (and buffers) are replaced; shared tensors stay shared."""
+    registries: list[dict[str, Any]] = [module._parameters for module in model.modules()]
+    registries += [module._buffers for module in model.modules()] if buffers else []
+    originals = [(registry, dict(registry)) for registry in registries]
+    replacements: dict[int, torch.Tensor] = {}
     try:
-        for found, values in held:
+        for registry, values in originals:
             for name, value in values.items():
                 if value is not None:
-                    if id(value) not in made:
-                        made[id(value)] = replacement(value)
-                    found[name] = made[id(value)]
+                    if id(value) not in replacements:
+                        replacements[id(value)] = replacement(value)
+                    registry[name] = replacements[id(value)]
         yield
     finally:
-        for found, values in held:
-            found.update(values)
+        for registry, values in originals:
+            registry.update(values)
 
 
 def _as_parameter(value: torch.Tensor) -> torch.Tensor:
-    """A parameter where ``torch.func.functional_call`` has put a tensor, which the exporter would take for something else."""
+    """A parameter for a plain tensor of ``torch.func.functional_call``, which the exporter would take for a constant."""
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=value.requires_grad)
 
 
 @contextlib.contextmanager
 def disable_root_hooks(model: nn.Module) -> Iterator[None]:
-    """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside.
+    """A context without hooks of the root: they run around each call of the compiled model, as in eager PyTorch, and not inside of it.
 
-    Hooks for all modules (such as a FLOP counter's) would run on fake tensors, and are off as well; so are those that gather weights.
+    Hooks of all modules (of a FLOP counter) would run on fake tensors and are off as well; so are those that gather sharded weights.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    held = [(module, name, vars(module)[name]) for module in model.modules() for name in names if vars(module)[name]]
-    for module, name, hooks in held:
-        stay = {
+    originals = [(module, name, vars(module)[name]) for module in model.modules() for name in names if vars(module)[name]]
+    for module, name, hooks in originals:
+        kept = {
             key: hook
             for key, hook in hooks.items()
             if isinstance(hook, (*REPARAMETRIZATION_HOOKS, _SqueezeChannelHook, AttributeChangeHook, ObjectChangeHook))
             or (module is not model and not is_fsdp_hook(hook))
         }
-        vars(module)[name] = OrderedDict(stay)
+        vars(module)[name] = OrderedDict(kept)
     try:
         with apply_patches("global_module_hooks"):
             yield
     finally:
-        for module, name, hooks in held:
+        for module, name, hooks in originals:
             vars(module)[name] = hooks
 
 
 @contextlib.contextmanager
 def _fix_cumulative_momentum(model: nn.Module) -> Iterator[None]:
-    """Give BatchNorms that average over all batches so far a number for their momentum, which would depend on a buffer's value."""
-    # Out of training the momentum goes nowhere.
+    """A context in which BatchNorms with a cumulative average have a constant momentum; theirs would depend on a buffer's value."""
+    # Only training uses the momentum.
     averaging = [
         module
         for module in model.modules()

@@ -73,7 +73,7 @@ def op_schema(op: Any) -> Any:
 
 
 def is_composite_op(op: OpOverload) -> bool:
-    """Return true for an operator that consists of other operators, and whose gradient is that of these."""
+    """Return true for a composite operator: it calls other operators, and its gradient is theirs."""
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 

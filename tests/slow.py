@@ -103,7 +103,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "pointwise",
         "dilated depthwise",
     ),
-    "test_autocast_composites.py::test_types_are_those_of_eager_pytorch": ("bicubic-dtype0",),
+    "test_autocast_composites.py::test_dtypes_are_those_of_eager_pytorch": ("bicubic-dtype0",),
     "test_triton_dropout.py::test_compiles_ahead_of_time": (
         "dropout_kernel bf16 False element",
         "dropout_kernel fp32 True element",
@@ -189,7 +189,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "length, groups",
         "mean square, eps",
     ),
-    "test_torch_patches_batch_norm.py::test_the_graph_is_that_of_the_formula": (
+    "test_torch_patches_batch_norm.py::test_the_graph_is_that_of_the_decomposition": (
         "cpu-autocast2-True",
         "meta-None-True",
     ),
@@ -306,7 +306,7 @@ SAMPLED = {
     "test_batch_broadcasting.py::test_an_input_of_one_pixel": 16,
     "test_batch_broadcasting.py::test_one_reference_for_all_samples": 16,
     "test_strip_checkpoints.py::test_few_slots_are_exact": 16,
-    "test_autocast_composites.py::test_types_are_those_of_eager_pytorch": 16,
+    "test_autocast_composites.py::test_dtypes_are_those_of_eager_pytorch": 16,
     "test_deterministic_algorithms.py::test_sums_have_an_order": 16,
     "test_dropout.py::test_blocks_do_not_show": 3,
     "test_dropout.py::test_module": 2,
@@ -326,8 +326,8 @@ SAMPLED = {
     "test_transposed_convolution.py::test_unet": 2,
     "test_float_size_arithmetic.py::test_sizes_are_rounded_once": 16,
     "test_footprint.py::test_working_bytes_are_near_the_programs_peak": 2,
-    "test_functionalize.py::test_the_casts_of_autocast_are_those_of_the_long_way": 3,
-    "test_functionalize.py::test_the_graph_is_that_of_the_long_way": 16,
+    "test_functionalize.py::test_casts_of_autocast_are_those_of_decomposition": 3,
+    "test_functionalize.py::test_the_graph_is_that_of_decomposition": 16,
     "test_input_streaming.py::test_every_kind_of_array": 16,
     "test_input_streaming_cost.py::test_the_closed_form_equals_the_phantom_walk": 8,
     "test_layout.py::test_borders_of_images_with_channels_last": 16,

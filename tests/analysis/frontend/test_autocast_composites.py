@@ -1,4 +1,4 @@
-"""What autocast does on GPUs, which differs from what it does on the CPU. Captures need no GPU: their tensors are fake."""
+"""Autocast on GPUs, which differs from autocast on the CPU. Captures need no GPU: their tensors are fake."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sft.common.torch_internals import FakeTensorMode
 _DEVICE = torch.device("cuda", 0)
 
 
-class _Behind(nn.Module):
-    """A convolution, something, and another convolution where that still is an image."""
+class _BetweenConvolutions(nn.Module):
+    """A convolution, a function, and optionally a second convolution."""
 
     def __init__(self, inner: Callable[[Tensor], Tensor], *, again: bool = True) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ _CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(1),
     "pool": lambda x: functional.max_pool2d(x, 2),
 }
-#: With nothing behind them.
+#: Functions whose result is not an image.
 _LAST: dict[str, Callable[[Tensor], Tensor]] = {
     "volume": lambda x: _up("trilinear")(x.unsqueeze(2)),
     "signal": lambda x: _up("linear")(x.flatten(2)),
@@ -52,16 +52,20 @@ _LAST: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch switches autocast for GPUs off where it sees none."""
+    """Pretend that autocast for GPUs is available; PyTorch switches it off on machines without one."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*_CASES, *_LAST])
-def test_types_are_those_of_eager_pytorch(name: str, dtype: torch.dtype) -> None:
+def test_dtypes_are_those_of_eager_pytorch(name: str, dtype: torch.dtype) -> None:
     with torch.device("cpu"):
-        models = [_Behind(_CASES[name], again=again) for again in (False, True)] if name in _CASES else [_Behind(_LAST[name], again=False)]
+        models = (
+            [_BetweenConvolutions(_CASES[name], again=again) for again in (False, True)]
+            if name in _CASES
+            else [_BetweenConvolutions(_LAST[name], again=False)]
+        )
     for model in models:
         for parameter in model.requires_grad_(False).parameters():  # a PyTorch without CUDA has no gradients there, even fake ones
             COMPUTE_DEVICES[parameter] = _DEVICE

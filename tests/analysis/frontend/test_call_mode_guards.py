@@ -1,4 +1,4 @@
-"""What ``forward`` asks of the call (modes, gradients, layouts), and what it makes, keeps or replaces while it is traced."""
+"""Queries of ``forward`` about the call (modes, gradients, layouts), and tensors that it makes, keeps or replaces while it is traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.models import image, seeded
 _SHAPE = (1, 3, 16, 14)
 
 
-class _Asking(nn.Module):
+class _Querying(nn.Module):
     def __init__(self, ask: Callable[[Any, Tensor, Tensor], bool]) -> None:
         super().__init__()
         self.conv, self.ask = nn.Conv2d(3, 4, 3), ask
@@ -47,7 +47,7 @@ def _switching(model: Any, x: Tensor, y: Tensor) -> bool:
     return torch.is_grad_enabled() and not inside
 
 
-_QUESTIONS: dict[str, Callable[[Any, Tensor, Tensor], bool]] = {
+_QUERIES: dict[str, Callable[[Any, Tensor, Tensor], bool]] = {
     "grad mode": lambda model, x, y: torch.is_grad_enabled(),
     "grad mode by a name of its own": lambda model, x, y: is_grad_enabled(),
     "grad mode between switches": _switching,
@@ -62,10 +62,10 @@ _QUESTIONS: dict[str, Callable[[Any, Tensor, Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("question", _QUESTIONS)
-def test_questions_are_answered_as_the_call_is(question: str) -> None:
-    """They were answered once, as the first trace was: later calls computed something else."""
-    model = seeded(lambda: _Asking(_QUESTIONS[question]))
+@pytest.mark.parametrize("question", _QUERIES)
+def test_queries_return_the_modes_of_the_call(question: str) -> None:
+    """Queries returned the modes of the first trace: later calls took its branches."""
+    model = seeded(lambda: _Querying(_QUERIES[question]))
     net, x = sft.compile(copy.deepcopy(model), _SHAPE), image(*_SHAPE)
 
     def check(x: Tensor = x) -> None:
@@ -90,14 +90,14 @@ def test_questions_are_answered_as_the_call_is(question: str) -> None:
 
 
 def test_a_first_call_without_gradients() -> None:
-    model = seeded(lambda: _Asking(_QUESTIONS["grad mode"]))
+    model = seeded(lambda: _Querying(_QUERIES["grad mode"]))
     net, x = sft.compile(copy.deepcopy(model), (1, 3, None, None)), image(*_SHAPE)
     with torch.no_grad():
         torch.testing.assert_close(net(x), model(x), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(net(x), model(x), rtol=1e-10, atol=1e-10)
 
 
-def test_a_model_that_does_not_ask_is_captured_once() -> None:
+def test_a_model_without_queries_is_captured_once() -> None:
     net: Any = sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), _SHAPE)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
@@ -150,7 +150,7 @@ def _make(kind: str, model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "submodule"])
-def test_what_forward_makes_is_refused_by_name_and_not_left_behind(kind: str) -> None:
+def test_registrations_in_forward_are_refused_by_name_and_undone(kind: str) -> None:
     """The model kept tensors without numbers: it could neither be used nor saved."""
     model, x = _Making(functools.partial(_make, kind)), torch.randn(_SHAPE)
     with pytest.raises(sft.UnsupportedError, match=rf"w: `forward` makes this {kind} .*call the model once before it is compiled"):
@@ -260,7 +260,7 @@ class _Keeping(nn.Module):
 
 @pytest.mark.parametrize("where", ["object", "function", "class", "global"])
 def test_caches_are_not_filled_by_a_trace(where: str) -> None:
-    """They kept tensors without numbers, which the plain model and the next compilation found there."""
+    """Caches kept fake tensors, which the plain model and the next compilation read."""
     model, x = _Keeping(where), torch.randn(_SHAPE)
     try:
         nets = [sft.compile(model, _SHAPE) for _ in range(2)]
@@ -275,7 +275,7 @@ def test_caches_are_not_filled_by_a_trace(where: str) -> None:
 
 
 def test_a_tensor_of_another_trace_is_named_as_such() -> None:
-    """Caches that nothing of the model leads to are not emptied."""
+    """Caches that are not reachable from the model are not emptied."""
     with FakeTensorMode():
         stale = torch.ones(4, 1, 1)
     model = _Then(_Making(lambda module: None))

@@ -1,4 +1,4 @@
-"""Operators that write and return nothing: those on lists of tensors, and a user's own."""
+"""Operators that write and return no tensor: those on lists of tensors, and custom ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHAPE = (2, 3, 14, 11)
 
 
 class _Model(nn.Module):
-    """A convolution, and what is done with it, two buffers and a parameter."""
+    """A convolution, two buffers, a parameter, and a function of them."""
 
     def __init__(self, then: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def _mask(model: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("then", [_activations, _factors, _buffers, _averages, _mask])
 def test_lists_are_written_tensor_by_tensor(then: Any) -> None:
-    """They return nothing that is read, and were taken for assertions: neither activations nor buffers changed."""
+    """Their results are not read, and they were taken for assertions: neither activations nor buffers changed."""
     assert_exact(seeded(lambda: _Model(then)), image(*_SHAPE), options=sft.Options(tile=(5, None)), steps=3)
 
 
@@ -100,7 +100,7 @@ def _by_one_tensor(model: Any, y: Tensor) -> Tensor:
 
 
 def _crossing(model: Any, y: Tensor) -> Tensor:
-    """The second reads what the first has written, and eager PyTorch's gradient is that of what was there before."""
+    """The second call reads the first call's result, and eager PyTorch's gradient is that of the value before."""
     a, b = y * 1, y * 2
     torch._foreach_add_([a, b], [b, a])
     return a + b
@@ -127,12 +127,12 @@ def _own(model: Any, y: Tensor) -> Any:
         (_own, r"\(the model itself\): sft_tests\.double_\.default is not an ATen operator; write the model with plain"),
     ],
 )
-def test_what_autograd_would_not_notice_is_refused(then: Any, message: str) -> None:
+def test_writes_past_autograd_are_refused(then: Any, message: str) -> None:
     with pytest.raises(sft.UnsupportedError, match=message):
         sft.compile(seeded(lambda: _Model(then)), _SHAPE)
 
 
-def test_lists_that_do_not_fit_are_no_calls() -> None:
+def test_lists_of_different_lengths_are_not_decomposed() -> None:
     a = torch.ones(2)
     assert decompose_foreach("_foreach_mul_", ([a], [a, a]), {}) is None
     assert decompose_foreach("_foreach_maximum_", ([a], [a]), {}) is None, "tensors have no maximum_"

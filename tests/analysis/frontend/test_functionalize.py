@@ -1,4 +1,4 @@
-"""Programs without writes: the direct way gives the graph that the exporter's own way gives, and stands back where names overlap."""
+"""Functionalization: rewriting gives the graph of the exporter's decomposition, and is not used where aliases overlap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Calls(nn.Module):
 
 
 class _ResNetBlock(nn.Module):
-    """Writes as residual networks do."""
+    """In-place activations and additions of residual networks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
 
 
 def _renamed(graph: Graph) -> Graph:
-    """Values by their place: the two ways number the operators of one kind differently."""
+    """Values by position: rewriting and decomposition number operators of one kind differently."""
     names = {node.name: f"{node.kind}{place}" if node.kind == "operator" else node.name for place, node in enumerate(graph.nodes)}
     return replace(
         graph,
@@ -181,7 +181,7 @@ def _renamed(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", _SIMPLE)
-def test_the_graph_is_that_of_the_long_way(name: str, training: bool) -> None:
+def test_the_graph_is_that_of_decomposition(name: str, training: bool) -> None:
     model, shape = _SIMPLE[name]
     exported = _exported(_Wrapped(model).train(training), shape)
     direct = functionalize_by_rewriting(exported)
@@ -228,7 +228,7 @@ _CAST: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", _CAST)
-def test_the_casts_of_autocast_are_those_of_the_long_way(name: str, dtype: torch.dtype) -> None:
+def test_casts_of_autocast_are_those_of_decomposition(name: str, dtype: torch.dtype) -> None:
     model, shape = _CAST[name]
     with torch.autocast("cpu", dtype, cache_enabled=False):
         exported = _exported(_Wrapped(model).train(), shape)
@@ -241,7 +241,7 @@ def test_the_casts_of_autocast_are_those_of_the_long_way(name: str, dtype: torch
 
 
 class _Wrapped(nn.Module):
-    """Begins with a value of its own: the model's input must not be written."""
+    """Begins with a new value: the model's input must not be written."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -262,30 +262,30 @@ def test_sizes_may_be_symbols() -> None:
 
 
 @pytest.mark.parametrize("function", _OVERLAPPING)
-def test_overlapping_names_go_the_long_way(function: Callable[[Tensor], Tensor]) -> None:
+def test_overlapping_aliases_are_decomposed(function: Callable[[Tensor], Tensor]) -> None:
     model = _Calls(function)
     assert functionalize_by_rewriting(_exported(model, (1, 3, 6, 7))) is None
     assert_exact(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), model), torch.rand(1, 3, 10, 9))
 
 
-def test_the_type_of_another_value_is_a_cast() -> None:
+def test_type_as_is_a_cast() -> None:
     direct = functionalize_by_rewriting(_exported(_Calls(lambda x: x.half().type_as(x)), (1, 3, 6, 7)))
     assert direct is not None
     assert [node.target for node in build_graph(direct).operators] == ["aten._to_copy.default"] * 2
 
 
-def test_a_written_input_goes_the_long_way() -> None:
+def test_a_written_input_is_decomposed() -> None:
     assert functionalize_by_rewriting(_exported(_Calls(lambda x: x.mul_(2)), (1, 3, 6, 7))) is None
 
 
-def test_a_write_in_another_type_goes_the_long_way() -> None:
-    """In place the result keeps the type of what is written."""
+def test_a_write_in_another_dtype_is_decomposed() -> None:
+    """In-place operators keep the dtype of the written tensor."""
     exported = _exported(_Calls(lambda x: x.half().add_(x)), (1, 3, 6, 7))
     assert functionalize_by_rewriting(exported) is None
     assert build_graph(functionalize(exported)).nodes[-1].dtype == "float16"
 
 
-def test_an_inner_graph_goes_the_long_way() -> None:
+def test_an_inner_graph_is_decomposed() -> None:
     def region(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return F.conv2d(x, x)

@@ -1,4 +1,4 @@
-"""What `forward` writes into: buffers as large as the image, and its own inputs."""
+"""Writes of `forward` to buffers of the image's size and to its inputs."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ _HANDED_ON: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", _HANDED_ON)
-def test_what_is_written_into_operands_that_are_handed_on(name: str) -> None:
-    """These return what they are given, and do not say so."""
+def test_writes_to_results_that_alias_their_operand(name: str) -> None:
+    """These operators return their operand, against their schema."""
     assert_exact(seeded(lambda: _Writing(_HANDED_ON[name])), image(2, 3, 14, 12), options=sft.Options(tile=(5, None)), steps=1)
 
 
@@ -130,7 +130,7 @@ def test_writes_through_views_that_torch_does_not_follow_are_refused(name: str) 
         sft.compile(_Writing(function), (1, 3, 20, 22))
 
 
-def test_pixels_that_a_mask_picks_are_refused_with_the_operator_to_take() -> None:
+def test_writes_to_masked_pixels_are_refused_with_a_remedy() -> None:
     def function(conv: Any, x: Tensor) -> Any:
         y = conv(x).clone()
         y[y < 0] *= 0.1

@@ -1,4 +1,4 @@
-"""What ``forward`` does with autograd itself: parts under ``torch.no_grad`` (spectral norms among them), detours around it, hooks."""
+"""Autograd habits of ``forward``: regions under ``torch.no_grad`` (spectral norms among them), writes past autograd, hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHAPE = (2, 3, 14, 11)
 
 
 class Parts(nn.Module):
-    """Two convolutions, a parameter and a buffer, for models that differ in how they use them."""
+    """Two convolutions, a parameter and a buffer; subclasses use them in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ def test_a_mask_filled_in_place() -> None:
     assert_exact(seeded(Filled), image(*_SHAPE), options=sft.Options(tile=(4, None)))
 
 
-def test_an_encoder_without_gradients_keeps_nothing() -> None:
-    """Its strips run forward alone, once more in the backward pass; its parameters have no gradient rather than zeros."""
+def test_an_encoder_without_gradients_keeps_no_residuals() -> None:
+    """Its strips run only forward, a second time in the backward pass; its parameters have no gradient instead of zeros."""
     model = seeded(FrozenEncoder)
     net = sft.compile(model, _SHAPE, options=sft.Options(tile=(4, None)))
     training = net.plan_for(_SHAPE)
@@ -195,7 +195,7 @@ def test_a_checkpoint_inside() -> None:
 
 
 class Reversed(torch.autograd.Function):
-    """A gradient reversal: what its operators say is not its derivative."""
+    """A gradient reversal: its derivative is not that of its operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (lambda model, y: y * float(np.random.rand()), r"Changed: `forward` draws from `numpy.random`"),
     ],
 )
-def test_what_autograd_would_not_notice_is_refused(change: Callable[[Parts, Tensor], Tensor], message: str) -> None:
+def test_writes_past_autograd_are_refused(change: Callable[[Parts, Tensor], Tensor], message: str) -> None:
     class Changed(Parts):
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.second(change(self, self.first(x)))

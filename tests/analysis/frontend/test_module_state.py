@@ -1,4 +1,4 @@
-"""What a model keeps in Python: numbers that `forward` changes, and tensors that PyTorch does not know of."""
+"""Python state of a model: attributes that `forward` changes, and unregistered tensors."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _count_by_name(model: Any, y: Tensor) -> Any:
         (_count_by_name, {"calls": {}}, "calls"),
     ],
 )
-def test_what_a_forward_does_to_the_next_one_is_refused(then: Any, attributes: Any, name: str) -> None:
-    """A capture would repeat the first call for ever: all steps but the first were wrong."""
+def test_state_that_changes_the_next_call_is_refused(then: Any, attributes: Any, name: str) -> None:
+    """A capture would repeat the first call in each step: all steps but the first were wrong."""
     model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
     with pytest.raises(sft.UnsupportedError, match=rf"`forward` sets {name}, .*Set it outside of `forward`"):
         sft.compile(model, _SHAPE)
@@ -96,7 +96,7 @@ def _keep_features(model: Any, y: Tensor) -> Tensor:
     ("then", "attributes"),
     [(_count_alone, {"calls": 0}), (_keep_sizes, {"shape": None}), (_keep_features, {"features": None, "history": []})],
 )
-def test_what_a_forward_keeps_for_others_changes_nothing_and_leaves_nothing(then: Any, attributes: Any) -> None:
+def test_state_that_no_call_reads_is_restored(then: Any, attributes: Any) -> None:
     """Fake tensors and symbols of the exporter were left in the model: it could be neither called again, nor copied, nor pickled."""
     model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
     before = {key: value for key, value in vars(model).items() if not key.startswith("_")}
@@ -125,7 +125,7 @@ def test_what_a_forward_keeps_for_others_changes_nothing_and_leaves_nothing(then
     ],
 )
 def test_a_number_read_from_a_tensor_is_refused(then: Any) -> None:
-    """In the graph it has no value: results were NaN, without a word."""
+    """In the graph it has no value: results were NaN, without an error."""
     model = _Model(then)
     model.register_buffer("number", torch.tensor(2))
     with pytest.raises(sft.UnsupportedError, match=r"item: it computes with a Python number read from a tensor; use the tensor itself"):
@@ -133,7 +133,7 @@ def test_a_number_read_from_a_tensor_is_refused(then: Any) -> None:
     assert not sft.check(model, _SHAPE).ok
 
 
-def test_the_reason_is_given_where_forward_takes_more_inputs_than_it_is_given() -> None:
+def test_a_missing_input_is_the_reason_of_the_refusal() -> None:
     class Open(_Model):
         def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
             return super().forward(x)
@@ -163,8 +163,8 @@ def _loose(*, requires_grad: bool) -> Any:
     return model
 
 
-def test_tensors_that_want_a_gradient_and_are_no_parameters_are_refused() -> None:
-    """They had none: eager PyTorch gives them one, and so layers in a plain list were never trained."""
+def test_differentiable_tensors_that_are_no_parameters_are_refused() -> None:
+    """They had no gradient, unlike in eager PyTorch, so layers in a plain list were never trained."""
     model = _loose(requires_grad=True)
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)
@@ -175,7 +175,7 @@ def test_tensors_that_want_a_gradient_and_are_no_parameters_are_refused() -> Non
         torch.testing.assert_close(sft.compile(model, _SHAPE)(x), model(x))
 
 
-def test_such_tensors_are_what_they_are_at_each_call() -> None:
+def test_unregistered_tensors_are_read_at_each_call() -> None:
     model = _loose(requires_grad=False)
     net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
 
@@ -224,8 +224,8 @@ def _boxed(then: Callable[[Any, Tensor], Any]) -> Any:
     ],
     ids=["object", "global", "module", "closure"],
 )
-def test_tensors_of_other_objects_that_want_a_gradient_are_refused(then: Any, shapes: list[str]) -> None:
-    """They had none, without a word: nothing that a module holds leads to them."""
+def test_differentiable_tensors_of_other_objects_are_refused(then: Any, shapes: list[str]) -> None:
+    """They had no gradient, without an error: they are not reachable from a module."""
     model = _boxed(then)
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)
@@ -243,7 +243,7 @@ def _frozen_teacher(model: Any, y: Tensor) -> Any:
     return y[:, :2] * target * _scale.detach()[:2]
 
 
-def test_tensors_of_other_objects_that_get_no_gradient_are_constants() -> None:
+def test_tensors_of_other_objects_without_gradients_are_constants() -> None:
     model = _boxed(_frozen_teacher)
     net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_tensors_of_other_objects_that_get_no_gradient_are_constants() -> None:
     ],
     ids=["numpy", "decides", "sizes", "control flow", "distributions"],
 )
-def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
+def test_operators_that_read_values_are_refused_with_a_remedy(then: Callable[[Any, Tensor], Any], words: str) -> None:
     with pytest.raises(sft.UnsupportedError, match=rf"cannot follow the model at test_module_state\.py:\d+ .*{words}"):
         sft.compile(_Model(then), _SHAPE)
 

@@ -1,4 +1,4 @@
-"""What `forward` changes outside of its modules' attributes: in other objects, in classes, in generators and iterators."""
+"""State outside of module attributes that `forward` changes: other objects, classes, generators and iterators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _dice = random.Random(0)
 
 @dataclass
 class _Box:
-    """An object that is equal to others, and in a circle."""
+    """An object that equals other objects and refers to itself."""
 
     calls: int = 0
     seen: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ def _count_in_the_class(model: Any, y: Tensor) -> Any:
         (_count_in_the_class, r"\(the class _Model\): `forward` sets steps, to 1, and computes something else"),
     ],
 )
-def test_what_a_forward_does_to_the_next_one_is_refused(then: Any, said: str) -> None:
+def test_state_that_changes_the_next_call_is_refused(then: Any, said: str) -> None:
     """All steps were like the first."""
     model = seeded(lambda: _Model(then))
     with pytest.raises(sft.UnsupportedError, match=said):
@@ -97,7 +97,7 @@ def _keep(model: Any, y: Tensor) -> Tensor:
     return y.relu()
 
 
-def test_what_a_forward_keeps_for_others_changes_nothing_and_leaves_nothing() -> None:
+def test_state_that_no_call_reads_is_restored() -> None:
     model = seeded(lambda: _Model(_keep))
     try:
         net = sft.compile(model, _SHAPE)
@@ -128,7 +128,7 @@ def _numbers() -> Iterator[int]:
     ],
 )
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_what_a_forward_draws_is_refused(source: Any, draw: Any, is_inside: bool) -> None:
+def test_draws_in_forward_are_refused(source: Any, draw: Any, is_inside: bool) -> None:
     model = _Model(lambda model, y: y * draw(model.box.features if is_inside else model.source))
     model.box.features, model.source = source(), source()
     with pytest.raises(sft.UnsupportedError, match=r"_Model: `forward` draws from `a \w+ that it holds`, and a compiled model"):
@@ -148,14 +148,14 @@ def test_a_generator_among_the_globals_is_refused() -> None:
         sft.compile(_Rolling(_keep), _SHAPE)
 
 
-def test_generators_and_iterators_that_are_not_asked_change_nothing() -> None:
+def test_unused_generators_and_iterators_are_accepted() -> None:
     model: Any = seeded(lambda: _Model(lambda model, y: y.relu()))
     model.sources = [itertools.count(), _numbers(), iter({1: 2}), random.Random(0), np.random.default_rng(0), map(str, [1])]
     net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
     torch.testing.assert_close(net(x), model(x))
 
 
-def test_looking_for_them_takes_little_time() -> None:
+def test_the_search_for_objects_is_fast() -> None:
     model = nn.Sequential(*(nn.BatchNorm2d(3) if place % 2 else nn.Conv2d(3, 3, 3) for place in range(1000)))
 
     def seconds() -> float:

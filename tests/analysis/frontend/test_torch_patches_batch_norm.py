@@ -1,4 +1,4 @@
-"""Captures with batch norms by shape hold what those with their formula hold."""
+"""Captures with the shape function of batch norm equal captures with its decomposition."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _captured(model: nn.Module, device: str, autocast: torch.dtype | None) -> Ca
 
 
 @pytest.mark.parametrize(("device", "autocast", "training"), [("meta", None, True), ("cpu", None, False), ("cpu", torch.bfloat16, True)])
-def test_the_graph_is_that_of_the_formula(
+def test_the_graph_is_that_of_the_decomposition(
     monkeypatch: pytest.MonkeyPatch, device: str, autocast: torch.dtype | None, training: bool
 ) -> None:
     with torch.device(device):
@@ -57,23 +57,23 @@ def test_the_graph_is_that_of_the_formula(
     assert sum("norm" in node.target for node in found.graph.operators) >= 3
 
 
-def test_the_formula_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formula(*arguments: object) -> None:
-        raise AssertionError("the formula was run")
+def test_the_decomposition_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decomposition(*arguments: object) -> None:
+        raise AssertionError("the decomposition was run")
 
-    formula.__signature__ = inspect.signature(decompositions.native_batch_norm_helper)  # type: ignore[attr-defined]
-    monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
+    decomposition.__signature__ = inspect.signature(decompositions.native_batch_norm_helper)  # type: ignore[attr-defined]
+    monkeypatch.setattr(decompositions, "native_batch_norm_helper", decomposition)
     assert _captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "cpu", None).graph.operators
-    assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009 (mypy believes its declared type)
+    assert getattr(decompositions, "native_batch_norm_helper") is decomposition  # noqa: B009 (mypy believes its declared type)
 
 
-def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formula(values: object) -> None:
+def test_an_unknown_decomposition_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decomposition(values: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
+    monkeypatch.setattr(decompositions, "native_batch_norm_helper", decomposition)
     with apply_patches("batch_norm_shapes"):
-        assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009
+        assert getattr(decompositions, "native_batch_norm_helper") is decomposition  # noqa: B009
 
 
 def test_a_norm_of_other_channels_is_refused() -> None:
@@ -82,7 +82,7 @@ def test_a_norm_of_other_channels_is_refused() -> None:
 
 
 class _Halved(nn.Module):
-    """Norms of what is put together, whose strides PyTorch writes down as products of ``max(1, size)``."""
+    """Norms of concatenated tensors, whose strides PyTorch computes as products of ``max(1, size)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Halved(nn.Module):
         return out
 
 
-def test_what_is_seen_to_be_contiguous_is_not_proved_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visibly_contiguous_strides_need_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = _Halved()
     proved: list[torch.Size] = []

@@ -1,4 +1,4 @@
-"""The shape of a sample at a grid of places is known without its formula, and the graph is the one that the formula makes."""
+"""Captures with the shape function of `grid_sample` equal captures with its decomposition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHAPE = (2, 3, 20, 24)
 
 
 class _Warped(nn.Module):
-    """A convolution sampled where another one says, in several ways, on a grid of another size, too."""
+    """A convolution sampled at the positions of another one, in several modes and on a grid of another size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _captured(model: nn.Module) -> Capture:
     return capture(model.float(), [_SHAPE], [torch.float32], torch.device("cpu"))
 
 
-def test_the_graph_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_that_of_the_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Warped()
     found = _captured(model)
     skip_patch(monkeypatch, "grid_sample_shapes")
@@ -62,25 +62,25 @@ def test_the_graph_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> No
     assert [node.target for node in found.graph.operators].count("aten.grid_sampler.default") == 3
 
 
-def test_the_formula_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formula(*arguments: object) -> None:
-        raise AssertionError("the formula was run")
+def test_the_decomposition_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decomposition(*arguments: object) -> None:
+        raise AssertionError("the decomposition was run")
 
-    formula.__signature__ = inspect.signature(decompositions._grid_sampler_2d)  # type: ignore[attr-defined]
-    monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
+    decomposition.__signature__ = inspect.signature(decompositions._grid_sampler_2d)  # type: ignore[attr-defined]
+    monkeypatch.setattr(decompositions, "_grid_sampler_2d", decomposition)
     monkeypatch.setattr(
-        importlib.import_module("sft.analysis.frontend.functionalize"), "_functionalize_by_decomposition", formula
-    )  # nor does it go the long way
+        importlib.import_module("sft.analysis.frontend.functionalize"), "_functionalize_by_decomposition", decomposition
+    )  # it does not need decomposition
     assert _captured(_Warped()).graph.operators
 
 
-def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formula(values: object) -> None:
+def test_an_unknown_decomposition_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decomposition(values: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
+    monkeypatch.setattr(decompositions, "_grid_sampler_2d", decomposition)
     with apply_patches("grid_sample_shapes"):
-        assert getattr(decompositions, "_grid_sampler_2d") is formula  # noqa: B009 (mypy believes its declared type)
+        assert getattr(decompositions, "_grid_sampler_2d") is decomposition  # noqa: B009 (mypy believes its declared type)
 
 
 @pytest.mark.parametrize(("batch", "coordinates"), [(1, 2), (2, 3)])

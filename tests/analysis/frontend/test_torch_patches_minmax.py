@@ -1,4 +1,4 @@
-"""Networks that pad by what the image's size leaves over, as TensorFlow does: short sizes, one capture for all of them, exact."""
+"""Networks that pad by the remainder of the image's size, as in TensorFlow: short size expressions, one capture for all sizes, exact."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def test_padding_by_the_size_is_exact(extents: tuple[int, int]) -> None:
 
 
 def test_sizes_stay_short() -> None:
-    """Six strides: kept as functions of the image's size, they hold thousands of operations, and the exporter is busy for minutes."""
+    """Six strides: as Max and Min expressions, sizes have thousands of operations, and the exporter takes minutes."""
     found = capture(SamePadded(6), [(1, 3, 200, 180)], [torch.float32], torch.device("cpu"))
     sizes = [extent for node in found.graph.nodes for extent in node.shape if isinstance(extent, sp.Basic)]
     assert max(size.count_ops() for size in sizes) <= 40
     assert not any(size.has(sp.Max, sp.Min) for size in sizes)
-    for height in range(150, 250):  # whatever the size leaves over, but for the smallest images
+    for height in range(150, 250):  # all remainders, the smallest images excepted
         assert found.bind([(1, 3, height, 190)]) is not None
 
 
-def test_max_and_min_are_what_they_were() -> None:
+def test_builtins_are_not_replaced() -> None:
     before = builtins.max, builtins.min
     tensor = torch.tensor([1.0, 3.0])
     with apply_patches("exporter_minmax"):

@@ -1,4 +1,4 @@
-"""Networks whose sizes are quotients of quotients: captured for one size at a time, in seconds, and exact."""
+"""Networks with sizes that are quotients of quotients: captured for one size at a time, in seconds, and exact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_windows_of_windows_are_captured_for_one_size() -> None:
     assert_exact(model, image(2, 3, 80, 68), options=sft.Options(tile=(8, None)), steps=1)
 
 
-class _Own(torch.autograd.Function):
+class _DoubledGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -58,15 +58,15 @@ class _Own(torch.autograd.Function):
         return 2 * grad
 
 
-def test_what_is_refused_at_one_size_is_the_reason() -> None:
-    """Not that sizes were too long for symbols, which is no fault of the model's."""
+def test_the_error_with_constant_sizes_is_the_reason() -> None:
+    """The reason is not the complexity of sizes, which is no fault of the model's."""
 
     class Model(_Windows):
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = _Own.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch has no types for it
+            found: Tensor = _DoubledGrad.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch has no types for it
             return found
 
-    with pytest.raises(sft.UnsupportedError, match=r"_Own: a torch\.autograd\.Function has a backward of its own"):
+    with pytest.raises(sft.UnsupportedError, match=r"_DoubledGrad: a torch\.autograd\.Function has a backward of its own"):
         sft.compile(seeded(lambda: Model(4)), (2, 3, 80, 68))
 
 

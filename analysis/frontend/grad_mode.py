@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
@@ -30,12 +29,16 @@ from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
 from sft.analysis.frontend.source_location import current_location
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import SET_GRAD_ENABLED, disable_torch_function, pytree, set_grad_enabled_silently, storage_id
+from sft.common.torch_internals import (
+    CHECKPOINT_NOOP,
+    SET_GRAD_ENABLED,
+    disable_torch_function,
+    pytree,
+    set_grad_enabled_silently,
+    storage_id,
+)
 
 __all__ = ["track_grad_modes"]
-
-#: The autograd function by which non-reentrant checkpoints keep their inputs, up to torch 2.12; it computes nothing.
-_CHECKPOINT_NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
@@ -90,7 +93,7 @@ def _forbid_autograd_functions() -> Iterator[None]:
         if cls is CheckpointFunction:
             run, _, *operands = args
             return run(*operands)
-        if cls is _CHECKPOINT_NOOP:
+        if cls is CHECKPOINT_NOOP:
             return torch.empty(0)
         raise UnsupportedError(
             [

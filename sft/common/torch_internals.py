@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "CHECKPOINT_NOOP",
     "FSDP_HOOK_MODULE",
     "MODE_DECORATOR_MODULE",
     "REGISTER_PYTREE_NODE",
@@ -53,6 +55,9 @@ __all__ = [
     "without_onednn",
     "without_saved_tensor_hooks",
 ]
+
+#: The autograd function by which non-reentrant checkpoints keep their inputs, up to torch 2.12; it computes nothing.
+CHECKPOINT_NOOP: Any = getattr(checkpoint, "_NoopSaveInputs", None)
 
 #: Module of the hooks by which ``fully_shard`` gathers and frees weights.
 FSDP_HOOK_MODULE = "torch.distributed.fsdp._fully_shard"

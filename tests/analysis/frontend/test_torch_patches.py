@@ -189,8 +189,8 @@ def _keeps_max_of_sizes() -> bool:
 
 
 def _states_of_lstms_have_another_rank() -> bool:
-    lstm, x = nn.LSTM(3, 4), torch.zeros(2, 1, 3)
-    weights, states = [p.detach() for p in lstm.parameters()], [torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)]
+    lstm, x = nn.LSTM(3, 4), torch.zeros(2, 5, 3)
+    weights, states = [p.detach() for p in lstm.parameters()], [torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)]
     arguments = (states, weights, True, 1, 0.0, False, False, False)
     expected, found = torch.lstm(x, *arguments), decomposition_table[torch.ops.aten.lstm.input](x, *arguments)
     return [value.shape for value in expected] != [value.shape for value in found]
@@ -358,4 +358,7 @@ def test_every_row_has_a_check() -> None:
 @pytest.mark.parametrize("name", {check: name for name, check in _NEEDS.items()}.values())
 def test_torch_still_needs_the_row(name: str) -> None:
     """A row that this release of torch no longer needs has an ``until``. (Rows that share a check share the answer.)"""
-    assert _NEEDS[name]() == PATCHES[name].is_in_range
+    patch = PATCHES[name]
+    if patch.until is None and not patch.is_in_range:
+        pytest.skip(f"torch {torch.__version__} is older than the function")
+    assert _NEEDS[name]() == patch.is_in_range

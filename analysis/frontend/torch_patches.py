@@ -3,10 +3,11 @@
 A row is a :class:`Patch`. *Function rows* replace a function; other threads keep the original, since the replacement looks at the thread
 that calls it. *Switch rows* enter a context: a setting of the whole process, or of the thread, that torch itself restores.
 
-A row is skipped where this torch is older than ``since``, is as new as ``until``, has no such function, or has one of other parameters.
-Captures then are as the row's ``without`` says. ``tests/analysis/frontend/test_torch_patches.py`` checks each row against this torch.
+A row is skipped where this torch is older than ``since``, or as new as ``until``. Where this torch has no such function, or one with other
+parameters, a required row raises an error, and any other row is skipped; captures then are as the row's ``without`` says.
+``tests/analysis/frontend/test_torch_patches.py`` checks each row against the installed torch.
 
-Python's builtins are not replaced. The exporter replaces `max` and `min` itself; a row replaces the function that it installs.
+Python's builtins are not replaced. The exporter replaces ``max`` and ``min`` itself; a row replaces the function that it installs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 
 from sft.analysis.frontend import replacement_functions as functions
+from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import without_onednn, without_saved_tensor_hooks
 
 __all__ = [
@@ -65,7 +67,10 @@ class Patch:
     """First release of torch that does not need the replacement; ``None`` while all do."""
 
     parameters: tuple[str, ...] | None = None
-    """Parameter names that the target must have, a final ``"..."`` for any more; ``None`` for functions of C, which do not tell theirs."""
+    """Parameter names of the target, with a final ``"..."`` for any more; ``None`` for functions of C, which have no signature."""
+
+    is_required: bool = False
+    """True where captures without the replacement could be wrong: a torch without the target is refused."""
 
     replacement: Callable[[Function], Function] | None = None
     """Returns the replacement of the original. ``None`` in rows whose replacement belongs to one capture, and in switch rows."""
@@ -201,11 +206,12 @@ _SWITCH_PARAMETERS = {
 _MODE_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled")
 
 PATCHES: dict[str, Patch] = {
-    # -- questions of `forward` about the call, in the thread that captures
+    # -- queries of `forward` about the call
     **{
         name: Patch(
             target=f"torch.{name}",
-            why="`forward` decides by the mode of the call; the trace runs in one mode and answers for the call, and notes the question.",
+            is_required=True,
+            why="`forward` branches on the mode of the call. The trace runs in one mode, returns that of the call, and adds a guard.",
             without="Models that branch on the mode have the branch of the trace in every call.",
         )
         for name in _MODE_QUERIES
@@ -214,13 +220,15 @@ PATCHES: dict[str, Patch] = {
         name: Patch(
             target=f"torch.{name}",
             parameters=_SWITCH_PARAMETERS[name.rpartition(".")[2]],
-            why="A mode that `forward` itself has switched is as it is, and not as that of the call.",
+            is_required=True,
+            why="Inside of a region that `forward` itself switches, queries return the mode of the region and not that of the call.",
             without="`torch.is_grad_enabled()` under `torch.no_grad()` returns the mode of the call.",
         )
         for name in MODE_SWITCHES
     },
     "autograd_function_apply": Patch(
         target="torch.autograd.function._SingleLevelFunction.apply",
+        is_required=True,
         why="An autograd function has a backward of its own, which a graph of operators lacks. Models may have bound `Function.apply` "
         "long before; the `apply` of its base class is looked up at each call.",
         without="Gradients would be those of the operators in the function's forward.",
@@ -366,7 +374,14 @@ def apply_patches(
     with ExitStack() as stack:
         for name, make in makers.items():
             patch = PATCHES[name]
-            if not patch.is_in_range or (location := patch.locate()) is None:
+            if not patch.is_in_range:
+                continue
+            location = patch.locate()
+            if location is None:
+                if patch.is_required:
+                    raise UnsupportedError(
+                        [f"(torch {torch.__version__}): has no {patch.target} that a capture could replace; use torch>=2.11,<2.15"]
+                    )
                 continue
             if make is not None:
                 _replace(stack, *location, make, namespaces)

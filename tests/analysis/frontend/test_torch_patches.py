@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,13 @@ def test_rows_are_skipped_out_of_their_range(monkeypatch: pytest.MonkeyPatch, fi
     with apply_patches("relu"):
         assert (F.relu(torch.ones(1)) is None) == is_applied
     assert F.relu(torch.ones(1)) is not None
+
+
+def test_a_torch_without_a_required_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = PATCHES["autograd_function_apply"]
+    monkeypatch.setitem(PATCHES, "autograd_function_apply", replace(row, target="torch.autograd.function._Absent.apply"))
+    with pytest.raises(sft.UnsupportedError, match=r"has no torch\.autograd\.function\._Absent\.apply .*use torch>=2\.11,<2\.15"):
+        sft.compile(nn.Conv2d(3, 4, 3), _SHAPE)
 
 
 # -- torch still needs the rows ---------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class CallSignature:
 
     def with_guards(self, kinds: Iterable[GuardKind]) -> CallSignature:
         """The signature with the answers to questions of these kinds."""
-        guards = self.modes.answers(kinds)
+        guards = self.modes.guard_values(kinds)
         return self if guards == self.guards else replace(self, guards=guards)
 
     def rank_invariants(self) -> tuple[object, ...]:

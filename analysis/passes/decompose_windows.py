@@ -1,37 +1,34 @@
-"""``unfold`` and ``fold`` of images, whose windows stay in the order of the pixels.
+"""Decomposition of windows and borders: ``unfold``/``fold``, transposed convolutions, circular padding.
 
-torch has windows as columns of a matrix, ``[N, C * kh * kw, windows]``, row by row. That is an image again, with as many rows as windows
-fit beneath each other and the pixels of a window as channels, so these stream:
+*Unfold and fold.* torch has the windows of an image as columns of a matrix, ``[N, C * kh * kw, windows]``, in row-major order. That is
+again an image, with one pixel per window and the pixels of a window as channels, so these stream:
 
 * ``sft.im2col``: the image of windows, without a border (zeros around the image are a ``pad`` before it);
-* ``sft.col2im``: its adjoint, windows put back and summed where they overlap; what lies beyond the image is cut off by a ``pad``
-  with negative amounts, which also adds the rows that no window reaches.
+* ``sft.col2im``: its adjoint, windows put back and summed where they overlap. A ``pad`` with negative amounts crops the rows beyond
+  the image, and adds the rows that no window reaches.
 
 ``Tensor.unfold`` has windows along one axis, and their pixels as last dimension.
 
-Transposed convolutions whose rows overlap, taken apart into products and sums.
+*Transposed convolutions with overlapping rows.* Each input row contributes to ``kernel`` output rows, ``stride`` rows after those of the
+previous one. A strip that computed its rows from all input rows that reach them would repeat the multiplications at its seams. Therefore
+products are carried from strip to strip, not input rows::
 
-A transposed convolution spreads each input row over ``kernel`` output rows, ``stride`` apart from those of the next. Where they overlap,
-a strip that computed its rows from all input rows that reach them would multiply those at the seams twice. What is carried from strip to
-strip must be products, then, not input rows. So the operator becomes
+    y = conv_transpose2d(x, w, b)      ->      k = sft.kernel_rows(w)          # [Cin, kh * Cout / g, 1, kw], once a step
+                                               p = conv_transpose2d(x, k)      # products with every kernel row, as channels
+                                               y = sft.overlap_add(p, b)       # output row = sum of its products, and bias
 
-* ``conv_transpose`` one row tall: for each row of the input its products with every row of the kernel, as channels. The kernel
-  ``[Cin, Cout / g, kh, ...]`` is laid out as ``[Cin, kh * Cout / g, 1, ...]`` for it (``sft.kernel_rows``, once a step). As many
-  multiplications as the operator itself, none of them twice; along the other axes it is what it was.
-* ``sft.overlap_add``: each output row is the sum of the products that land on it, and the bias.
+The number of multiplications is that of the operator itself; along the other axes it is unchanged. In half precision the decomposition
+computes in single precision: products rounded before their sum would deviate by more than the operator's own rounding, and before a ReLU
+could change sign. (Products of half-precision numbers are exact in TF32, too.) Rows that do not overlap (a kernel of 2 with a stride of 2)
+need no decomposition: each output row has a single input row.
 
-In half precision all of this is in single precision: products that were rounded before they are summed up would be off by more than the
-operator's own rounding, and where a ReLU follows, of another sign. (Half numbers times half numbers are exact in TF32, too.)
+*Circular padding of rows.* The rows above the image are its last ones, which a sweep reads at its end. They are few, so they become a
+global value::
 
-Rows that do not overlap (a kernel of 2 with a stride of 2) need none of this: then an output row is one input row's own.
+    y = pad(x, circular)               ->      r = sft.border_rows(x)          # the last low rows, then the first high ones
+                                               y = sft.circular_pad(x, r)      # streamed in the next sweep
 
-Circular padding taken apart, so that the rows beyond one border, which are those at the other, are known before the first strip.
-
-The rows that stand above the image are its last ones, which a walk sees at its end. They are few, so they are a global value:
-
-* ``sft.border_rows``: the last ``low`` rows of the image, then its first ``high`` ones, collected in one walk;
-* ``sft.circular_pad``: the image with these rows above and below it, streamed in the next walk;
-* ``pad`` along the other axes, of which a strip holds all, where they are padded too.
+``pad`` along the other axes, of which a strip holds all, follows if they are padded too.
 """
 
 from __future__ import annotations
@@ -45,12 +42,13 @@ from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops.base import axis_entry, symbolic_axis_entry
 from sft.analysis.ir.symbolic import divide_extent, same_shape
 from sft.analysis.passes.layout import DimLayout
+from sft.analysis.passes.layout_tracker import LayoutTracker
 
-__all__ = ["decompose_axis_unfold", "decompose_circular_pads", "decompose_fold", "decompose_transposed_convolutions", "decompose_unfold"]
+__all__ = ["decompose_circular_pads", "decompose_transposed_convolutions", "rewrite_windows"]
 
 
-def decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], DimLayout] | None:
-    """The nodes that stand for ``F.unfold``, and how its value lies in the last of them; ``None`` where the image has other axes.
+def _decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], DimLayout] | None:
+    """The nodes of ``F.unfold``, and the layout of its value in the last of them; ``None`` for images with other axes.
 
     Args:
         node: the model's operator.
@@ -67,21 +65,21 @@ def decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], D
     return nodes, DimLayout(((0,), (1,), (2, 3)))
 
 
-def decompose_axis_unfold(node: Node, image: Node, layout: DimLayout, axes: Axes) -> tuple[Node, DimLayout] | None:
-    """The node that stands for ``Tensor.unfold`` along an axis, and how its value lies in it; ``None`` along anything else."""
-    place = layout.place(node.argument("dimension"))
-    first = len(image.shape) - axes.count
-    if place is None or place < first:
+def _decompose_axis_unfold(node: Node, image: Node, layout: DimLayout, axes: Axes) -> tuple[Node, DimLayout] | None:
+    """The node of ``Tensor.unfold`` along an axis, and the layout of its value there; ``None`` along other dimensions."""
+    dim = layout.image_dim(node.argument("dimension"))
+    first_axis = len(image.shape) - axes.count
+    if dim is None or dim < first_axis:
         return None
-    alone = [1] * axes.count
-    kernel, stride = ([*alone[: place - first], node.argument(key), *alone[place - first + 1 :]] for key in ("size", "step"))
-    made = _window_node(node, image, (*image.shape[1:first], node.argument("size")), axes, kernel, stride, alone)
-    groups = [tuple(dim + (dim >= first) for dim in group) for group in layout.groups]
-    return made, DimLayout((*groups, (first,)))
+    ones = [1] * axes.count
+    kernel, stride = ([*ones[: dim - first_axis], node.argument(key), *ones[dim - first_axis + 1 :]] for key in ("size", "step"))
+    windows = _window_node(node, image, (*image.shape[1:first_axis], node.argument("size")), axes, kernel, stride, ones)
+    groups = [tuple(each + (each >= first_axis) for each in group) for group in layout.groups]
+    return windows, DimLayout((*groups, (first_axis,)))
 
 
-def decompose_fold(node: Node, image: Node, axes: Axes) -> list[Node] | None:
-    """The nodes that stand for ``F.fold``; ``None`` where its windows do not lie as the image's pixels do.
+def _decompose_fold(node: Node, image: Node, axes: Axes) -> list[Node] | None:
+    """The nodes of ``F.fold``; ``None`` if its windows do not correspond to the image's pixels.
 
     Args:
         node: the model's operator.
@@ -93,8 +91,8 @@ def decompose_fold(node: Node, image: Node, axes: Axes) -> list[Node] | None:
     kernel, stride, padding, dilation = _window_geometry(node)
     extents, counts = axes.of(node.shape), axes.of(image.shape)
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    around = [extent + 2 * p for extent, p in zip(extents, padding, strict=True)]
-    if not same_shape(_window_counts(around, spans, stride), counts):
+    padded_extents = [extent + 2 * p for extent, p in zip(extents, padding, strict=True)]
+    if not same_shape(_window_counts(padded_extents, spans, stride), counts):
         return None
     reached = [(count - 1) * s + span for count, s, span in zip(counts, stride, spans, strict=True)]
     arguments = (("self", Ref(image.name)), ("kernel_size", tuple(kernel)), ("stride", tuple(stride)), ("dilation", tuple(dilation)))
@@ -108,17 +106,17 @@ def decompose_fold(node: Node, image: Node, axes: Axes) -> list[Node] | None:
 
 def _window_geometry(node: Node) -> tuple[Sequence[int], ...]:
     """Kernel, stride, padding and dilation for both axes."""
-    given = (node.argument(name) for name in ("kernel_size", "stride", "padding", "dilation"))
-    return tuple(tuple(value) * (2 if len(value) == 1 else 1) for value in given)
+    arguments = (node.argument(name) for name in ("kernel_size", "stride", "padding", "dilation"))
+    return tuple(tuple(value) * (2 if len(value) == 1 else 1) for value in arguments)
 
 
 def _window_counts(extents: Sequence[Any], spans: Sequence[int], stride: Sequence[int]) -> tuple[Any, ...]:
-    """Windows along each axis."""
+    """Number of windows along each axis."""
     return tuple(divide_extent(extent - span, s) + 1 for extent, span, s in zip(extents, spans, stride, strict=True))
 
 
 def _pad_node(node: Node, image: Node, name: str, amounts: Sequence[tuple[Any, Any]]) -> Node:
-    """The image with so many rows, and so many columns, of zeros before and behind it."""
+    """The image with rows, and columns, of zeros added before and after it."""
     lead, extents = image.shape[: -len(amounts)], image.shape[-len(amounts) :]
     shape = (*lead, *(low + extent + high for extent, (low, high) in zip(extents, amounts, strict=True)))
     flat = tuple(amount for pair in reversed(amounts) for amount in pair)
@@ -135,7 +133,7 @@ def _window_node(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> Node:
-    """The windows of an image."""
+    """The im2col of an image."""
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     shape = (image.shape[0], *channels, *_window_counts(axes.of(image.shape), spans, stride))
     geometry = (("kernel_size", tuple(kernel)), ("stride", tuple(stride)), ("dilation", tuple(dilation)))
@@ -144,7 +142,7 @@ def _window_node(
 
 
 def decompose_transposed_convolutions(graph: Graph) -> Graph:
-    """The graph with every transposed convolution of images whose rows overlap replaced by its parts."""
+    """Replace every transposed convolution of images with overlapping rows by its decomposition."""
     depends = graph.descendants(graph.inputs)
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -166,12 +164,12 @@ def _has_overlapping_rows(node: Node, graph: Graph) -> bool:
 def _decompose_transposed_convolution(node: Node, graph: Graph) -> list[Node]:
     weight, image = graph[node.argument("weight").name], graph[node.argument("input").name]
     groups, count = node.argument("groups"), graph.axes.count
-    wider: list[Node] = []
+    casts: list[Node] = []
     if node.dtype in _HALF_DTYPES:
-        wider = [_widened_operand(value, node, name) for value, name in ((weight, "weight"), (image, "input"))]
-        weight, image = wider
-    inputs, channels, kernel, *rest = weight.shape
-    shape = (inputs, channels * kernel, 1, *rest)
+        casts = [_widened_operand(value, node, name) for value, name in ((weight, "weight"), (image, "input"))]
+        weight, image = casts
+    inputs, channels, kernel, *further = weight.shape
+    shape = (inputs, channels * kernel, 1, *further)
     rows = replace(
         weight,
         name=f"{node.name}__kernel_rows",
@@ -182,14 +180,14 @@ def _decompose_transposed_convolution(node: Node, graph: Graph) -> list[Node]:
         module_path=node.module_path,
         effect="",
     )
-    across = {name: _without_rows(node.argument(name), alone, count) for name, alone in _NEUTRAL_ARGUMENTS.items()}
+    column_arguments = {name: _without_rows(node.argument(name), neutral, count) for name, neutral in _NEUTRAL_ARGUMENTS.items()}
     arguments = (
         ("input", Ref(image.name)),
         ("weight", Ref(rows.name)),
         ("bias", None),
-        *((name, across[name]) for name in ("stride", "padding", "output_padding")),
+        *((name, column_arguments[name]) for name in ("stride", "padding", "output_padding")),
         ("groups", groups),
-        ("dilation", across["dilation"]),
+        ("dilation", column_arguments["dilation"]),
         ("kernel_size", shape[2:]),
     )
     products = replace(
@@ -208,11 +206,11 @@ def _decompose_transposed_convolution(node: Node, graph: Graph) -> list[Node]:
         target="sft.overlap_add",
         arguments=(("self", Ref(products.name)), ("bias", node.argument("bias")), ("groups", groups), ("spread", spread)),
     )
-    return [*wider, rows, products, sums]
+    return [*casts, rows, products, sums]
 
 
 def _widened_operand(value: Node, node: Node, name: str) -> Node:
-    """What the operator reads, in single precision."""
+    """An operand cast to single precision."""
     return replace(
         value,
         name=f"{node.name}__{name}",
@@ -227,18 +225,18 @@ def _widened_operand(value: Node, node: Node, name: str) -> Node:
 
 
 _HALF_DTYPES = frozenset({"float16", "bfloat16"})
-#: Arguments with an entry for each axis, and what they are along one that is not spread.
+#: Arguments with an entry for each axis, and their neutral value.
 _NEUTRAL_ARGUMENTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 _ARGUMENT_NAMES = {"kernel_size": "kernel"}
 
 
-def _without_rows(value: Any, alone: int, count: int) -> tuple[Any, ...]:
-    """An argument for each axis with the rows left alone."""
-    return (alone, *(symbolic_axis_entry(value, axis) for axis in range(1, count)))
+def _without_rows(value: Any, neutral: int, count: int) -> tuple[Any, ...]:
+    """An argument for each axis, with the neutral value for the rows."""
+    return (neutral, *(symbolic_axis_entry(value, axis) for axis in range(1, count)))
 
 
 def decompose_circular_pads(graph: Graph) -> Graph:
-    """The graph with every circular padding of an image's rows replaced by its parts."""
+    """Replace every circular padding of an image's rows by its decomposition."""
     nodes: list[Node] = []
     for node in graph.nodes:
         nodes += _decompose_circular_pad(node, graph) if _wraps_rows(node, graph) else [node]
@@ -255,23 +253,39 @@ def _wraps_rows(node: Node, graph: Graph) -> bool:
 def _decompose_circular_pad(node: Node, graph: Graph) -> list[Node]:
     count, flat = graph.axes.count, node.argument("pad")
     image, (low, high) = graph[node.argument("self").name], flat[-2:]
-    lead, (rows, *rest) = image.shape[:-count], graph.axes.of(image.shape)
+    lead, (rows, *further) = image.shape[:-count], graph.axes.of(image.shape)
     amounts = (("low", low), ("high", high), ("axes", count))
     border = replace(
         node,
         name=f"{node.name}__border",
         target="sft.border_rows",
-        shape=(*lead, low + high, *rest),
+        shape=(*lead, low + high, *further),
         arguments=(("self", Ref(image.name)), *amounts),
     )
-    is_all = not any(flat[:-2])
+    rows_only = not any(flat[:-2])
     wrapped = replace(
         node,
-        name=node.name if is_all else f"{node.name}__wrapped",
+        name=node.name if rows_only else f"{node.name}__wrapped",
         target="sft.circular_pad",
-        shape=(*lead, rows + low + high, *rest),
+        shape=(*lead, rows + low + high, *further),
         arguments=(("self", Ref(image.name)), ("border", Ref(border.name)), *amounts),
     )
-    if is_all:
+    if rows_only:
         return [border, wrapped]
     return [border, wrapped, replace(node, arguments=(("self", Ref(wrapped.name)), ("pad", (*flat[:-2], 0, 0)), *node.arguments[2:]))]
+
+
+def rewrite_windows(tracker: LayoutTracker, node: Node) -> bool:
+    """Rewrite ``unfold`` (windows to columns) and ``fold`` (columns to windows)."""
+    image = tracker.images[node.operands[0]]
+    source, count = tracker.nodes[image.node], tracker.axes.count
+    if node.target == "aten.unfold.default":
+        along = _decompose_axis_unfold(node, source, image.layout, tracker.axes)
+        return along is not None and tracker.put(*along)
+    if node.target == "aten.col2im.default":
+        is_columns = image.layout.groups == ((0,), (1,), tuple(range(2, 2 + count)))
+        nodes, layout = _decompose_fold(node, source, tracker.axes) if is_columns else None, DimLayout.plain(len(node.shape))
+    else:
+        unfolded = _decompose_unfold(node, source, tracker.axes) if image.layout.is_plain else None
+        nodes, layout = unfolded or (None, image.layout)
+    return nodes is not None and all([tracker.put(new, layout) for new in nodes])

@@ -1,6 +1,6 @@
-"""Facts that an operator's arguments leave to its operands: kernel sizes, whole upsampling and unpooling factors.
+"""Attribute inference: facts that an operator's arguments leave to its operands, written into the node as further arguments.
 
-They are written into the node as extra arguments (``kernel_size``, ``factors``), so that every later stage can read a node
+Kernel sizes of convolutions (``kernel_size``) and integer upsampling and unpooling factors (``factors``). Later passes can then read a node
 without its neighbours.
 """
 
@@ -20,12 +20,12 @@ __all__ = ["infer_attributes"]
 #: Operators with a kernel among their operands.
 _CONVOLUTION_PREFIXES = tuple(f"aten.{name}{count}d." for name in ("conv", "conv_transpose") for count in (1, 2, 3))
 
-#: Poolings that also say where their maxima were.
+#: Poolings that also return the indices of their maxima.
 _POOLS_WITH_INDICES = frozenset(f"aten.max_pool{count}d_with_indices.default" for count in (1, 2, 3))
 
 
 def infer_attributes(graph: Graph) -> Graph:
-    """The graph with derived arguments added."""
+    """Add derived arguments to every node."""
     return replace(graph, nodes=tuple(_infer_node_attributes(node, graph) for node in graph.nodes))
 
 
@@ -34,7 +34,7 @@ def _infer_node_attributes(node: Node, graph: Graph) -> Node:
         weight = graph[node.argument("weight").name]
         return _with_argument(node, "kernel_size", weight.shape[2:])
     if node.target in _POOLS_WITH_INDICES and node.argument("result") == 0:
-        # The values alone are those of the pooling without indices.
+        # The values equal those of the pooling without indices.
         arguments = tuple(item for item in node.arguments if item[0] != "result")
         return replace(node, target=node.target.replace("_with_indices", ""), arguments=arguments)
     if node.target in UNPOOLINGS:
@@ -46,7 +46,7 @@ def _infer_node_attributes(node: Node, graph: Graph) -> Node:
 
 
 def _integer_scale_factors(node: Node, source: Node) -> tuple[int, ...] | None:
-    """The whole upsampling factors along each axis, ``None`` when one is not whole."""
+    """Integer upsampling factors along each axis; ``None`` if one is not an integer."""
     scales = node.argument("scale_factors")
     if scales is None:
         scales = [sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)]

@@ -1,17 +1,22 @@
-"""Following how a model's values lie in images, while its permutes and reshapes vanish.
+"""Layout tracking: record the layout of each value in an image while permutes and reshapes are eliminated.
 
-The graph that is built holds every image in one order of dimensions (:mod:`sft.analysis.passes.layout`); for each value of the model it is
-known in which node of that graph it lies, and how. Permutes and reshapes only change that knowledge. Where channels are split or merged
-the image is rearranged within each pixel (``sft.rearrange``); pixels that become channels, and channels that become pixels, are
-``sft.pixel_unshuffle`` and ``sft.pixel_shuffle`` images. Whoever needs a value as the model has it gets it restored as a whole
-(``sft.restore_dims``).
+The new graph holds every image in one order of dimensions (:mod:`sft.analysis.passes.layout`). For each value of the model the tracker
+knows the node of the new graph that holds it, and its layout there::
+
+    y = permute(x, [0, 2, 3, 1])                            # y -> x, layout ((0,), (2,), (3,), (1,))
+    z = reshape(y, [n, h * w, c])                           # z -> x, layout ((0,), (2, 3), (1,))
+    s = sum(z, dim=1)                     ->     s = sum(x, dim=(2, 3))
+
+Permutes and reshapes only change the layout. If channels are split or merged, the image is rearranged within each pixel
+(``sft.rearrange``). Pixels that become channels, and channels that become pixels, become ``sft.pixel_unshuffle`` and ``sft.pixel_shuffle``
+images. A reader that needs the model's own order gets the untiled value restored (``sft.restore_dims``).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,20 +47,25 @@ PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.defa
 
 @dataclass(frozen=True, slots=True)
 class TrackedImage:
-    """A value of the model that lies in an image: the node of the new graph that holds it, and how."""
+    """A value of the model that is held in an image.
+
+    Attributes:
+        node: the node of the new graph that holds it.
+        layout: its layout in that image.
+    """
 
     node: str
     layout: DimLayout
 
 
 class LayoutTracker:
-    """A graph being rebuilt, and where the model's values are in it.
+    """A graph under construction, with the position of each of the model's values in it.
 
     Attributes:
-        graph: the model's.
-        axes: of its images.
+        graph: the model's graph.
+        axes: the axes of its images.
         nodes: the new graph so far.
-        images: by the model's value.
+        images: images by the model's value; a value that is not in it is held in the model's order.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -67,17 +77,21 @@ class LayoutTracker:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def put(self, node: Node, layout: DimLayout) -> bool:
-        """Add a node that makes an image, in which the model's value of that name lies."""
+        """Add a node that computes an image, and bind the model's value of that name to it. Always true."""
         self.nodes[node.name] = node
         self.images[node.name] = TrackedImage(node.name, layout)
         return True
 
+    def add_nodes(self, nodes: Iterable[Node]) -> None:
+        """Add nodes that compute no image."""
+        self.nodes.update((node.name, node) for node in nodes)
+
     def shape(self, name: str) -> tuple[Any, ...]:
-        """Of a node of the new graph."""
+        """Shape of a node of the new graph."""
         return self.nodes[name].shape
 
-    def rearranged(self, node: Node, change: ChannelRearrangement, source: str, name: str) -> None:
-        """Add the node that moves the channels of ``source``."""
+    def add_rearrangement(self, node: Node, change: ChannelRearrangement, source: str, name: str) -> None:
+        """Add the node ``name`` that rearranges the channels of ``source``."""
         old = self.nodes[source]
         shape = (old.shape[0], *change.shape, *self.axes.of(old.shape))
         arguments = (
@@ -89,48 +103,48 @@ class LayoutTracker:
         )
         self.nodes[name] = replace(node, name=name, target="sft.rearrange", shape=shape, arguments=arguments)
 
-    def follow(self, node: Node, image: TrackedImage) -> bool:
-        """Say that the model's value ``node`` is an image, with channels merged that the model has merged."""
-        found = merge_channels(image.layout, self.shape(image.node), self.axes)
-        if found is not None and found.rearrangement is not None:
+    def bind(self, node: Node, image: TrackedImage) -> bool:
+        """Bind the model's value ``node`` to an image, after channels that the value has merged are merged in it. Always true."""
+        merge = merge_channels(image.layout, self.shape(image.node), self.axes)
+        if merge is not None and merge.rearrangement is not None:
             name = f"{node.name}__merged"
-            self.rearranged(node, found.rearrangement, image.node, name)
-            image = TrackedImage(name, found.layout)
-        self.images[node.name] = self._unfolded(node, image)
+            self.add_rearrangement(node, merge.rearrangement, image.node, name)
+            image = TrackedImage(name, merge.layout)
+        self.images[node.name] = self._pixel_shuffled(node, image)
         return True
 
-    def _unfolded(self, node: Node, image: TrackedImage) -> TrackedImage:
-        """The image with those channels as pixels that the model has as pixels."""
+    def _pixel_shuffled(self, node: Node, image: TrackedImage) -> TrackedImage:
+        """The image with channels moved to pixels if the value merges them into its axes; otherwise the image itself."""
         old = self.nodes[image.node]
         first_axis = len(old.shape) - self.axes.count
-        places = image.layout.channels_merged_into_axes(first_axis)
-        if places is None or len(places) != self.axes.count:
+        channel_dims = image.layout.channels_merged_into_axes(first_axis)
+        if channel_dims is None or len(channel_dims) != self.axes.count:
             return image
-        taken = {dim for dims in places for dim in dims}
+        moved = {dim for dims in channel_dims for dim in dims}
         named = {dim for group in image.layout.groups for dim in group}
-        # A dimension of extent 1 that the value does not have goes.
-        rest = tuple(dim for dim in range(1, first_axis) if dim not in taken and (dim in named or old.shape[dim] != 1))
-        factors = tuple(math.prod(int(old.shape[dim]) for dim in dims) for dims in places)
-        grown = tuple(extent * factor for extent, factor in zip(self.axes.of(old.shape), factors, strict=True))
+        # A dimension of extent 1 that the value does not have is dropped.
+        remaining = tuple(dim for dim in range(1, first_axis) if dim not in moved and (dim in named or old.shape[dim] != 1))
+        factors = tuple(math.prod(int(old.shape[dim]) for dim in dims) for dims in channel_dims)
+        extents = tuple(extent * factor for extent, factor in zip(self.axes.of(old.shape), factors, strict=True))
         name = f"{node.name}__unfolded"
-        arguments = (("self", Ref(image.node)), ("rest", rest), ("places", places), ("factors", factors))
-        shape = (old.shape[0], *([old.shape[dim] for dim in rest] or [1]), *grown)
+        arguments = (("self", Ref(image.node)), ("rest", remaining), ("places", channel_dims), ("factors", factors))
+        shape = (old.shape[0], *([old.shape[dim] for dim in remaining] or [1]), *extents)
         self.nodes[name] = replace(node, name=name, target="sft.pixel_shuffle", shape=shape, arguments=arguments)
-        number = {dim: 1 + at for at, dim in enumerate(rest)}
-        number.update({0: 0, **{first_axis + axis: 1 + max(1, len(rest)) + axis for axis in range(self.axes.count)}})
-        groups = (tuple(number[dim] for dim in group if dim not in taken) for group in image.layout.groups)
+        number = {dim: 1 + index for index, dim in enumerate(remaining)}
+        number.update({0: 0, **{first_axis + axis: 1 + max(1, len(remaining)) + axis for axis in range(self.axes.count)}})
+        groups = (tuple(number[dim] for dim in group if dim not in moved) for group in image.layout.groups)
         return TrackedImage(name, DimLayout(tuple(groups)))
 
-    def _folded(self, node: Node, image: TrackedImage) -> TrackedImage | None:
-        """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
+    def _pixel_unshuffled(self, node: Node, image: TrackedImage) -> TrackedImage | None:
+        """The image with pixels moved to channels if a reshape to the shape of ``node`` then succeeds; otherwise ``None``."""
         old = self.nodes[image.node]
         first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
         groups = []
         for group in image.layout.groups:
-            apart: list[int] = []
+            dims: list[int] = []
             for dim in group:
-                apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
-            groups.append(tuple(apart))
+                dims += [dim] if dim < first_axis else [dim + self.axes.count, dim]
+            groups.append(tuple(dims))
         layout = DimLayout(tuple(groups))
         for factors in itertools.product(*(split_factors(extent, node.shape) for extent in extents)):
             shape = (*old.shape[:first_axis], *factors, *(divide_extent(e, f) for e, f in zip(extents, factors, strict=True)))
@@ -140,8 +154,8 @@ class LayoutTracker:
                 return TrackedImage(name, layout)
         return None
 
-    def keep(self, node: Node) -> None:
-        """Take an operator over as it is, on the model's own values."""
+    def copy_operator(self, node: Node) -> None:
+        """Copy an operator unchanged, on operands in the model's order."""
         arguments = tuple((key, map_refs(value, lambda name: Ref(self.plain_name(name)))) for key, value in node.arguments)
         kept = replace(node, arguments=arguments)
         self.nodes[node.name] = kept
@@ -150,7 +164,7 @@ class LayoutTracker:
             self.images[node.name] = TrackedImage(node.name, DimLayout.plain(len(node.shape)))
 
     def _is_expanded_image(self, node: Node) -> bool:
-        """Whether a value that no image makes is as large as one: a vector of channels, or a pixel, that was expanded or interpolated."""
+        """True if a value computed from no image has an image's size: an expanded vector of channels, an interpolated pixel."""
         if len(node.shape) < self.axes.rank or all(extent == 1 for extent in self.axes.of(node.shape)):
             return False
         size = (node.shape[0], *self.axes.of(node.shape))
@@ -158,7 +172,7 @@ class LayoutTracker:
         return size in sizes
 
     def _is_image_of(self, node: Node, images: Sequence[Node]) -> bool:
-        """Whether a value may lie as an image does: anything with as many dimensions, along which images vary."""
+        """True if a value has the form of an image: enough dimensions, the batch of an operand, and spatial extent."""
         if len(node.shape) < self.axes.rank:
             return False
         return any(node.shape[0] == image.shape[0] for image in images) and not all(extent == 1 for extent in self.axes.of(node.shape))
@@ -183,7 +197,7 @@ class LayoutTracker:
         return restored
 
     def _without_unit_channels(self, name: str, image: TrackedImage) -> str | None:
-        """The image without channels of extent 1 that the value does not have; ``None`` where it differs in more than that."""
+        """The image without channels of extent 1 that the value does not have; ``None`` if it differs by more than that."""
         groups, channels = image.layout.groups, range(1, len(self.shape(image.node)) - self.axes.count)
         named = [group[0] for group in groups if len(group) == 1]
         kept = [dim for dim in channels if dim in named]
@@ -193,17 +207,17 @@ class LayoutTracker:
         if plain not in self.nodes:
             extents = tuple(int(self.shape(image.node)[dim]) for dim in channels)
             change = ChannelRearrangement(split=extents, order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept))
-            self.rearranged(self.graph[name], change, image.node, plain)
+            self.add_rearrangement(self.graph[name], change, image.node, plain)
         return plain
 
-    # -- permutes and reshapes; each says whether it was followed ---------------------------------------------------
+    # -- permutes and reshapes; each returns true if it was tracked --------------------------------------------------
 
     def first_image(self, node: Node) -> TrackedImage:
         """The first operand that is an image."""
         return self.images[next(name for name in node.operands if name in self.images)]
 
     def permute(self, node: Node) -> bool:
-        """Follow a change of the dimensions' order."""
+        """Track a permutation of dimensions. Always true."""
         image = self.first_image(node)
         rank = len(image.layout.groups)
         order = list(range(rank))
@@ -215,24 +229,24 @@ class LayoutTracker:
             names = ("axis0", "axis1") if node.target == "aten.swapaxes.default" else ("dim0", "dim1")
             a, b = (node.argument(name, default) for default, name in enumerate(names))
             order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
-        return self.follow(node, TrackedImage(image.node, image.layout.permuted(order)))
+        return self.bind(node, TrackedImage(image.node, image.layout.permuted(order)))
 
     def reshape(self, node: Node) -> bool:
-        """Follow a reshape, where no axis of the image is split but into whole numbers of pixels."""
+        """Track a reshape; false if it splits an axis other than into complete groups of pixels."""
         image = self.images.get(node.operands[0])
         if image is None:
             return False
-        found = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
-        if found is None:
-            folded = self._folded(node, image)
-            if folded is None:
+        result = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
+        if result is None:
+            unshuffled = self._pixel_unshuffled(node, image)
+            if unshuffled is None:
                 return False
-            image = folded
-            found = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
-            if found is None:
+            image = unshuffled
+            result = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
+            if result is None:
                 return False
-        held = image.node
-        if found.rearrangement is not None:
-            held = f"{node.name}__split"
-            self.rearranged(node, found.rearrangement, image.node, held)
-        return self.follow(node, TrackedImage(held, found.layout))
+        source = image.node
+        if result.rearrangement is not None:
+            source = f"{node.name}__split"
+            self.add_rearrangement(node, result.rearrangement, image.node, source)
+        return self.bind(node, TrackedImage(source, result.layout))

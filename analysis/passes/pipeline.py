@@ -1,4 +1,4 @@
-"""All rewritings of a captured graph, in order: from what the exporter wrote to what the operator table speaks of."""
+"""Pass pipeline: all rewrites of a captured graph in order, from the exporter's operators to those of the operator table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["run_passes"]
 
 
 def run_passes(graph: Graph) -> Graph:
-    """The graph in the terms of the operator table, without what nobody reads.
+    """Rewrite the graph to operators of the operator table, without dead operators.
 
     Raises:
-        UnsupportedError: a mask whose shape follows the image without following one of its values.
+        UnsupportedError: a random mask with a shape that depends on the image's size but on none of its values.
     """
-    for rewrite in (
+    for graph_pass in (
         canonicalize,
         infer_attributes,
         decompose_norms,
@@ -27,5 +27,5 @@ def run_passes(graph: Graph) -> Graph:
         decompose_circular_pads,
         make_rng_positional,
     ):
-        graph = rewrite(graph)
+        graph = graph_pass(graph)
     return clone_updated_buffers(graph.without_dead_operators())

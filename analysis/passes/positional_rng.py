@@ -1,15 +1,19 @@
-"""Random masks taken apart: what is drawn, and where in the model, instead of a call that advances a generator.
+"""Counter-based (positional) random numbers: random operators become functions of a seed and positions.
 
-A mask that a generator draws depends on who drew before. Here each random operator becomes a function of a *seed*, drawn once a call,
-of its *site*, the number of the random operator in the model, and of positions in the whole value, so that strips, recomputation and
-ranks see parts of one mask:
+A mask from a generator depends on all draws before it. Here each random operator becomes a function of a *seed*, drawn once a call, of its
+*site*, the number of the random operator in the model, and of positions in the full value. Strips, recomputation and ranks then compute
+slices of the same mask::
 
-* ``sft.dropout``: an element-wise dropout, what ``nn.Dropout`` calls;
+    y = dropout(x, p)                             y = sft.dropout(x, seed, site=0, p=p)
+    m = bernoulli(empty_like(x), q)       ->      m = sft.mask(x, seed, site=1, p=1 - q)
+    n = randn_like(x)                             n = sft.noise(x, seed, site=2, distribution="normal")
+
+* ``sft.dropout``: elementwise dropout, the operator of ``nn.Dropout``;
 * ``sft.mask``: ones where kept, zeros where dropped. ``nn.Dropout2d``, alpha dropout and stochastic depth draw one (``bernoulli``) of
-  the value's shape, or of a small one, and compute with it in plain operators, which stay as they are. ``floor(keep + rand(shape))``,
-  as EfficientNets and ConvNeXts write it, is one, too;
-* ``sft.noise``: uniform, normal or exponential numbers, scaled and shifted: ``rand_like``, ``randn_like``, and what `uniform_`, `normal_`
-  and `exponential_` write into a value of the image's shape.
+  the value's shape, or of a small one, and use it in plain operators, which stay unchanged. ``floor(keep + rand(shape))``, as written in
+  EfficientNets and ConvNeXts, is a mask, too;
+* ``sft.noise``: uniform, normal or exponential numbers, scaled and shifted: ``rand_like``, ``randn_like``, and `uniform_`, `normal_`
+  and `exponential_` into a value of the image's shape.
 
 The seed is a leaf of the graph, one integer.
 """
@@ -25,11 +29,11 @@ from sft.common.errors import UnsupportedError
 
 __all__ = ["SEED_NAME", "make_rng_positional"]
 
-#: The name of the leaf.
+#: Name of the seed's leaf.
 SEED_NAME = "sft_seed"
 
 _DROPOUT_OPS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
-#: Operators that only lend their shape to the draw, and their operand where they have one.
+#: Operators of which the draw uses only the shape, and the operand if they have one.
 _SHAPE_ONLY_FACTORIES = frozenset(
     {
         "aten.empty_like.default",
@@ -43,7 +47,7 @@ _SHAPE_ONLY_FACTORIES = frozenset(
         "aten.ones.default",
     }
 )
-#: Noise of another value's shape, and of a shape that is given.
+#: Noise with the shape of another value, and with an explicit shape.
 _RANDOM_LIKE_OPS = {"aten.rand_like.default": "uniform", "aten.randn_like.default": "normal"}
 _RANDOM_SHAPE_OPS = {"aten.rand.default": "uniform", "aten.randn.default": "normal"}
 _FLOOR_OP = "aten.floor.default"
@@ -51,26 +55,26 @@ _LIKE_FACTORIES = frozenset({"aten.empty_like.default", "aten.zeros_like.default
 
 
 def make_rng_positional(graph: Graph) -> Graph:
-    """The graph with every random operator replaced; the graph itself where it has none.
+    """Replace every random operator; a graph without any is returned unchanged.
 
     Raises:
-        UnsupportedError: a mask whose shape follows the image without following one of its values.
+        UnsupportedError: a random mask with a shape that depends on the image's size but on none of its values.
     """
     sites = 0
     nodes: list[Node] = []
     floored = {
-        found[0].name for node in graph.nodes if node.target == _FLOOR_OP and (found := _match_floor_bernoulli(node, graph)) is not None
+        match[0].name for node in graph.nodes if node.target == _FLOOR_OP and (match := _match_floor_bernoulli(node, graph)) is not None
     }
     for node in graph.nodes:
         noise = None if node.name in floored else _positional_noise(node, graph, sites)
-        drawn = (
+        replacement = (
             _positional_dropout(node, sites)
             or _positional_mask(node, graph, sites)
             or noise
             or with_rng_arguments(node, Ref(SEED_NAME), sites)
         )
-        nodes.append(drawn or node)
-        sites += drawn is not None
+        nodes.append(replacement or node)
+        sites += replacement is not None
     if not sites:
         return graph
     first = next(i for i, node in enumerate(nodes) if node.kind == "operator")
@@ -90,8 +94,8 @@ def _positional_mask(node: Node, graph: Graph, site: int) -> Node | None:
     elif node.target == "aten.bernoulli.default" and graph[node.argument("self").name].target == "aten.full.default":
         blank = graph[node.argument("self").name]
         keep = blank.argument("fill_value")
-    elif node.target == _FLOOR_OP and (found := _match_floor_bernoulli(node, graph)) is not None:
-        blank, keep = found
+    elif node.target == _FLOOR_OP and (match := _match_floor_bernoulli(node, graph)) is not None:
+        blank, keep = match
     else:
         return None
     return _random_node(node, "sft.mask", _shape_source(node, blank, "torch.empty_like(image).bernoulli_(p)"), site, p=1 - keep)
@@ -123,33 +127,33 @@ def _positional_noise(node: Node, graph: Graph, site: int) -> Node | None:
 
 
 def _shape_source(node: Node, blank: Node, remedy: str) -> Ref | None:
-    """The value whose shape is drawn, ``None`` for a shape that is a constant.
+    """The value with the shape of the random numbers; ``None`` if the shape is constant.
 
     Raises:
-        UnsupportedError: the shape follows the image without following one of its values.
+        UnsupportedError: the shape depends on the image's size but on none of its values.
     """
     like = blank.argument("self") if blank.target in _LIKE_FACTORIES else None if _is_shape_only(blank) else Ref(blank.name)
     if like is None and not all(isinstance(extent, int) for extent in node.shape):
-        what = "a mask" if "bernoulli" in remedy else "noise"
-        raise UnsupportedError([f"{node.label}: {what} of shape {node.shape} follows the image's size; draw it with {remedy}"])
+        kind = "a mask" if "bernoulli" in remedy else "noise"
+        raise UnsupportedError([f"{node.label}: {kind} of shape {node.shape} follows the image's size; draw it with {remedy}"])
     return like
 
 
 def _match_floor_bernoulli(node: Node, graph: Graph) -> tuple[Node, float] | None:
-    """The draw behind ``floor(keep + rand(shape))``, and the probability ``keep``."""
+    """The draw in ``floor(keep + rand(shape))``, and the probability ``keep``; ``None`` for other nodes."""
     total = graph[node.operands[0]]
-    given = [value for _, value in total.arguments[:2]]
+    addends = [value for _, value in total.arguments[:2]]
     if total.target not in ("aten.add.Tensor", "aten.add.Scalar") or total.argument("alpha", 1) != 1 or len(total.operands) != 1:
         return None
-    drawn, keep = graph[total.operands[0]], next(value for value in given if not isinstance(value, Ref))
-    is_only = graph.users[drawn.name] == (total.name,) and graph.users[total.name] == (node.name,)
-    return (drawn, float(keep)) if is_only and drawn.target == "aten.rand.default" and 0 <= keep <= 1 else None
+    draw, keep = graph[total.operands[0]], next(value for value in addends if not isinstance(value, Ref))
+    is_only = graph.users[draw.name] == (total.name,) and graph.users[total.name] == (node.name,)
+    return (draw, float(keep)) if is_only and draw.target == "aten.rand.default" and 0 <= keep <= 1 else None
 
 
 def _is_shape_only(node: Node) -> bool:
     return node.target in _SHAPE_ONLY_FACTORIES or node.target in _RANDOM_SHAPE_OPS or node.target == "aten.full.default"
 
 
-def _random_node(node: Node, target: str, operand: Ref | None, site: int, **how: Any) -> Node:
-    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED_NAME)), ("site", site), *how.items())
+def _random_node(node: Node, target: str, operand: Ref | None, site: int, **parameters: Any) -> Node:
+    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED_NAME)), ("site", site), *parameters.items())
     return replace(node, target=target, arguments=arguments, effect="")

@@ -23,7 +23,7 @@ def grad_reachable_values(graph: Graph) -> frozenset[str]:
 
 
 def clone_updated_buffers(graph: Graph) -> Graph:
-    """Clone each updated buffer whose old content the backward pass reads: the buffer itself holds its new content by then.
+    """Clone each updated buffer if the backward pass reads its old content: the buffer itself holds its new content by then.
 
     ::
 

@@ -67,8 +67,8 @@ def _reduce_loss(node: Node, elements: Node, num_axes: int) -> tuple[Node, ...]:
 def decompose_whole_loss(node: Node, shapes: Sequence[Sequence[Any]]) -> tuple[Node, ...]:
     """Nodes of an untiled elementwise loss, given its operands' shapes: split from its reduction if ATen over-allocates the result.
 
-    ATen computes the elements of these losses in the memory of the result and reduces them there, so the result holds all elements' memory.
-    Decomposed, the elements are a value of their own, which is freed.
+    ATen computes the elements of these losses in the memory of the result and reduces them in place, so the result keeps
+    the memory of all elements. Decomposed, the elements are a value of their own, which is freed.
     """
     if node.target not in _OVERALLOCATING_LOSSES or _loss_reduction(node) == _REDUCTION_NONE:
         return (node,)

@@ -66,7 +66,7 @@ def _decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], 
 
 
 def _decompose_axis_unfold(node: Node, image: Node, layout: DimLayout, axes: Axes) -> tuple[Node, DimLayout] | None:
-    """The node of ``Tensor.unfold`` along an axis, and the layout of its value there; ``None`` along other dimensions."""
+    """The node of ``Tensor.unfold`` along an axis, and the layout of its value; ``None`` along other dimensions."""
     dim = layout.image_dim(node.argument("dimension"))
     first_axis = len(image.shape) - axes.count
     if dim is None or dim < first_axis:

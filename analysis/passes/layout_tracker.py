@@ -1,7 +1,7 @@
 """Layout tracking: record the layout of each value in an image while permutes and reshapes are eliminated.
 
 The new graph holds every image in one order of dimensions (:mod:`sft.analysis.passes.layout`). For each value of the model the tracker
-knows the node of the new graph that holds it, and its layout there::
+knows the node of the new graph that holds it, and its layout in it::
 
     y = permute(x, [0, 2, 3, 1])                            # y -> x, layout ((0,), (2,), (3,), (1,))
     z = reshape(y, [n, h * w, c])                           # z -> x, layout ((0,), (2, 3), (1,))

@@ -1,6 +1,6 @@
 """Separators: the positions at which a run of operators can be cut into segments.
 
-A segment's results are the values that later segments read. A position that exactly one value crosses is a *separator*: a cut there stores
+A segment's results are the values that later segments read. A position that exactly one value crosses is a *separator*: a cut at it stores
 one tensor.
 """
 

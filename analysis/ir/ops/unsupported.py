@@ -8,7 +8,7 @@ from sft.analysis.ir.graph import Graph, Node
 
 __all__ = ["NO_STRIP_RULE", "unsupported_reason"]
 
-_WHOLE_IMAGE_REMEDY = "it sees the whole image, so put it where the image is small, or leave it out of the compiled model"
+_WHOLE_IMAGE_REMEDY = "it reads the full image, so apply it where the image is small, or outside the compiled model"
 NO_STRIP_RULE = f"has no rule for strips; {_WHOLE_IMAGE_REMEDY}"
 _ATTENTION_REASON = "mixes all pixels; attend to a pooled image, or within channels"
 _TRANSFORM_REASON = "mixes all pixels; transform before the compiled model"

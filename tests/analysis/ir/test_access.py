@@ -68,7 +68,7 @@ def test_read_is_the_hull_of_its_rows(access: AxisMap, start: int, length: int) 
 
 
 @pytest.mark.parametrize("bad", [{"scale": 0}, {"divisor": 0}, {"first": 1, "last": 0}])
-def test_refuses_what_is_no_map(bad: dict[str, int]) -> None:
+def test_invalid_access_maps_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="not an access map"):
         AxisMap(**bad)
 
@@ -145,7 +145,7 @@ def test_meets_are_minima_and_pruning_keeps_them(branches: list[list[AxisMap]], 
 
 
 @given(chain=_chains, row=st.integers(-40, 200))
-def test_frontier_expression_says_the_same(chain: list[AxisMap], row: int) -> None:
+def test_frontier_expression_equals_the_frontier(chain: list[AxisMap], row: int) -> None:
     frontier, symbol = _composed(chain), sp.Symbol("R", integer=True)
     if frontier.terms:
         assert frontier.expr(symbol).subs(symbol, row) == frontier(row)

@@ -1,4 +1,4 @@
-"""Cuts and cut sets of graphs, and the same graphs as graphs of values."""
+"""Cut sets of graphs, and division trees of the same graphs as graphs of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: permutations and reshapes followed on paper are what they are on tensors."""
+"""Layout tracking: symbolic permutations and reshapes match those of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AXES = Axes(2)
 
 @st.composite
 def _reshapes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Another shape of as many elements: dimensions split, merged, and of extent 1 put in or left out."""
+    """Another shape with the same number of elements: dimensions split, merged, and units inserted or dropped."""
     pieces: list[int] = []
     for extent in shape:
         divisor = draw(st.sampled_from([d for d in range(1, extent + 1) if extent % d == 0]))
@@ -40,8 +40,8 @@ def _reshapes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @given(data=st.data())
-def test_what_is_followed_is_what_a_tensor_does(data: st.DataObject) -> None:
-    """After any permutations and reshapes the layout still says where every element of the image is."""
+def test_tracked_layout_matches_the_tensor(data: st.DataObject) -> None:
+    """After any permutations and reshapes the layout gives the position of every element in the image."""
     shape = (
         data.draw(st.integers(1, 3)),
         data.draw(st.sampled_from((1, 4, 6, 12))),
@@ -103,7 +103,7 @@ class _Attention(nn.Module):
         return x + (tokens @ (tokens.transpose(1, 2) @ tokens).softmax(-1)).view(x.shape)
 
 
-def test_attention_runs_whole_and_streaming_goes_on_behind_it() -> None:
+def test_attention_runs_untiled_and_streaming_resumes_after_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), _Attention(), nn.Conv2d(4, 2, 3)).double()
     report = assert_exact(model, torch.randn(1, 3, 25, 27, dtype=torch.float64), options=sft.Options(tile=(4, None)))
@@ -115,7 +115,7 @@ def test_attention_runs_whole_and_streaming_goes_on_behind_it() -> None:
     assert "on whole tensors" in str(found)
 
 
-def test_what_cannot_be_compiled_is_reported_and_not_raised() -> None:
+def test_check_reports_uncompilable_models_without_raising() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.poisson(x.abs())

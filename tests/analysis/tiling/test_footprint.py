@@ -1,4 +1,4 @@
-"""What the footprint formulas say about a strip, against the schedule and the lowered programs."""
+"""Footprint formulas of a strip, compared with the schedule and the lowered programs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _paper() -> Built:
 
 
 def test_sizes_of_the_papers_example() -> None:
-    """64 wanted, hence 128 behind the second convolution, 130 before, 260 behind the first, 262 of the input."""
+    """64 rows of the result, hence 128 after the second convolution, 130 before, 260 after the first, 262 of the input."""
     found = _tile(_paper(), {"p2": Interval(64, 128)})
     assert {name: len(node.new) for name, node in found.items()} == {"x": 262, "c1": 260, "p1": 130, "c2": 128, "p2": 64}
 
@@ -77,8 +77,8 @@ def test_several_results_and_a_reduction() -> None:
     assert shares == [Interval(0, 10), Interval(10, 20), Interval(20, 32)]
 
 
-def test_upsampled_values_come_by_whole_input_rows() -> None:
-    """The kernel asks for rows 8 to 14 of the upsampled value; rows 6 to 15 are what input rows 2 to 4 become."""
+def test_upsampled_rows_are_computed_in_complete_groups() -> None:
+    """The kernel reads rows 8 to 14 of the upsampled value; rows 6 to 15 are the copies of input rows 2 to 4."""
     b = GraphBuilder((1, 3, 10, 10))
     b.upsample("up", "x", 3)
     b.conv("c", "up", 4)
@@ -107,7 +107,7 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
     assert 1.5 < flops(*(Interval(start, start + 16) for start in range(0, 64, 16))) / flops(Interval(0, 64)) < 3
 
 
-def test_nothing_wanted_needs_nothing() -> None:
+def test_an_empty_tile_reads_no_rows() -> None:
     found = _tile(_paper(), {"p2": Interval(7, 7)})
     assert not any(node.new or node.reads for node in found.values())
 

@@ -1,4 +1,4 @@
-"""Operators wait for the phase that reads them where less crosses the barriers then; nothing else moves."""
+"""Retiming: operators move to the phase that reads them if fewer bytes cross the barriers then, and only then."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
+from sft.analysis.tiling import phases as phases_module
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 from tests.helpers.exactness import assert_exact
 from tests.helpers.graphs import GraphBuilder
@@ -22,7 +23,7 @@ from tests.helpers.problems import problem_of
 
 
 class _Involution(nn.Module):
-    """Windows of an image, weighted by what a norm of it makes (Li et al. 2021)."""
+    """Windows of an image, weighted by values from a norm of it (Li et al. 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class _Involution(nn.Module):
 
 
 class _Spade(nn.Module):
-    """Normalised images, scaled and shifted by what convolutions make of a map (Park et al. 2019), one after the other."""
+    """Normalized images, scaled and shifted by convolutions of a label map (Park et al. 2019), in sequence."""
 
     def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def test_windows_wait_for_their_weights() -> None:
     assert _needed_bytes(seeded(_Involution), (1, 3, 512, 512)) < windows_bytes // 2
 
 
-def test_what_is_made_of_a_map_waits_for_the_norm() -> None:
+def test_scales_from_a_label_map_wait_for_the_norm() -> None:
     """Both readers of the hidden image move together, and it with them; more layers need hardly more."""
     assert_exact(seeded(_Spade), image(1, 3, 21, 17), image(1, 2, 21, 17, seed=1), options=sft.Options(tile=(4, 6)))
     one, four = (_needed_bytes(seeded(lambda n=n: _Spade(n)), (1, 3, 256, 256), (1, 2, 256, 256)) for n in (1, 4))  # type: ignore[misc]
@@ -150,11 +151,11 @@ class _Pyramid(nn.Module):
         return total
 
 
-def test_what_is_read_whole_is_there_a_phase_before() -> None:
+def test_an_untiled_operand_is_computed_one_phase_earlier() -> None:
     assert_exact(seeded(_Pyramid), image(2, 3, 24, 16), options=sft.Options(tile=(4, 6)))
 
 
-def test_ties_stay() -> None:
+def test_ties_do_not_move() -> None:
     """An operator that makes no more than it reads runs as early as it can."""
     builder = GraphBuilder()
     builder.conv("a", "x", 8)
@@ -201,11 +202,11 @@ def _crossing_bytes(phases: PhasedGraph) -> int:
 
 
 @given(_gated())
-def test_never_more_crosses_and_readers_come_behind(builder: GraphBuilder) -> None:
+def test_retiming_never_adds_crossing_bytes_and_keeps_the_order(builder: GraphBuilder) -> None:
     graph = builder.build().graph
     found = find_phases(graph)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.analysis.tiling.phases.retime", lambda _, level, *rest: dict(level))
+        patches.setattr(phases_module, "retime", lambda _, level, *rest: dict(level))
         earliest = find_phases(graph)
     assert _crossing_bytes(found) <= _crossing_bytes(earliest)
     at = {name: index for index, phase in enumerate(found.phases) for name in (*phase.streamed, *phase.tail)}

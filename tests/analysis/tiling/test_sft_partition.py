@@ -73,8 +73,8 @@ def test_partition_follows_a_skip_to_its_post_dominator() -> None:
     assert _shown(_partition(b.build(), 8 * _PLANE_BYTES)) == [("*", "c1", "p1", "c2", "u", "sum", "p2"), ("c3",)]
 
 
-def test_partition_grows_by_what_it_takes_in() -> None:
-    """c0 is through at c1, but c1 does not fit either and is read by the sum."""
+def test_partition_grows_transitively() -> None:
+    """c0 is completed at c1, but c1 does not fit either and is read by the sum."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c0", "x", 8)
     b.conv("c1", "c0", 8)
@@ -86,8 +86,8 @@ def test_partition_grows_by_what_it_takes_in() -> None:
     assert _shown(_partition(b.build(), 8 * _PLANE_BYTES)) == [("*", "c0", "c1", "p1", "u", "sum", "p2"), ("c3",)]
 
 
-def test_partition_takes_in_a_branch_that_only_lies_between() -> None:
-    """As in the listing a segment is a range of the order: q, which fits, stands inside of one and pulls its reader in."""
+def test_partition_includes_a_branch_inside_the_range() -> None:
+    """As in the listing a segment is a range of the order: q, which fits, is inside of one and its reader joins the segment."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c1", "x", 8)
     b.max_pool("q", "x", 4, 4)
@@ -99,7 +99,7 @@ def test_partition_takes_in_a_branch_that_only_lies_between() -> None:
 
 
 def test_partition_with_an_output_inside() -> None:
-    """q leaves the network, so nothing but the network's end is behind all paths from c1."""
+    """q leaves the network, so only the network's end post-dominates all paths from c1."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c1", "x", 8)
     b.max_pool("q", "c1", 4, 4)
@@ -111,7 +111,7 @@ def test_partition_with_an_output_inside() -> None:
     assert _shown(both) == [("*", "c1", "q", "p", "sum", "c2")] and not both.problems
 
 
-def test_partition_reports_what_cannot_be_tiled() -> None:
+def test_partition_reports_untileable_segments() -> None:
     """The gate makes the whole image wait, and the image does not fit."""
     b = GraphBuilder((1, 3, 64, 48))
     b.conv("c1", "x", 8)

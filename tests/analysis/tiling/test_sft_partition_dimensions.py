@@ -203,7 +203,7 @@ def test_separators_are_minimum_cuts(dag: Dag) -> None:
     assert cut_positions(graph, names, built.streamed) == (0, *cuts, len(names))
 
 
-def test_a_run_without_operators_has_one_place() -> None:
+def test_a_run_without_operators_has_one_cut_position() -> None:
     assert cut_positions(_chain().graph, (), frozenset()) == (0,)
 
 

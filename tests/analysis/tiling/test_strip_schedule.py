@@ -1,4 +1,4 @@
-"""Schedules of random networks: each row once, in order, with everything it reads at hand, and nothing carried in vain."""
+"""Strip schedules of random networks: each row once, in order, with all operand rows available, and no unneeded carried row."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_every_row_once_in_order(case: tuple[Dag, Built, StripSchedule]) -> None
 
 
 @given(case=_cases())
-def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """What a step reads it holds, and what it holds of an inner value was carried in or has just been computed."""
+def test_rows_are_available_when_read(case: tuple[Dag, Built, StripSchedule]) -> None:
+    """A strip's reads are available in it; an available inner row was carried in or has just been computed."""
     _, _, schedule = case
     before: dict[str, Interval] = {}
     for step in _steps(schedule):
-        held = {node.name: node.available for node in step.nodes}
+        available = {node.name: node.available for node in step.nodes}
         for node in step.nodes:
-            assert all(held[read.operand].contains(read.rows) for read in node.reads)
+            assert all(available[read.operand].contains(read.rows) for read in node.reads)
             if node.name not in schedule.sources:
                 assert node.carried == before.get(node.name, Interval(0, 0))
                 assert node.available == Interval(node.carried.start, node.new.stop)
@@ -67,8 +67,8 @@ def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, StripSchedule]) -> N
 
 
 @given(case=_cases())
-def test_no_row_is_carried_in_vain(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """Carried into a step are the rows from the first one that this or a later step reads, and none when none is read."""
+def test_no_unneeded_row_is_carried(case: tuple[Dag, Built, StripSchedule]) -> None:
+    """The rows carried into a strip begin with the first one that this or a later strip reads; none are carried if none is read."""
     _, _, schedule = case
     first = {name: np.full(schedule.num_steps + 1, 2**40) for name in schedule.names}
     for step in reversed(_steps(schedule)):
@@ -109,7 +109,7 @@ def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripS
 
 @given(case=_cases())
 def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """After each step the next row of a value reads a row that an operand lacks, or nothing but padding above the image."""
+    """After each strip the next row of a value reads a row that an operand lacks, or only padding above the image."""
     _, built, schedule = case
     extents = built.extents()
     for step in _steps(schedule):
@@ -141,8 +141,8 @@ def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, StripSchedule]
 
 
 @given(case=_cases())
-def test_kinds_tell_steps_apart(case: tuple[Dag, Built, StripSchedule]) -> None:
-    """Two steps share a program only if they look the same from each value's own first row."""
+def test_kinds_distinguish_strips_with_different_programs(case: tuple[Dag, Built, StripSchedule]) -> None:
+    """Two strips share a program only if their geometry, relative to each value's first row, is equal."""
     _, _, schedule = case
 
     def relative(step: StripStep) -> tuple[object, ...]:

@@ -20,14 +20,7 @@ from sft.planner.stages import StagedModel
 from sft.runtime.moves import SegmentSchedule
 from sft.runtime.region import Region
 
-__all__ = ["CERTAIN_SHARE", "MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "ProjectedPlan", "materialize", "split_into_stages"]
-
-#: Exact projections per search.
-MAX_PROJECTIONS = 8
-#: A further proposal is projected only if its estimated cost is below this share of the best plan's.
-WORTH_ANOTHER_LOOK = 0.98
-#: Lower bound of the bytes that untiled operators need, as a share of their estimate.
-CERTAIN_SHARE = 0.95
+__all__ = ["ProjectedPlan", "materialize", "split_into_stages"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,16 @@ from sft.weights.disk_store import WeightsFile
 __all__ = ["BACKENDS", "OFFLOAD_STRATEGIES", "STRATEGIES", "WEIGHT_MODES", "Options"]
 
 #: Names of all strategies.
-STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
+STRATEGIES = ("auto", "joint", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
 
 #: Strategies that copy values to the host and back.
 OFFLOAD_STRATEGIES = ("offload-greedy", "offload-dp", "vdnn")
+#: Strategies that compare all kinds of plans.
+_AUTOMATIC_STRATEGIES = ("auto", "joint")
 #: Strategies that run in strips or in tiles; the remaining ones run untiled stages.
-_STREAMING_STRATEGIES = ("auto", "sft")
+_STREAMING_STRATEGIES = (*_AUTOMATIC_STRATEGIES, "sft")
+#: Strategies that are a permission to use host memory.
+_HOST_STRATEGIES = ("joint", *OFFLOAD_STRATEGIES)
 
 #: Longest accepted timeout in seconds (thirty years).
 _MAX_SECONDS = 10**9
@@ -143,7 +147,7 @@ class Options:
                 errors.append(f"{name}: {error}")
         if self.host_folder is not None and not os.path.isdir(self.host_folder):
             errors.append(f"host_folder {self.host_folder!r}: give a folder that exists")
-        if self.strategy in OFFLOAD_STRATEGIES and _is_zero(self.host_budget):
+        if self.uses_host and _is_zero(self.host_budget):
             errors.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")
         if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MAX_SECONDS:
             errors.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MAX_SECONDS} at most")
@@ -152,6 +156,21 @@ class Options:
                 errors.append(f"{name} {getattr(self, name)!r}: give True or False")
         if errors:
             raise InputError("; ".join(errors))
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if the strategy compares all kinds of plans."""
+        return self.strategy in _AUTOMATIC_STRATEGIES
+
+    @property
+    def is_joint(self) -> bool:
+        """True if the strategy also solves for recomputation and offloading of stages together."""
+        return self.strategy == "joint"
+
+    @property
+    def uses_host(self) -> bool:
+        """True if the strategy copies values to the host."""
+        return self.strategy in _HOST_STRATEGIES
 
     @property
     def streams_weights(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
 from sft.planner.mesh_plan import MeshPlan
+from sft.planner.search_limits import SearchLimits
 from sft.planner.timeline import Timeline
 
 __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
@@ -164,6 +165,7 @@ class Plan:
         overhead_bytes: on a GPU, measured bytes of allocator rounding and library workspaces; part of the projected peak.
         mesh: for a plan over several ranks, the bytes, FLOPs and messages of each rank. The numbers above are then those of the rank with
             the largest peak, except ``flops``, which sums all bands of an image.
+        search_limits: thresholds of the search that made the plan; ``None`` in plans of older releases.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -188,6 +190,7 @@ class Plan:
     weights_peak_bytes: int = 0
     overhead_bytes: int = 0
     mesh: MeshPlan | None = None
+    search_limits: SearchLimits | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -48,6 +48,7 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
         streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
         weights_peak_bytes=planned.projection.weights_peak_bytes,
         overhead_bytes=planned.projection.overhead_bytes,
+        search_limits=problem.limits,
     )
 
 

@@ -46,7 +46,7 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
     best: ProjectedPlan | None = None
     smallest: ProjectedPlan | None = None
     for partitioned in partition_choices(problem, options):
-        for grid in tile_grids(options):
+        for grid in tile_grids(options, problem.limits):
             if smallest is not None and min_plan_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
                 break
             planned = materialize(problem, partitioned(grid))

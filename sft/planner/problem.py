@@ -21,6 +21,7 @@ from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.weighted_lru import WeightedLRU
 from sft.lower.context import Backend, grad_dtype_of
+from sft.planner.search_limits import SearchLimits
 from sft.runtime.weight_prefetch import StreamedWeights
 from sft.solvers.chain import HostLink
 
@@ -57,6 +58,7 @@ class PlanningProblem:
         memo: results derived from this problem, by key: segments with their lowered programs, samples. ``dataclasses.replace`` starts an
             empty one.
         shared: results that also hold at other image sizes; shared by all problems of one capture.
+        limits: thresholds of the search for plans.
     """
 
     phases: PhasedGraph
@@ -77,6 +79,7 @@ class PlanningProblem:
     weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     shared: WeightedLRU = field(default_factory=WeightedLRU, repr=False)
+    limits: SearchLimits = field(default_factory=SearchLimits)
 
     @property
     def occupied_bytes(self) -> int:

@@ -64,6 +64,11 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
         )
     if plan.order:
         lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    if plan.search_limits is not None and plan.search_limits.changes():
+        changes = textwrap.wrap(
+            ", ".join(plan.search_limits.changes()), width=120, initial_indent="  search limits     ", subsequent_indent=" " * 20
+        )
+        lines += changes
     if plan.mesh is not None:
         lines += ["", *plan.mesh.lines()]
     if costs:

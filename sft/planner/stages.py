@@ -39,15 +39,6 @@ from sft.solvers.schedule import Operation
 
 __all__ = ["StagedModel"]
 
-#: Most values that cross a cut.
-_MAX_VALUES = 8
-#: Most stages of a chain.
-_MAX_STAGES = 120
-#: A cut counts as crossed by one value if all further values have at most this share of the largest one's bytes.
-_MINOR_SHARE = 0.1
-#: Cuts of several large values are considered within stages that have more than this share of all activation bytes.
-_LARGEST_STAGE = 1 / 12
-
 
 class StagedModel:
     """A model as a chain of stages.
@@ -301,9 +292,9 @@ class _StageCut:
     largest_bytes: int
     num_bytes: int
 
-    @property
-    def is_single(self) -> bool:
-        return self.num_bytes - self.largest_bytes <= _MINOR_SHARE * self.largest_bytes
+    def is_single(self, minor_bytes_share: float) -> bool:
+        """True if one large value crosses, and all further ones have at most this share of its bytes."""
+        return self.num_bytes - self.largest_bytes <= minor_bytes_share * self.largest_bytes
 
 
 class _StageCutSelection:
@@ -326,21 +317,21 @@ class _StageCutSelection:
     @cached_property
     def cuts(self) -> tuple[_StageCut, ...]:
         """The selected cuts, in order."""
-        candidates = self._candidates()
-        singles = self._merge_without_flops([cut for cut in candidates if cut.is_single])
-        most_bytes = _LARGEST_STAGE * self._bytes_before[-1]
+        candidates, limits = self._candidates(), self.problem.limits
+        singles = self._merge_without_flops([cut for cut in candidates if cut.is_single(limits.minor_bytes_share)])
+        most_bytes = limits.max_stage_share * self._bytes_before[-1]
         selected: list[_StageCut] = []
         for first, last in pairwise((0, *(cut.position for cut in singles), len(self.names))):
             if self._bytes_before[last] - self._bytes_before[first] > most_bytes:
                 selected += self._merge_without_flops([cut for cut in candidates if first < cut.position < last])
             selected += [cut for cut in singles if cut.position == last]
         selected = self._merge_without_flops(selected)
-        while len(selected) >= _MAX_STAGES:
+        while len(selected) >= limits.max_stages:
             selected = [cut for i, cut in enumerate(selected) if i % 2 == 0 or cut.num_bytes < selected[i - 1].num_bytes // 2]
         return tuple(selected)
 
     def _candidates(self) -> list[_StageCut]:
-        """All positions that at most ``_MAX_VALUES`` values cross; outputs belong to the caller and do not count."""
+        """All positions that at most ``max_cut_values`` values cross; outputs belong to the caller and do not count."""
         graph, outputs = self.problem.graph, set(self.problem.graph.outputs)
         position_of = {name: i for i, name in enumerate(self.names)}
         last = {name: max((position_of[user] for user in graph.users[name] if user in position_of), default=-1) for name in self.names}
@@ -353,7 +344,7 @@ class _StageCutSelection:
                 continue
             values = tuple(name for name in alive if name not in outputs)
             sizes = [self.problem.value_bytes(name) for name in values]
-            if 1 <= len(values) <= _MAX_VALUES:
+            if 1 <= len(values) <= self.problem.limits.max_cut_values:
                 cuts.append(_StageCut(position=position, values=values, largest_bytes=max(sizes), num_bytes=sum(sizes)))
         return cuts
 

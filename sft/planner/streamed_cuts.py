@@ -21,9 +21,6 @@ __all__ = ["HostTraffic", "host_traffic", "minimize_streamed_cuts", "stream_seco
 
 PlanT = TypeVar("PlanT")
 
-#: Cuts that are tried one by one after the bisection.
-_MAX_TRIES = 6
-
 
 def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
     """Values that one tiled segment passes to later segments which are all tiled."""
@@ -118,7 +115,7 @@ def minimize_streamed_cuts(
         else:
             low, best = middle, plan
     streamed = by_cost[low:]
-    for name in by_cost[low + 1 : low + 1 + _MAX_TRIES]:
+    for name in by_cost[low + 1 : low + 1 + problem.limits.max_single_cuts]:
         plan = fitting_plan(with_streamed(choices, [other for other in streamed if other != name]))
         if plan is not None:
             streamed.remove(name)

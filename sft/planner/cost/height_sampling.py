@@ -40,13 +40,6 @@ __all__ = ["Floats", "RunSampler", "RunSamples", "TiledCosts", "halo_shares", "s
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Cuts of a run, about, at which recomputed halos are counted.
-_NUM_HALO_SAMPLES = 8
-#: Strips in which some value has fewer columns (or rows, for a full image) than this do not share a memory profile: borders matter too
-#: much.
-_MIN_ALIKE = 8
-#: Runs of at most so many operators are lowered only at these of the sampled heights: their peak moves between few operators.
-_FEW_OPERATORS, _SAMPLES_OF_FEW = 8, (0, 2, -2, -1)
 #: Weight of a memory profile in the shared cache in addition to its operators, in operators.
 _PROFILE_WEIGHT = 16
 
@@ -144,10 +137,10 @@ class RunSampler:
     def _interpolate(
         self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]
     ) -> RunSamples:
-        problem = self.tiling.problem
+        problem, limits = self.tiling.problem, self.tiling.problem.limits
         strip_rows, indices = self.tiling.heights_of(names, self.strip_rows), self.sampled
-        if len(names) <= _FEW_OPERATORS and len(indices) > len(_SAMPLES_OF_FEW):
-            indices = sorted({indices[sample] for sample in _SAMPLES_OF_FEW})
+        if len(names) <= limits.few_run_operators and len(indices) > len(limits.samples_of_few):
+            indices = sorted({indices[sample] for sample in limits.samples_of_few})
         samples = [self._memoized_sample(names, cuts, strip_rows[index]) for index in indices]
         sampled_heights = np.array([strip_rows[index] for index in indices], dtype=np.float64)
         all_heights = np.array(strip_rows, dtype=np.float64)
@@ -244,10 +237,10 @@ class RunSampler:
             builder = emit_strip(scope, segment.step(strip), "joint" if differentiated else "forward")
             return StripMemoryModel(builder, scope, extents, index_of, cuts)
 
-        narrowest = min((extent for known in extents.values() for extent in known), default=_MIN_ALIKE)
-        if not isinstance(schedule, StripSchedule) or narrowest < _MIN_ALIKE:
+        problem, min_shared_extent = self.tiling.problem, self.tiling.problem.limits.min_shared_extent
+        narrowest = min((extent for known in extents.values() for extent in known), default=min_shared_extent)
+        if not isinstance(schedule, StripSchedule) or narrowest < min_shared_extent:
             return compute(), extents
-        problem = self.tiling.problem
         run_key, exchanged = structural_run_key(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
         key = ("outline", run_key, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
         return problem.memoize_across_sizes(key, compute, weight=_PROFILE_WEIGHT + len(scope.names)), extents
@@ -261,7 +254,7 @@ class RunSampler:
         once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
         if self.tiling.num_panels == 1 and self.tiling.halo == "carry":
             return np.repeat(once[:, None], len(strip_rows), axis=1)
-        sampled_cuts = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
+        sampled_cuts = sorted({*range(0, len(cuts), max(1, len(cuts) // problem.limits.num_halo_samples)), len(cuts) - 1})
         ratios = np.ones((len(sampled_cuts), len(strip_rows)))
         for row, c in enumerate(sampled_cuts):
             head = names[: cuts[c]]

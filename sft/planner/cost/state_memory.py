@@ -16,22 +16,14 @@ import numpy.typing as npt
 from sft.analysis.tiling.independent_tiles import TileSchedule
 from sft.analysis.tiling.strips import StripSchedule
 from sft.planner.problem import PlanningProblem
+from sft.planner.search_limits import SearchLimits
 from sft.runtime.analytic_profile import first_block_rows, live_bytes_per_action
 from sft.runtime.strip_checkpoints import Checkpoints
 
-__all__ = ["MAX_RESTORED", "closed_form_rows", "deduplicate_frontiers", "num_restored", "state_shares"]
+__all__ = ["closed_form_rows", "deduplicate_frontiers", "num_restored", "state_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-#: States are counted up to so many values times strips; states in slots up to so many strips.
-_MAX_COUNTED_VALUES, _MAX_COUNTED_STEPS = 2**17, 512
-#: Up to so many distinct values rows are counted for each of them.
-_FEW_VALUES = 4
-#: Groups of strips at the end of the image that are counted.
-_NUM_GROUPS = 4
-#: Most restored runs per strip, on average, of an acceptable policy.
-MAX_RESTORED = 6.0
 
 
 def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
@@ -93,21 +85,23 @@ def state_shares(
     num_steps, shares = frontier.shape[1] - 1, np.ones(len(policies))
     at_once = (carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
     closed = row_bytes @ closed_form_rows(policies, *at_once, training=problem.training)[:, 0, :]
-    if not problem.training or not len(row_of) or len(row_of) * num_steps > _MAX_COUNTED_VALUES:
+    if not problem.training or not len(row_of) or len(row_of) * num_steps > problem.limits.max_counted_values:
         return shares
     # Values with equal frontiers are counted as one.
     row_bytes = np.bincount(row_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
     # For few values rows are counted, which runs with other channel counts share; for many values bytes.
-    is_few = len(frontier) <= _FEW_VALUES
+    is_few = len(frontier) <= problem.limits.few_counted_values
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held in problem.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted)).items():
+    for index, held in problem.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)).items():
         if closed[index]:
             shares[index] = (factors @ held).max() / closed[index]
     return shares
 
 
-def _held_state_bytes(policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
+def _held_state_bytes(
+    policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints, limits: SearchLimits
+) -> dict[int, Ints]:
     """State bytes at some moments of a backward sweep, [..., moment], by index of the policy; policies that take too long are left out.
 
     Arguments are arrays of [value, state], and the bytes of a row, [..., value].
@@ -125,8 +119,8 @@ def _held_state_bytes(policies: Sequence[Checkpoints], frontier: Ints, kept: Int
         if not policy.slots:
             # The last group may be short, and states become small at the end of the image: groups before it may need more bytes.
             last = (num_steps - 1) // policy.every * policy.every
-            ends = [last - group * policy.every for group in range(_NUM_GROUPS)] if policy.every > 1 else []
+            ends = [last - group * policy.every for group in range(limits.num_counted_groups)] if policy.every > 1 else []
             held_bytes[index] = np.stack([bytes_of(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
-        elif num_steps <= _MAX_COUNTED_STEPS and policy.num_restored(num_steps) <= MAX_RESTORED * num_steps:
+        elif num_steps <= limits.max_counted_strips and policy.num_restored(num_steps) <= limits.max_restored * num_steps:
             held_bytes[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
     return held_bytes

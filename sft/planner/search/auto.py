@@ -17,14 +17,13 @@ import numpy as np
 from sft.planner.cost.roofline import DeviceRates, num_calls
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.cost.tiling import choose_panel_cols
-from sft.planner.materialize import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, ProjectedPlan, materialize
+from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
 from sft.planner.search.independent_tiles import cheaper_tile_plans, smallest_tile_plans
 from sft.planner.search.staged import (
-    WORTH_RECOMPUTING,
     cheapest_tiled_head,
     offloaded_plans,
     offloaded_tail_plans,
@@ -39,19 +38,6 @@ from sft.planner.streamed_cuts import minimize_streamed_cuts, stream_seconds, st
 
 __all__ = ["AutoSearch", "candidate_grids"]
 
-#: Candidates projected for the smallest plan; networks of few operators are projected fast.
-_NUM_SMALLEST, _NUM_SMALLEST_OF_FEW, _FEW_OPERATORS = 3, 12, 64
-#: A further candidate for the smallest plan is projected only if it should need less than this share of the smallest one so far.
-_WORTH_PROJECTING = 0.95
-#: If plain PyTorch fits and costs at most this multiple of the lower bound of all plans, the search ends.
-_WORTH_LOOKING = 1.05
-#: Grids of more panels, and plans with streamed cuts, are searched only if the best plan costs more than this multiple of a grid's minimum.
-_WORTH_MORE_PANELS = 1.05
-_WORTH_STREAMING = 1.05
-#: More panels are tried only if they need less than this share of the bytes of fewer panels, and down to this width in pixels.
-_WORTH_ANOTHER_PANEL = 0.95
-_MIN_PANEL_COLS = 64
-
 
 class AutoSearch:
     """Search for plans of one problem; candidate grids are kept for the next search.
@@ -64,7 +50,7 @@ class AutoSearch:
 
     def __init__(self, problem: PlanningProblem, options: Options, device_type: str) -> None:
         self._problem, self._options, self._device_type, self._rates = problem, options, device_type, DeviceRates(device_type)
-        self._may_tile = options.strategy == "auto" and options.tile is None and options.halo == "auto"
+        self._may_tile = options.is_automatic and options.tile is None and options.halo == "auto"
         self._known_grids: list[CandidateGrid] = []
         self._known_streaming_grids: list[CandidateGrid] = []
         self._new_grids = candidate_grids(problem, options, device_type)
@@ -107,22 +93,22 @@ class AutoSearch:
             if tries_tiles and expected < _least_cost(fitting):
                 fitting += cheaper_tile_plans(problem, grid, room_bytes, rates, _least_cost(fitting))
             grids.append(grid)
-            if tiled is not None and tiled[0] <= _WORTH_MORE_PANELS * grid.min_cost:
+            if tiled is not None and tiled[0] <= problem.limits.few_panels_cost * grid.min_cost:
                 break  # more panels could only save strips that run once more to restore states
             if fitting and grid.min_cost_in(2 * grid.num_panels) > _least_cost(fitting):
                 break  # the halos of more panels cost more than that
         heads = self._tiled_heads(grids, room_bytes)
-        if heads is not None and not (_least_cost(fitting) <= WORTH_RECOMPUTING * grids[0].plain_flops):
+        if heads is not None and not (_least_cost(fitting) <= problem.limits.recompute_cost * grids[0].plain_flops):
             recomputed = cheapest_tiled_head(problem, heads, room_bytes, _least_cost(fitting))
             fitting += [*([recomputed] if recomputed is not None else []), *published_plans(heads.staged, room_bytes)]
-            fitting += offloaded_plans(heads.staged, room_bytes, _least_cost(fitting))
-            fitting += offloaded_tail_plans(heads.staged, grids, room_bytes, _least_cost(fitting))
-        if not (_least_cost(fitting) <= _WORTH_STREAMING * grids[0].min_cost):
+            fitting += offloaded_plans(heads.staged, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
+            fitting += offloaded_tail_plans(heads.staged, grids, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
+        if not (_least_cost(fitting) <= problem.limits.streaming_cost * grids[0].min_cost):
             for grid in self._streaming_grids(grids):
                 streamed = _cheapest_streamed(problem, grid, room_bytes)
                 if streamed is not None:
                     fitting.append(streamed)
-                    if streamed[0] <= _WORTH_MORE_PANELS * grid.min_cost:
+                    if streamed[0] <= problem.limits.few_panels_cost * grid.min_cost:
                         break
         return fitting
 
@@ -138,7 +124,7 @@ class AutoSearch:
     @property
     def _is_near_optimal(self) -> bool:
         """True if no plan costs much less than plain PyTorch."""
-        return self._plain_costs is not None and self._plain_costs[0] <= _WORTH_LOOKING * self._plain_costs[1]
+        return self._plain_costs is not None and self._plain_costs[0] <= self._problem.limits.near_optimal_cost * self._plain_costs[1]
 
     @cached_property
     def _plain_costs(self) -> tuple[float, float] | None:
@@ -153,7 +139,7 @@ class AutoSearch:
         overlaps = problem.from_source or problem.host_outputs or problem.weights is not None or problem.skips_repeats
         programs = plain_programs(problem)
         instructions = [instruction for program in programs for instruction in program.instructions]
-        if options.strategy != "auto" or is_constrained or overlaps or not instructions:
+        if not options.is_automatic or is_constrained or overlaps or not instructions:
             return None
         gradients = {slot.root for program in programs for port, slot in program.results.items() if port.role == "grad_side"}
         flops = sum(instruction.flops for instruction in instructions)
@@ -174,7 +160,7 @@ class AutoSearch:
     def _streaming_grids(self, grids: Sequence[CandidateGrid]) -> Iterator[CandidateGrid]:
         """The same grids with streamed cuts, if these are allowed and exist."""
         problem, options = self._problem, self._options
-        if problem.host_budget_bytes == 0 or options.strategy != "auto" or not streamable_values(problem, grids[0].choices(grids[0].last)):
+        if problem.host_budget_bytes == 0 or not options.is_automatic or not streamable_values(problem, grids[0].choices(grids[0].last)):
             return
         for number, grid in enumerate(grids):
             if number == len(self._known_streaming_grids):
@@ -185,7 +171,7 @@ class AutoSearch:
     def _tiled_heads(self, grids: Sequence[CandidateGrid], room_bytes: int) -> TiledHeadRecompute | None:
         """Plans with recomputed stages after a tiled head; ``None`` if options or the model exclude them."""
         options = self._options
-        if not self._problem.training or options.tile is not None or options.strategy != "auto" or options.halo == "recompute":
+        if not self._problem.training or options.tile is not None or not options.is_automatic or options.halo == "recompute":
             return None
         return TiledHeadRecompute(self._staged, grids, max(1, room_bytes)) if len(self._staged.stages) > 1 else None
 
@@ -216,10 +202,11 @@ def _fastest_plan(problem: PlanningProblem, fitting: Sequence[tuple[float, Proje
 def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]) -> Iterator[ProjectedPlan]:
     """The candidate of least estimated peak over all grids; further ones while the estimates leave room for a smaller plan."""
     small = sorted(((candidate, grid) for grid in grids for candidate in grid.smallest()), key=lambda pair: pair[0].peak_bytes)
-    num_tried = _NUM_SMALLEST_OF_FEW if len(problem.graph.operators) <= _FEW_OPERATORS else _NUM_SMALLEST
+    limits = problem.limits
+    num_tried = limits.num_smallest_of_few if len(problem.graph.operators) <= limits.few_operators else limits.num_smallest
     best_bytes, error = float("inf"), 0.0
     for candidate, grid in small[:num_tried]:
-        if candidate.peak_bytes > (1 + error) * _WORTH_PROJECTING * best_bytes:
+        if candidate.peak_bytes > (1 + error) * limits.smaller_bytes_share * best_bytes:
             return
         plan = materialize(problem, grid.choices(candidate))
         needed = plan.projection.peak_bytes
@@ -258,9 +245,9 @@ def _cheapest(
     # Bytes needed in excess of the estimate, which includes gradients of untiled segments although streamed weights send them off.
     error = -float(problem.streamed_grad_bytes)
     best: tuple[float, ProjectedPlan] | None = None
-    for _ in range(MAX_PROJECTIONS):
+    for _ in range(problem.limits.max_projections):
         candidate = grid.cheapest(room_bytes - error, tried)
-        if candidate is None or candidate.cost > (known if best is None else WORTH_ANOTHER_LOOK * best[0]):
+        if candidate is None or candidate.cost > (known if best is None else problem.limits.further_cost_share * best[0]):
             break
         tried[candidate.position, candidate.height, candidate.policy] = True
         plan = materialize(problem, grid.choices(candidate))
@@ -280,9 +267,11 @@ def candidate_grids(problem: PlanningProblem, options: Options, device_type: str
         grid = CandidateGrid(problem, options, device_type, num_panels)
         yield grid
         smallest = float(grid.peak_bytes.min())
-        if options.tile is not None or options.strategy == "none" or smallest > _WORTH_ANOTHER_PANEL * min_bytes:
+        if options.tile is not None or options.strategy == "none" or smallest > problem.limits.panel_bytes_share * min_bytes:
             return
         min_bytes = min(min_bytes, smallest)
-        if grid.tiling.panel_cols <= max(_MIN_PANEL_COLS, choose_panel_cols(problem, options, grid.tiling.width, grid.tiling.width)):
+        if grid.tiling.panel_cols <= max(
+            problem.limits.min_panel_px, choose_panel_cols(problem, options, grid.tiling.width, grid.tiling.width)
+        ):
             return
         num_panels *= 2

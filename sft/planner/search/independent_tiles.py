@@ -25,27 +25,18 @@ from sft.analysis.tiling.sft_partition import PartitionGraphCache, PartitionShap
 from sft.common.interval import Interval
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
-from sft.planner.materialize import CERTAIN_SHARE, ProjectedPlan, materialize
+from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.planner.search.tiled import CandidateGrid
+from sft.planner.search_limits import SearchLimits
 from sft.runtime.tiled_layout import Sweep
 from sft.runtime.tiled_segment import TiledSegment
 
 __all__ = ["cheaper_tile_plans", "independent_tile_flops", "min_plan_bytes", "partition_choices", "smallest_tile_plans", "tile_grids"]
 
-#: Tiles along each side of the finest grid.
-_MAX_TILES = 32
-#: Limits that are tried.
-_NUM_LIMITS = 16
-#: Tiles end at whole strides if a stride is at most this share of a tile: then most tiles are equal, and share their programs.
-_SMALL_STRIDE = 1 / 16
-#: Lower bound of the bytes of one tile, as a share of the whole model's bytes divided by the number of tiles.
-_MIN_SHARE = 0.5
-#: Grids with more FLOPs than this multiple of plain PyTorch's are not considered.
-_MAX_TIMES = 4.0
 
 #: Rows and columns of a tile for the height and width of a segment's largest images, and its stride.
 Grid = Callable[[int, int, int], tuple[int, int]]
@@ -53,22 +44,23 @@ Grid = Callable[[int, int, int], tuple[int, int]]
 Partition = tuple[tuple[tuple[str, ...], bool], ...]
 
 
-def tile_grids(options: Options) -> tuple[Grid, ...]:
+def tile_grids(options: Options, limits: SearchLimits) -> tuple[Grid, ...]:
     """Grids to try, from coarse to fine: 2^n x 2^n tiles, or tiles of the size that the options force."""
     if options.tile is not None:
         rows, cols = options.tile
         return (lambda height, width, stride: (min(rows, height), min(cols or width, width)),)
-    counts = [2**n for n in range(_MAX_TILES.bit_length())]
-    return tuple(partial(_grid_tile_px, n) for n in counts)
+    counts = [2**n for n in range(limits.max_tiles.bit_length())]
+    return tuple(partial(_grid_tile_px, n, limits.small_stride_share) for n in counts)
 
 
-def _grid_tile_px(n: int, height: int, width: int, stride: int) -> tuple[int, int]:
-    return _tile_extent(height, n, stride), _tile_extent(width, n, stride)
+def _grid_tile_px(n: int, small_stride_share: float, height: int, width: int, stride: int) -> tuple[int, int]:
+    rows, cols = (_tile_extent(extent, n, stride, small_stride_share) for extent in (height, width))
+    return rows, cols
 
 
-def _tile_extent(extent: int, n: int, stride: int) -> int:
+def _tile_extent(extent: int, n: int, stride: int, small_stride_share: float) -> int:
     tile_px = -(-extent // n)
-    return min(extent, -(-tile_px // stride) * stride) if stride <= _SMALL_STRIDE * tile_px else tile_px
+    return min(extent, -(-tile_px // stride) * stride) if stride <= small_stride_share * tile_px else tile_px
 
 
 def partition_choices(problem: PlanningProblem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
@@ -80,7 +72,7 @@ def partition_choices(problem: PlanningProblem, options: Options) -> Iterator[Ca
     """
     largest = max((problem.value_bytes(name) for phase in problem.phases.phases for name in phase.streamed), default=1)
     # The first limit keeps every value; from the second on the largest must be tiled.
-    limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), _NUM_LIMITS)]
+    limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), problem.limits.num_value_limits)]
     seen: set[Partition] = set()
     for limit_bytes in limits:
         groups = _partition(problem, limit_bytes)
@@ -152,9 +144,9 @@ def cheaper_tile_plans(
         rates: cost of instructions in addition to their FLOPs.
         known: cost of the cheapest known plan that fits, or infinity.
     """
-    most_flops = _MAX_TIMES * candidates.plain_flops
+    most_flops = problem.limits.max_tile_flops * candidates.plain_flops
     for partitioned in partition_choices(problem, candidates.options):
-        for number, grid in enumerate(tile_grids(candidates.options)):
+        for number, grid in enumerate(tile_grids(candidates.options, problem.limits)):
             choices = partitioned(grid)
             if independent_tile_flops(problem, choices, candidates.forward_flops, candidates.flops) >= min(known, most_flops):
                 if not number:
@@ -175,9 +167,9 @@ def cheaper_tile_plans(
 
 def smallest_tile_plans(problem: PlanningProblem, candidates: CandidateGrid, known_bytes: int) -> Iterator[ProjectedPlan]:
     """Plans in tiles with smaller and smaller peaks below that of a known plan; independent of the budget."""
-    most_flops = _MAX_TIMES * candidates.plain_flops
+    most_flops = problem.limits.max_tile_flops * candidates.plain_flops
     for partitioned in partition_choices(problem, candidates.options):
-        for grid in tile_grids(candidates.options):
+        for grid in tile_grids(candidates.options, problem.limits):
             choices = partitioned(grid)
             if independent_tile_flops(problem, choices, candidates.forward_flops, candidates.flops) >= most_flops:
                 break
@@ -195,12 +187,15 @@ def _exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], ca
     """True if values between segments, or the untiled operators after them, need too many bytes with every grid."""
     if min_plan_bytes(problem, choices) > room_bytes:
         return True
-    return choices[-1].mode == "whole" and CERTAIN_SHARE * candidates.untiled_tail_bytes(len(choices[-1].nodes)) > room_bytes
+    return (
+        choices[-1].mode == "whole"
+        and problem.limits.certain_bytes_share * candidates.untiled_tail_bytes(len(choices[-1].nodes)) > room_bytes
+    )
 
 
 def _is_too_coarse(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: int) -> bool:
     """True if one tile should need more than the room."""
-    return _MIN_SHARE * float(candidates.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
+    return problem.limits.min_tile_share * float(candidates.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
 
 
 def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:

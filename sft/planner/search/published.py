@@ -20,16 +20,12 @@ from sft.solvers.reversal import keep_all, reversal
 from sft.solvers.schedule import Schedule
 from sft.solvers.simulate import simulate
 
-__all__ = ["JOINT_STRATEGY", "RECOMPUTE_STRATEGIES", "ProjectedSchedule", "smallest_schedule", "solve_staged"]
+__all__ = ["JOINT_SOLVER", "RECOMPUTE_STRATEGIES", "ProjectedSchedule", "smallest_schedule", "solve_staged"]
 
 #: Names of the recomputation strategies.
 RECOMPUTE_STRATEGIES = ("sqrt", "revolve", "bisect", "optimal", "acg")
 #: Registry name of the solver that combines recomputation and offloading.
-JOINT_STRATEGY = "auto"
-
-#: Rounds of budget correction per solver; the joint solver is slow.
-_MAX_ROUNDS = 10
-_MAX_JOINT_ROUNDS = 3
+JOINT_SOLVER = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[Proje
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
     # The smallest schedule of the joint solver is one of these, or hardly smaller; computing it would take as long as all other rounds.
-    names = ("optimal", "offload-dp") if name == JOINT_STRATEGY else (name,)
+    names = ("optimal", "offload-dp") if name == JOINT_SOLVER else (name,)
     candidates = (plain, *(smallest_schedule(staged, solver) for solver in names))
     smallest = min(candidates, key=lambda candidate: candidate.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
@@ -75,8 +71,8 @@ def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[Proje
 def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[ProjectedSchedule]:
     """Schedules for corrected budgets: shifted by the last projection error, then bisected between fitting and failing budgets."""
     low, high, tried = 0, 0, set[int]()
-    budget_bytes = room_bytes - staged.base_bytes
-    for _ in range(_MAX_JOINT_ROUNDS if name == JOINT_STRATEGY else _MAX_ROUNDS):
+    budget_bytes, limits = room_bytes - staged.base_bytes, staged.problem.limits
+    for _ in range(limits.max_joint_rounds if name == JOINT_SOLVER else limits.max_rounds):
         if budget_bytes in tried or budget_bytes < 1:
             return
         tried.add(budget_bytes)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sft.common.errors import BudgetError
-from sft.planner.materialize import CERTAIN_SHARE, MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, ProjectedPlan, materialize
-from sft.planner.options import OFFLOAD_STRATEGIES
+from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
-from sft.planner.search.published import JOINT_STRATEGY, RECOMPUTE_STRATEGIES, ProjectedSchedule, smallest_schedule, solve_staged
+from sft.planner.search.published import JOINT_SOLVER, ProjectedSchedule, smallest_schedule, solve_staged
 from sft.planner.search.tiled import CandidateGrid
 from sft.planner.search.tiled_head import (
     TiledHeadOffload,
@@ -30,7 +29,6 @@ from sft.solvers.lower_bounds import stage_bound_bytes, turn_bound_seconds
 from sft.solvers.schedule import Schedule
 
 __all__ = [
-    "WORTH_RECOMPUTING",
     "cheapest_tiled_head",
     "offloaded_plans",
     "offloaded_tail_plans",
@@ -40,25 +38,14 @@ __all__ = [
     "smallest_staged_plans",
 ]
 
-#: Recomputation is searched only if the best plan costs more than this multiple of plain PyTorch's FLOPs.
-WORTH_RECOMPUTING = 1.02
-#: Most stages for the joint solver, which takes seconds on longer chains.
-_MAX_JOINT_STAGES = 32
-#: Schedules per solver and head; and heads for which the joint solver runs.
-_MAX_TAILS, _MAX_JOINT_TAILS = 4, 1
-#: The chain's schedule of least memory is not exactly the model's: another may need less, but at least its bytes over this factor.
-_MIN_OF_OPTIMAL = 1.2
-#: The chain counts a skip once per crossed cut, so its lower bound may exceed the room by this factor and a plan still fits.
-_MIN_OF_CHAIN = 1.5
-
 
 def cheapest_tiled_head(
     problem: PlanningProblem, heads: TiledHeadRecompute, room_bytes: int, worse_than: float
 ) -> tuple[float, ProjectedPlan] | None:
     """The cheapest fitting plan with a tiled head and recomputed stages that costs less than ``worse_than``, with its cost."""
     error, best = 0.0, None
-    for _ in range(MAX_PROJECTIONS):
-        proposal = heads.cheapest(room_bytes - error, worse_than if best is None else WORTH_ANOTHER_LOOK * best[0])
+    for _ in range(problem.limits.max_projections):
+        proposal = heads.cheapest(room_bytes - error, worse_than if best is None else problem.limits.further_cost_share * best[0])
         if proposal is None:
             break
         planned = materialize(problem, proposal.choices, proposal.order)
@@ -73,36 +60,38 @@ def published_plans(staged: StagedModel, room_bytes: int) -> Iterator[tuple[floa
     if _is_too_large(staged, room_bytes):
         return
     smallest_bytes = smallest_schedule(staged, "optimal").projection.peak_bytes
-    if smallest_bytes > _MIN_OF_OPTIMAL * room_bytes:
+    if smallest_bytes > staged.problem.limits.optimal_bytes_factor * room_bytes:
         return  # no other solver needs so much less
-    for name in RECOMPUTE_STRATEGIES:
+    for name in staged.problem.limits.recompute_solvers:
         schedule, fits = solve_staged(staged, name, room_bytes)
         if fits:
             yield schedule.seconds * staged.rates.flops_per_second, scheduled_plan(staged, schedule)
 
 
-def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float) -> Iterator[tuple[float, ProjectedPlan]]:
-    """Fitting plans of the offload schedules, alone and with recomputation, that may cost less than ``worse_than``, with their costs."""
+def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float, *, joint: bool) -> Iterator[tuple[float, ProjectedPlan]]:
+    """Fitting plans of the offload schedules that may cost less than ``worse_than``, with their costs; ``joint`` adds recomputation."""
     if staged.problem.host_budget_bytes == 0 or _is_too_large(staged, room_bytes):
         return
     may_copy = _offload_cost(staged, staged.chain, room_bytes - staged.base_bytes) < worse_than
-    for name in (*(OFFLOAD_STRATEGIES if may_copy else ()), *([JOINT_STRATEGY] if len(staged.stages) <= _MAX_JOINT_STAGES else [])):
+    limits = staged.problem.limits
+    tries_joint = joint and len(staged.stages) <= limits.max_joint_stages
+    for name in (*(limits.offload_solvers if may_copy else ()), *([JOINT_SOLVER] if tries_joint else [])):
         schedule, fits = solve_staged(staged, name, room_bytes)
         if fits:
             yield schedule.seconds * staged.rates.flops_per_second, scheduled_plan(staged, schedule)
 
 
 def offloaded_tail_plans(
-    staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int, worse_than: float
+    staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int, worse_than: float, *, joint: bool
 ) -> Iterator[tuple[float, ProjectedPlan]]:
-    """Fitting plans with a tiled head and an offloaded tail, alone and with recomputation, that may cost less than ``worse_than``."""
+    """Fitting plans with a tiled head and an offloaded tail that may cost less than ``worse_than``; ``joint`` adds recomputation."""
     if staged.problem.host_budget_bytes == 0:
         return
-    num_joint = 0
+    num_joint, limits = 0, staged.problem.limits
     for tail in tiled_head_offloads(staged, grids, room_bytes):
         if tail.min_cost >= worse_than:
             return
-        if stage_bound_bytes(tail.chain) > _MIN_OF_CHAIN * (room_bytes - tail.base_bytes):
+        if stage_bound_bytes(tail.chain) > limits.chain_bytes_factor * (room_bytes - tail.base_bytes):
             continue  # cheaper than a solver's search for its smallest budget
         cost = _offload_cost(staged, tail.chain, room_bytes - tail.base_bytes)
         if cost < worse_than:
@@ -113,10 +102,10 @@ def offloaded_tail_plans(
             cost = plan[0]
             worse_than = min(worse_than, cost)
         # The joint solver takes seconds, and cannot gain where copies are hidden.
-        is_slow = cost > WORTH_RECOMPUTING * tail.min_cost
-        if is_slow and num_joint < _MAX_JOINT_TAILS and tail.chain.num_stages <= _MAX_JOINT_STAGES:
+        is_slow = cost > limits.recompute_cost * tail.min_cost
+        if joint and is_slow and num_joint < limits.max_joint_heads and tail.chain.num_stages <= limits.max_joint_stages:
             num_joint += 1
-            joint_plan = _cheapest_tail(tail, JOINT_STRATEGY, room_bytes)
+            joint_plan = _cheapest_tail(tail, JOINT_SOLVER, room_bytes)
             if joint_plan is not None:
                 yield joint_plan
                 worse_than = min(worse_than, joint_plan[0])
@@ -124,7 +113,7 @@ def offloaded_tail_plans(
 
 def _is_too_large(staged: StagedModel, room_bytes: int) -> bool:
     """True if a single stage surely needs more."""
-    return CERTAIN_SHARE * stage_bound_bytes(staged.chain) > room_bytes
+    return staged.problem.limits.certain_bytes_share * stage_bound_bytes(staged.chain) > room_bytes
 
 
 def _offload_cost(staged: StagedModel, chain: StageChain, room_bytes: int) -> float:
@@ -135,8 +124,8 @@ def _offload_cost(staged: StagedModel, chain: StageChain, room_bytes: int) -> fl
 def _cheapest_tail(tail: TiledHeadOffload, name: str, room_bytes: int) -> tuple[float, ProjectedPlan] | None:
     """The cheapest fitting schedule of a solver for a tail, after a few exact projections, with its cost."""
     best: tuple[float, ProjectedPlan] | None = None
-    budget_bytes, tried = room_bytes - tail.base_bytes, set[int]()
-    for _ in range(_MAX_TAILS):
+    budget_bytes, tried, limits = room_bytes - tail.base_bytes, set[int](), tail.staged.problem.limits
+    for _ in range(limits.max_tail_rounds):
         if budget_bytes < 1 or budget_bytes in tried:
             break
         tried.add(budget_bytes)
@@ -144,7 +133,7 @@ def _cheapest_tail(tail: TiledHeadOffload, name: str, room_bytes: int) -> tuple[
             schedule = tail.schedule(name, budget_bytes)
         except BudgetError as refusal:
             budget_bytes = refusal.needed_bytes
-            if budget_bytes > _MIN_OF_CHAIN * (room_bytes - tail.base_bytes):
+            if budget_bytes > limits.chain_bytes_factor * (room_bytes - tail.base_bytes):
                 break
             continue
         proposal = _tail_proposal(tail, schedule)
@@ -187,10 +176,13 @@ def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid]
 def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: int) -> Iterator[ProjectedPlan]:
     """Plans of least memory with recomputed or offloaded stages, if these come near ``best_bytes``."""
     staged, proposal = heads.staged, heads.smallest()
-    if proposal is None or proposal.peak_bytes > _MIN_OF_OPTIMAL * best_bytes:
+    if proposal is None or proposal.peak_bytes > staged.problem.limits.optimal_bytes_factor * best_bytes:
         return
     yield materialize(staged.problem, proposal.choices, proposal.order)
-    for name in (*RECOMPUTE_STRATEGIES, *(OFFLOAD_STRATEGIES if staged.problem.host_budget_bytes != 0 else ())):
+    for name in (
+        *staged.problem.limits.recompute_solvers,
+        *(staged.problem.limits.offload_solvers if staged.problem.host_budget_bytes != 0 else ()),
+    ):
         plan = scheduled_plan(staged, smallest_schedule(staged, name))
         if staged.problem.fits_host(plan.projection.host_bytes):
             yield plan

@@ -27,27 +27,17 @@ from sft.analysis.tiling.segments import cut_positions
 from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
 from sft.planner.cost.height_sampling import Floats, RunSampler, RunSamples, TiledCosts, halo_shares
 from sft.planner.cost.roofline import DeviceRates, source_bytes
-from sft.planner.cost.state_memory import MAX_RESTORED
 from sft.planner.cost.strip_memory import suffix_peaks
 from sft.planner.cost.tiling import Tiling
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
+from sft.planner.search_limits import SearchLimits
 from sft.planner.streamed_cuts import streamable_values, with_streamed
 from sft.runtime.strip_checkpoints import Checkpoints
 
 __all__ = ["Candidate", "CandidateGrid"]
-
-#: Numbers of state slots that are tried where even a state at every square root of the strips takes too many bytes.
-_SLOTS = (16, 12, 8, 6, 4, 3, 2)
-#: Strip heights in strides that are lowered for images below so many strides, in addition to the lowest and the full image.
-_SAMPLED: tuple[tuple[float, tuple[int, ...]], ...] = (
-    (16, (1, 2, 4)),
-    (128, (1, 4, 16)),
-    (4096, (1, 12, 96)),
-    (float("inf"), (1, 12, 96, 1024)),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +120,15 @@ class CandidateGrid:
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
             high = self._indexed(sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest}))
             self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
-            inner = {self.strip_rows.index(rows) for rows in (stride * m for m in _sampled_multiples(tallest // stride)) if rows in high}
+            inner = {
+                self.strip_rows.index(rows)
+                for rows in (stride * m for m in _sampled_multiples(tallest // stride, problem.limits))
+                if rows in high
+            }
             # Below the stride the rows of deep values stay at one; the bytes grow with the rows of the remaining values alone.
             self.sampled = sorted({0, *inner, len(self.strip_rows) - 1})
         most = -(-tallest // self.strip_rows[0]) + 1
-        self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
+        self.policies = _policies(options, most, problem.limits) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 
     def _indexed(self, heights: list[int]) -> list[int]:
         """Select the strip heights with tensors that 32-bit GPU indices can address; at least the lowest."""
@@ -229,7 +223,7 @@ class CandidateGrid:
             peaks=(run.peak[cut],),
             cost=once[:, None] + run.forward_flops[cut][:, None] * reruns,
             read_bytes=source_bytes(problem, names) * self.tiling.num_panels * (1 + reruns),
-            is_allowed=(run.restored_share <= MAX_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
+            is_allowed=(run.restored_share <= problem.limits.max_restored) if is_free else np.ones(run.restored_share.shape, dtype=bool),
         )
 
     def untiled_tail_bytes(self, num_operators: int) -> float:
@@ -325,7 +319,7 @@ class CandidateGrid:
         return Candidate(position=p, height=h, policy=k, peak_bytes=float(self.peak_bytes[p, h, k]), cost=float(self.cost[p, h, k]))
 
 
-def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
+def _policies(options: Options, num_steps: int, limits: SearchLimits) -> list[Checkpoints]:
     """State policies: from every state kept to about one in the square root of their number, then fewer and fewer slots."""
     if options.state_slots is not None:
         return [Checkpoints(slots=options.state_slots)]
@@ -334,10 +328,10 @@ def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
     intervals = [1]
     while intervals[-1] ** 2 < 4 * num_steps:
         intervals.append(max(intervals[-1] + 1, intervals[-1] * 5 // 4))
-    return [*map(Checkpoints, intervals), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
+    return [*map(Checkpoints, intervals), *(Checkpoints(slots=slots) for slots in limits.state_slots if slots**2 < 4 * num_steps)]
 
 
-def _sampled_multiples(num_strides: int) -> tuple[int, ...]:
+def _sampled_multiples(num_strides: int, limits: SearchLimits) -> tuple[int, ...]:
     """Strip heights to lower, in strides, for an image of ``num_strides``: equal for images of similar height, so that samples are
     shared."""
-    return next(multiples for most, multiples in _SAMPLED if num_strides < most)
+    return next((multiples for bound, multiples in limits.sampled_strides if num_strides < bound), limits.sampled_strides_above)

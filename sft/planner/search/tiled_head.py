@@ -52,11 +52,6 @@ __all__ = [
     "tiled_head_offloads",
 ]
 
-#: Heads tried with an offloaded tail.
-_MAX_HEADS = 8
-#: Resolution of the recomputation table in memory.
-_NUM_BUCKETS = 400
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledHeadOffloadPlan:
@@ -169,7 +164,7 @@ def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
 
 def _best_heads(staged: StagedModel, heads: Sequence[_RankedHead]) -> Iterator[TiledHeadOffload]:
     """The best few heads, each with its best height and policy."""
-    for head in sorted(heads, key=lambda each: float(each.scores.min()))[:_MAX_HEADS]:
+    for head in sorted(heads, key=lambda each: float(each.scores.min()))[: staged.problem.limits.max_heads]:
         if np.isfinite(head.scores.min()):
             h, k = _argmin_index(head.scores)
             yield _tiled_head_offload(staged, head.grid, head.position, h, k, head.stage)
@@ -263,7 +258,8 @@ class TiledHeadRecompute:
         self.staged, self._grids = staged, grids
         problem = staged.problem
         self._prologue_bytes = sum(map(problem.value_bytes, problem.graph.live_out(problem.phases.prologue)))
-        self._bucket_bytes = max(1, -(-room_bytes // _NUM_BUCKETS))
+        self._num_buckets = problem.limits.num_buckets
+        self._bucket_bytes = max(1, -(-room_bytes // self._num_buckets))
         stages = [[staged.stage_after(head) for head in grid.heads] for grid in grids]
         #: (grid, position, stage after it)
         self._ends = [(g, p, stage) for g, row in enumerate(stages) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
@@ -274,7 +270,7 @@ class TiledHeadRecompute:
         best: tuple[float, _HeadEnd, int] | None = None
         for g, p, stage in self._ends:
             grid = self._grids[g]
-            spare = np.clip((room_bytes - self._prologue_bytes - grid.head_bytes[p]) / self._bucket_bytes, -1, _NUM_BUCKETS)
+            spare = np.clip((room_bytes - self._prologue_bytes - grid.head_bytes[p]) / self._bucket_bytes, -1, self._num_buckets)
             fits = (spare >= 0) & (grid.head_peak_bytes[p] <= room_bytes)
             buckets = np.maximum(np.floor(spare), 0).astype(np.int64)
             tail_cost = self.staged.rates.flops_per_second * self._table.first_pass_row(stage)[buckets]
@@ -305,7 +301,7 @@ class TiledHeadRecompute:
 
     @cached_property
     def _table(self) -> CostTable:
-        return CostTable(self.staged.chain, num_buckets=_NUM_BUCKETS, bucket_bytes=self._bucket_bytes, with_loss=True)
+        return CostTable(self.staged.chain, num_buckets=self._num_buckets, bucket_bytes=self._bucket_bytes, with_loss=True)
 
     def _plan(self, end: _HeadEnd, decide: DecisionFunction, state: int, *, peak_bytes: float, cost: float) -> TiledHeadRecomputePlan:
         operations = reversal(self.staged.chain, decide, state, first=end.stage)

@@ -25,11 +25,6 @@ from sft.planner.stages import StagedModel
 
 __all__ = ["timing_candidates"]
 
-#: Most FLOPs of an alternative, as a multiple of those of the planner's plan.
-_MAX_FLOPS = 1.5
-#: Alternatives with other strip heights.
-_NUM_HEIGHTS = 4
-
 
 def timing_candidates(
     problem: PlanningProblem, best: ProjectedPlan, budget_bytes: int, options: Options, device_type: str
@@ -43,14 +38,14 @@ def timing_candidates(
         options: constraints on the plan; a forced strategy or tile leaves no alternative.
         device_type: ``"cpu"``, ``"cuda"``.
     """
-    if options.strategy != "auto" or options.tile is not None:
+    if not options.is_automatic or options.tile is not None:
         return ()
     room_bytes = budget_bytes - problem.occupied_bytes
     plans: dict[object, ProjectedPlan] = {}
     for plan in _candidate_plans(problem, room_bytes, budget_bytes, options, device_type):
         projection = plan.projection
         fits = projection.peak_bytes <= room_bytes and problem.fits_host(projection.host_bytes)
-        if fits and projection.flops <= _MAX_FLOPS * best.projection.flops and _plan_key(plan) != _plan_key(best):
+        if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and _plan_key(plan) != _plan_key(best):
             plans.setdefault(_plan_key(plan), plan)
     return tuple(sorted(plans.values(), key=lambda plan: plan.projection.flops))
 
@@ -93,4 +88,4 @@ def _other_height_plans(
         min_cost = min((candidate.cost for _, candidate in candidates), default=float("inf"))
         if grid.min_cost_in(2 * grid.num_panels) > min_cost:
             break
-    return sorted(candidates, key=lambda pair: pair[1].cost)[:_NUM_HEIGHTS]
+    return sorted(candidates, key=lambda pair: pair[1].cost)[: problem.limits.num_timed_heights]

@@ -18,6 +18,7 @@ from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.planner.search.independent_tiles import independent_tile_flops, partition_choices, tile_grids
 from sft.planner.search.tiled import CandidateGrid
+from sft.planner.search_limits import SearchLimits
 from sft.runtime.moves import SegmentSchedule
 from sft.runtime.tiled_segment import TiledSegment
 from tests.helpers.capture_cache import one_capture_a_model
@@ -46,7 +47,7 @@ def test_what_tiles_compute_is_known_before_they_are_lowered(build: Callable[[],
     survey = CandidateGrid(problem, Options(), "cpu")
     seen = 0
     for partitioned in list(partition_choices(problem, Options()))[:4]:
-        for grid in tile_grids(Options())[:4]:
+        for grid in tile_grids(Options(), SearchLimits())[:4]:
             choices = partitioned(grid)
             counted = independent_tile_flops(problem, choices, survey.forward_flops, survey.flops)
             exact = materialize(problem, choices).projection.flops
@@ -89,7 +90,7 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     with torch.device("meta"):
         model = unet(1, width=4)
     problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)
-    names, grid = problem.phases.phases[0].streamed, tile_grids(Options())[2]
+    names, grid = problem.phases.phases[0].streamed, tile_grids(Options(), SearchLimits())[2]
     stride = problem.stride(names)
     (partitioned, *_) = [each for each in partition_choices(problem, Options()) if each(grid)[0].mode == "tiled"]
     (choice,) = partitioned(grid)
@@ -98,7 +99,7 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     assert isinstance(segment, TiledSegment)
     assert len(segment.panels) == segment.schedule.num_steps == 4
     assert len(segment.schedule.kinds[0]) == len(set(segment.panel_kinds)) == 3  # first, last, and all between them
-    assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(tile_grids(Options())))
+    assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(tile_grids(Options(), SearchLimits())))
 
 
 def test_only_what_may_win_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:

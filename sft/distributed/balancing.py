@@ -44,7 +44,7 @@ def run_divisions(problem: PlanningProblem, partition: BandPartition) -> Iterato
     """Divisions of all runs, from the one with the fewest redundant FLOPs to none; each once."""
     runs = {
         number: _RunPartitioner(problem, phase.streamed, partition)
-        for number, phase in enumerate(problem.phases.phases)
+        for number, phase in enumerate(problem.sized.phases.phases)
         if len(phase.streamed) > 1
     }
     total_flops = max(1, sum(program.flops for program in plain_programs(problem)))
@@ -66,18 +66,20 @@ class _RunPartitioner:
     """Costs of dividing one run: bytes stored at each position, and redundant FLOPs of the middle band between two positions."""
 
     def __init__(self, problem: PlanningProblem, names: Sequence[str], partition: BandPartition) -> None:
-        graph, phases = problem.graph, problem.phases
+        graph, phases = problem.sized.graph, problem.sized.phases
         self.problem, self.names, self.partition = problem, names, partition
         candidates = cut_positions(graph, names, phases.streamed)
         inner = [position for position in candidates if 0 < position < len(names)]
         step = -(-len(inner) // _MAX_POSITIONS) or 1
         self.positions = [0, *inner[::step], len(names)]
-        self._extents = problem.extents(ROWS)
+        self._extents = problem.sized.extents(ROWS)
         self._flops = _operator_flops(problem)
         self.stored_bytes = [0] * len(self.positions)
         for index, position in enumerate(self.positions[1:-1], start=1):
             crossing = set(graph.live_out(names[:position])) & set(graph.sources(names[position:], phases.streamed))
-            self.stored_bytes[index] = sum(problem.value_bytes(name) + problem.grad_bytes(name) for name in crossing) // partition.num_bands
+            self.stored_bytes[index] = (
+                sum(problem.sized.value_bytes(name) + problem.sized.grad_bytes(name) for name in crossing) // partition.num_bands
+            )
 
     def cheapest_cuts(self, segment_cost: float, byte_cost: float) -> tuple[int, ...]:
         """Inner positions of the cheapest division."""
@@ -96,15 +98,15 @@ class _RunPartitioner:
         if self.partition.num_bands == 1:
             return 0.0
         first, last = self.positions[start], self.positions[stop]
-        return self.problem.memoize(
+        return self.problem.memo.memoize(
             ("computed twice", self.partition, self.names[first], last), lambda: self._count_redundant_flops(first, last)
         )
 
     def _count_redundant_flops(self, first: int, last: int) -> float:
         """Redundant FLOPs of the middle band between two positions, times the number of bands."""
         problem, partition, names = self.problem, self.partition, self.names[first:last]
-        phases, middle = problem.phases, partition.num_bands // 2
-        row_band = row_band_of(problem.graph, names, phases.rows, phases.streamed, self._extents, partition, middle)
+        phases, middle = problem.sized.phases, partition.num_bands // 2
+        row_band = row_band_of(problem.sized.graph, names, phases.rows, phases.streamed, self._extents, partition, middle)
         total = 0.0
         for name in names:
             if name in phases.streamed:
@@ -121,11 +123,11 @@ def _operator_flops(problem: PlanningProblem) -> dict[str, int]:
         flops: dict[str, int] = {}
         for turn, program in enumerate(plain_programs(problem)):
             for instruction in program.instructions:
-                weight = 2 if not turn and problem.training else 1
+                weight = 2 if not turn and problem.sized.training else 1
                 flops[instruction.owner] = flops.get(instruction.owner, 0) + weight * instruction.flops
         return flops
 
-    return problem.memoize("FLOPs of operators", count)
+    return problem.memo.memoize("FLOPs of operators", count)
 
 
 #: Corrections of the bounds that are tried in turn.

@@ -326,7 +326,7 @@ class BandRegionBuilder:
         summed = {name: row_ownership for name, row_ownership in ownership.values.items() if row_ownership.is_summed}
         grad_mask = OwnedGradMask(
             owned_rows={name: row_ownership.owned_rows[band] for name, row_ownership in summed.items()},
-            num_rows={name: problem.extent(name, ROWS) for name in summed},
+            num_rows={name: problem.sized.extent(name, ROWS) for name in summed},
             summed=ownership.summed,
             is_first=band == 0,
         )
@@ -351,7 +351,7 @@ class BandRegionBuilder:
             band=band,
             ownership=ownership,
             grad_mask=grad_mask,
-            image_shapes=problem.shapes,
+            image_shapes=problem.sized.shapes,
             synchronized=self.synchronized,
             num_replicas=self.num_replicas,
             strip_timelines=tuple(segment.timeline if isinstance(segment, BandSegment) else None for segment in segments),
@@ -382,9 +382,9 @@ class BandRegionBuilder:
         problem, ownership, choice = self.problem, self.ownership, self.choices[index]
         row_bands = ownership.bands[index]
         assert row_bands is not None
-        phases, graph = problem.phases, problem.graph
+        phases, graph = problem.sized.phases, problem.sized.graph
         schedule = build_schedule(
-            graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows, row_bands[band]
+            graph, choice.nodes, phases.rows, phases.streamed, problem.sized.extents(ROWS), choice.strip_rows, row_bands[band]
         )
         # The bands' programs depend only on these fields, and on the signatures of their strips.
         lowered = replace(choice, strip_rows=0, state_every=1, state_slots=0, restart=False)
@@ -401,7 +401,7 @@ class BandRegionBuilder:
             contiguous=segment.contiguous,
             first_rows={name: row_ownership.buffer_rows[band].start for name, row_ownership in ownership.values.items()},
             synchronized=self.synchronized,
-            shared=problem.memoize(("programs of bands", lowered, segment.scope.outputs), dict),
+            shared=problem.memo.memoize(("programs of bands", lowered, segment.scope.outputs), dict),
         )
 
 
@@ -423,7 +423,9 @@ def _check_reductions(problem: PlanningProblem) -> None:
     Raises:
         UnsupportedError: such a reduction exists.
     """
-    rows = problem.phases.rows
-    unmergeable = [node for node in problem.graph.operators if rows[node.name].role == "reduce" and rows[node.name].name not in MERGES]
+    rows = problem.sized.phases.rows
+    unmergeable = [
+        node for node in problem.sized.graph.operators if rows[node.name].role == "reduce" and rows[node.name].name not in MERGES
+    ]
     if unmergeable:
         raise UnsupportedError([f"{node.label}: bands cannot merge what they reduce; leave out mesh" for node in unmergeable])

@@ -87,8 +87,8 @@ def assign_ownership(
     problem: PlanningProblem, choices: Sequence[SegmentChoice], partition: BandPartition, *, outputs_in_bands: bool = False
 ) -> OwnershipMap:
     """Derive the ownership of all values from the planner's decisions."""
-    graph, phases, bands = problem.graph, problem.phases, range(partition.num_bands)
-    extents, ends = problem.extents(ROWS), segment_borders(graph, choices)
+    graph, phases, bands = problem.sized.graph, problem.sized.phases, range(partition.num_bands)
+    extents, ends = problem.sized.extents(ROWS), segment_borders(graph, choices)
     segment_bands = tuple(
         tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, partition, band) for band in bands)
         if choice.mode == "tiled"
@@ -96,7 +96,7 @@ def assign_ownership(
         for choice in choices
     )
     has_gradients = [
-        any(name in problem.requires_grad for name in makes) and any(name in problem.requires_grad for name in choice.nodes)
+        any(name in problem.sized.requires_grad for name in makes) and any(name in problem.sized.requires_grad for name in choice.nodes)
         for choice, (_, makes) in zip(choices, ends, strict=True)
     ]
     maker = {name: index for index, (_, makes) in enumerate(ends) for name in makes}
@@ -119,7 +119,7 @@ def assign_ownership(
 
     def is_summed(name: str) -> bool:
         """True if each band contributes to a value's gradient."""
-        return name in problem.requires_grad and any(
+        return name in problem.sized.requires_grad and any(
             segment_bands[index] is not None and has_gradients[index] for index in readers.get(name, ())
         )
 
@@ -133,7 +133,7 @@ def assign_ownership(
         is_replicated = name not in maker or segment_bands[maker[name]] is None
         is_gathered = name in outputs - kept or any(segment_bands[index] is None for index in readers.get(name, ()))
         wanted_rows = [full] * len(owned) if is_gathered else rows_read(name, lambda index: True)
-        if name in problem.from_source:
+        if name in problem.resources.from_source:
             rows = (Interval(0, 0),) * len(owned)
         elif is_replicated:
             rows = (full,) * len(owned)
@@ -148,7 +148,7 @@ def assign_ownership(
             is_replicated=is_replicated,
             is_gathered=is_gathered,
         )
-    leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.requires_grad}
+    leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.sized.requires_grad}
     sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)
     summed = frozenset(name for name in sides if name in leaves or is_summed(name))
     return OwnershipMap(partition=partition, bands=segment_bands, values=values, summed=summed, kept_in_bands=kept)

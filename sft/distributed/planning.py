@@ -80,7 +80,7 @@ def band_choices(
     """
     choices: list[SegmentChoice] = []
     untiled: tuple[str, ...] = ()
-    for number, phase in enumerate(problem.phases.phases):
+    for number, phase in enumerate(problem.sized.phases.phases):
         for start, stop in pairwise((0, *(cuts or {}).get(number, ()), len(phase.streamed))):
             names = phase.streamed[start:stop]
             if not names:
@@ -95,8 +95,8 @@ def band_choices(
                     strip_rows=strip_rows(names),
                     state_every=policy.every,
                     state_slots=policy.slots,
-                    batch_tile=batch_tile or problem.num_batch,
-                    panel_cols=-(-problem.run_width(names) // num_panels) if num_panels > 1 else 0,
+                    batch_tile=batch_tile or problem.sized.num_batch,
+                    panel_cols=-(-problem.sized.run_width(names) // num_panels) if num_panels > 1 else 0,
                     restart=restart,
                 )
             )
@@ -158,7 +158,7 @@ def project_bands(bands: BandRegionBuilder, shape: MeshShape, indices: Sequence[
         if key not in by_key:
             transport = CountingTransport()
             machine = BandTracingMachine(
-                on_host=bands.problem.on_host, comm=Communicator(transport=transport, shape=shape, replica=0, band=band)
+                on_host=bands.problem.resources.on_host, comm=Communicator(transport=transport, shape=shape, replica=0, band=band)
             )
             by_key[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), transport.traffic)
         costs[band] = replace(by_key[key], region=region)
@@ -182,7 +182,7 @@ def plan_bands(
     """
     height = _image_height(problem)
     _check(problem, shape, options, height)
-    room_bytes = budget_bytes - problem.resident_bytes
+    room_bytes = budget_bytes - problem.resources.resident_bytes
     multiple = _bounds_multiple(problem, height, shape.num_bands)
     partition = BandPartition(even_band_bounds(height, shape.num_bands, multiple))
     middle, smallest = shape.num_bands // 2, sys.maxsize
@@ -234,18 +234,20 @@ def plan_bands(
         return _projected_mesh_plan(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
     if lowest is not None:
         smallest = _BandsCandidate(lowest, project_bands(lowest, shape)).peak_bytes
-    needed = problem.resident_bytes + smallest
+    needed = problem.resources.resident_bytes + smallest
     raise BudgetError(
         f"the budget is {format_bytes(budget_bytes)} a rank, but a step on {shape.num_bands} bands needs {format_bytes(needed)} at least "
-        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest)} for inputs, cuts and strips). Raise the budget, "
-        "use more bands, or leave out options that force tile, state_every or state_slots.",
+        f"({format_bytes(problem.resources.resident_bytes)} resident, {format_bytes(smallest)} for inputs, cuts and strips). "
+        "Raise the budget, use more bands, or leave out options that force tile, state_every or state_slots.",
         needed_bytes=needed,
     )
 
 
 def _image_height(problem: PlanningProblem) -> int:
     """Rows of the tallest input."""
-    return max((problem.extent(name, ROWS) for name in problem.graph.inputs if name in problem.phases.streamed), default=1)
+    return max(
+        (problem.sized.extent(name, ROWS) for name in problem.sized.graph.inputs if name in problem.sized.phases.streamed), default=1
+    )
 
 
 def _bounds_multiple(problem: PlanningProblem, height: int, num_bands: int) -> int:
@@ -253,8 +255,8 @@ def _bounds_multiple(problem: PlanningProblem, height: int, num_bands: int) -> i
     many.
     """
     strides = [
-        problem.stride(phase.streamed) * max(1, height // problem.run_height(phase.streamed))
-        for phase in problem.phases.phases
+        problem.sized.stride(phase.streamed) * max(1, height // problem.sized.run_height(phase.streamed))
+        for phase in problem.sized.phases.phases
         if phase.streamed
     ]
     multiple = max(strides, default=1)
@@ -268,7 +270,7 @@ def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height:
         problems.append("halo 'recompute' and strategy 'sft' are for one device; leave them out with mesh")
     if options.strategy not in ("auto", "sft"):
         problems.append(f"strategy {options.strategy!r} is for one device; leave it out with mesh")
-    if shape.num_bands > 1 and not problem.graph.axes.count:
+    if shape.num_bands > 1 and not problem.sized.graph.axes.count:
         problems.append(f"{shape.num_bands} bands share the rows of an image, and no input is one; make the mesh one of replicas alone")
     elif height < shape.num_bands:
         problems.append(f"an image of {height} rows for {shape.num_bands} bands; use at most {height} bands")
@@ -279,7 +281,7 @@ def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height:
             problems.append(f"{name} is for one device, as a step on a mesh keeps nothing on the host; leave it out with mesh")
     if options.cuda_graphs:
         problems.append("cuda_graphs is for one device; leave it out with mesh")
-    if problem.host_outputs:
+    if problem.resources.host_outputs:
         problems.append("output='host' and output files are for one device; use output='device' or output='band' with mesh")
     if problems:
         raise InputError("; ".join(problems))
@@ -296,12 +298,12 @@ def _shrinking_choices(
     """Decisions with decreasing strip heights: first with all states kept, then with few."""
     height = partition.height
     tallest = max(len(partition.rows(band, height)) for band in range(partition.num_bands))
-    batch_tile = problem.batch_tile(options.batch_tile or problem.num_batch)
+    batch_tile = problem.sized.batch_tile(options.batch_tile or problem.sized.num_batch)
 
     def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         return band_choices(
             problem,
-            lambda names: max(1, round(rows * problem.run_height(names) / height)),
+            lambda names: max(1, round(rows * problem.sized.run_height(names) / height)),
             policy=policy,
             batch_tile=batch_tile,
             num_panels=num_panels,
@@ -324,7 +326,7 @@ def _shrinking_choices(
         policies = [Checkpoints(options.state_every)]
     elif options.state_slots is not None:
         policies = [Checkpoints(slots=options.state_slots)]
-    elif problem.training:
+    elif problem.sized.training:
         policies += [Checkpoints(slots=slots) for slots in _SLOTS]
     if options.tile is not None:
         yield iter((choose(min(options.tile[0], tallest), policies[0]),))
@@ -335,7 +337,7 @@ def _shrinking_choices(
 
 def _panel_counts(problem: PlanningProblem, options: Options) -> Iterator[int]:
     """1, 2, 4, ..., or the number of panels that the options request."""
-    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    width = max((problem.sized.run_width(phase.streamed) for phase in problem.sized.phases.phases if phase.streamed), default=1)
     if options.tile is not None:
         cols = options.tile[1]
         yield 1 if cols is None else max(1, -(-width // cols))
@@ -351,12 +353,12 @@ def _stored_cut_bytes(bands: BandRegionBuilder, band: int) -> int:
     between.
     """
     problem, values = bands.problem, bands.ownership.values
-    if not problem.training:
+    if not problem.sized.training:
         return 0
     total = 0
     for name, value in values.items():
-        if name not in problem.graph.inputs:
-            total += problem.value_bytes(name) * len(value.buffer_rows[band]) // problem.extent(name, ROWS)
+        if name not in problem.sized.graph.inputs:
+            total += problem.sized.value_bytes(name) * len(value.buffer_rows[band]) // problem.sized.extent(name, ROWS)
     return total
 
 
@@ -372,10 +374,10 @@ def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num
 
 def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
     """Footprint of a run, memoized."""
-    graph, phases = problem.graph, problem.phases
-    return problem.memoize(
+    graph, phases = problem.sized.graph, problem.sized.phases
+    return problem.memo.memoize(
         ("footprint", names, batch),
-        lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, batch),
+        lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, batch),
     )
 
 

@@ -46,13 +46,13 @@ def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], orde
     Raises:
         InputError: the order runs a segment back without its residuals, or a copy of it cannot run.
     """
-    if problem.weights is not None and order is None:
+    if problem.resources.weights is not None and order is None:
         choices = split_into_stages(problem, choices)
     region = replace(build_region(problem, choices), custom_schedule=order)
     if any(move.is_copy for move in region.schedule):
         region = region.without_skipping()
-    unsaved_segments = region.liveness.unsaved_segments() if order is not None and problem.training else ()
-    copy_error = region.liveness.copy_error() if order is not None and problem.training else None
+    unsaved_segments = region.liveness.unsaved_segments() if order is not None and problem.sized.training else ()
+    copy_error = region.liveness.copy_error() if order is not None and problem.sized.training else None
     if unsaved_segments:
         raise InputError(
             f"the plan's order runs segments {list(unsaved_segments)} back without F{unsaved_segments[0]}+ before; "
@@ -71,10 +71,10 @@ def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]
 
 def _stage_groups(problem: PlanningProblem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
     # The stages do not depend on the rates.
-    staged = problem.memoize("stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu")))
+    staged = problem.memo.memoize("stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu")))
     stages_with_updates = (group for pair in zip(staged.stages, staged.buffer_updates, strict=True) for group in pair)
     inside = set(choice.nodes)
-    for group in (problem.phases.prologue, *stages_with_updates):
+    for group in (problem.sized.phases.prologue, *stages_with_updates):
         nodes = tuple(name for name in group if name in inside)
         if nodes:
             yield SegmentChoice(nodes=nodes, mode="whole")

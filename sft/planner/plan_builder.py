@@ -26,15 +26,15 @@ __all__ = ["build_plan"]
 
 def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
     """Build the plan; its seconds are estimated at these rates."""
-    graph = problem.graph
+    graph = problem.sized.graph
     return Plan(
-        input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
-        input_placements=problem.input_placements,
-        output_placements=problem.output_placements,
+        input_shapes=tuple(problem.sized.shapes[name] for name in graph.inputs),
+        input_placements=problem.resources.input_placements,
+        output_placements=problem.resources.output_placements,
         dtype=graph[graph.inputs[0]].dtype,
-        training=problem.training,
+        training=problem.sized.training,
         budget_bytes=budget_bytes,
-        resident_bytes=problem.resident_bytes,
+        resident_bytes=problem.resources.resident_bytes,
         projected_peak_bytes=planned.projection.peak_bytes + planned.projection.overhead_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
@@ -43,9 +43,9 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
         order=_schedule_text(planned.region),
         host_bytes=planned.projection.host_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in planned.region.segments),
-        notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeat_lines(problem)),
+        notes=(*dict.fromkeys(problem.sized.phases.whole_reasons.values()), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
-        streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
+        streamed_weights=0 if problem.resources.weights is None else len(problem.resources.weights.num_bytes),
         weights_peak_bytes=planned.projection.weights_peak_bytes,
         overhead_bytes=planned.projection.overhead_bytes,
         search_limits=problem.limits,
@@ -55,7 +55,9 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
 def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
     """Schedules of the repeats, one line each."""
     calls = repeated_calls(problem)
-    return tuple(f"{problem.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.training else ()
+    return (
+        tuple(f"{problem.sized.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.sized.training else ()
+    )
 
 
 def _schedule_text(region: Region) -> tuple[str, ...]:
@@ -68,20 +70,20 @@ def _schedule_text(region: Region) -> tuple[str, ...]:
 
 
 def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
-    graph, phases = problem.graph, problem.phases
+    graph, phases = problem.sized.graph, problem.sized.phases
     choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.writes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment))
     num_forwards = num_forwards_of(planned.region.schedule, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
-    differentiated = any(name in problem.requires_grad for name in choice.nodes)
+    differentiated = any(name in problem.sized.requires_grad for name in choice.nodes)
     if isinstance(segment, TiledSegment):
         footprint = run_footprint(
-            graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
+            graph, choice.nodes, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile
         )
-        spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
-        max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
-        rows = "-" if max_rows is None else f"{min(max_rows, problem.run_height(choice.nodes))} rows"
+        spare_bytes = budget_bytes - problem.resources.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
+        max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.sized.stride(choice.nodes))
+        rows = "-" if max_rows is None else f"{min(max_rows, problem.sized.run_height(choice.nodes))} rows"
         size_formulas = problem.memoize_across_sizes(
             ("formulas", choice.nodes), lambda: run_formulas(graph, choice.nodes, phases.rows, phases.streamed)
         )
@@ -91,9 +93,9 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
         )
         num_steps = segment.schedule.num_steps
         num_panels = len(segment.panels)
-        panel_cols = choice.panel_cols if num_panels > 1 else problem.run_width(choice.nodes)
+        panel_cols = choice.panel_cols if num_panels > 1 else problem.sized.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
-    working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.training else 1)
+    working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.sized.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
         layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
@@ -106,14 +108,14 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
         restart=choice.restart,
         state_every=choice.state_every,
         state_slots=choice.state_slots,
-        batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
+        batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.sized.num_batch,
         num_steps=num_steps,
         num_forwards=num_forwards,
         state_bytes=state_bytes,
         working_bytes=working_bytes,
-        output_bytes=sum(problem.value_bytes(name) for name in makes),
+        output_bytes=sum(problem.sized.value_bytes(name) for name in makes),
         flops=flops,
-        kernels=kernel_operators(segment.lowered_programs) if problem.backend is not None else (),
+        kernels=kernel_operators(segment.lowered_programs) if problem.resources.backend is not None else (),
         formulas=formulas,
         streamed=choice.streamed,
     )
@@ -134,7 +136,7 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
     kept = np.array(sorted(segment.kept_states))
     total = 0
     for name in schedule.names:
-        if name in schedule.sources or name not in problem.phases.streamed:
+        if name in schedule.sources or name not in problem.sized.phases.streamed:
             continue
         stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
         before = np.concatenate([[0], stop[:-1]])
@@ -147,9 +149,9 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
 
 def _working_and_flops(problem: PlanningProblem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
     if isinstance(segment, WholeSegment):
-        programs = [p for p in segment.programs(problem.training) if p is not None]
+        programs = [p for p in segment.programs(problem.sized.training) if p is not None]
         return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
-    differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
-    profiles = SweepProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
+    differentiate = problem.sized.training and any(name in problem.sized.requires_grad for name in segment.scope.names)
+    profiles = SweepProfiles(segment, keep=problem.sized.training, differentiate=differentiate, on_host=problem.resources.on_host)
     forward = sum(profiles[sweep].forward_flops for sweep in segment.sweeps)
     return segment.working_bytes, num_forwards * forward + sum(profiles[sweep].backward_flops for sweep in segment.sweeps)

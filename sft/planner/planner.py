@@ -28,7 +28,7 @@ def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options,
     Raises:
         BudgetError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
     """
-    room_bytes = budget_bytes - problem.occupied_bytes
+    room_bytes = budget_bytes - problem.resources.occupied_bytes
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
     if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
@@ -42,7 +42,7 @@ def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options,
 
 def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) -> ProjectedPlan:
     """The plan with the fewest FLOPs among the SFT paper's plans that fit."""
-    room_bytes = budget_bytes - problem.occupied_bytes
+    room_bytes = budget_bytes - problem.resources.occupied_bytes
     best: ProjectedPlan | None = None
     smallest: ProjectedPlan | None = None
     for partitioned in partition_choices(problem, options):
@@ -66,16 +66,16 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
 
 def _published_plan(problem: PlanningProblem, budget_bytes: int, name: str, rates: DeviceRates) -> ProjectedPlan:
     """The plan of a published schedule, by name."""
-    room_bytes = budget_bytes - problem.occupied_bytes
+    room_bytes = budget_bytes - problem.resources.occupied_bytes
     staged = StagedModel(problem, rates)
-    if not problem.training or len(staged.stages) < 2:  # no stage to recompute
+    if not problem.sized.training or len(staged.stages) < 2:  # no stage to recompute
         planned = materialize(problem, staged.choices)
         fits = planned.projection.peak_bytes <= room_bytes
     else:
         schedule, fits = solve_staged(staged, name, room_bytes)
         planned = scheduled_plan(staged, schedule)
     if not fits:
-        check_host(planned, problem.host_budget_bytes)
+        check_host(planned, problem.resources.host_budget_bytes)
         raise _budget_error(problem, planned, budget_bytes)
     return planned
 
@@ -102,7 +102,7 @@ def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes:
     Raises:
         BudgetError: the plan needs more device memory.
     """
-    needed = problem.occupied_bytes + planned.projection.peak_bytes
+    needed = problem.resources.occupied_bytes + planned.projection.peak_bytes
     if needed > budget_bytes:
         raise BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "
@@ -113,10 +113,10 @@ def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes:
 
 
 def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int) -> BudgetError:
-    needed = problem.occupied_bytes + smallest.projection.peak_bytes
+    needed = problem.resources.occupied_bytes + smallest.projection.peak_bytes
     scopes = [segment.scope for segment in smallest.region.segments]
-    worst = max(scopes, key=lambda s: sum(problem.value_bytes(n) for n in s.outputs + s.sources), default=None)
-    between = f"; segment {problem.graph[worst.names[0]].label} .. {problem.graph[worst.names[-1]].label}" if worst else ""
+    worst = max(scopes, key=lambda s: sum(problem.sized.value_bytes(n) for n in s.outputs + s.sources), default=None)
+    between = f"; segment {problem.sized.graph[worst.names[0]].label} .. {problem.sized.graph[worst.names[-1]].label}" if worst else ""
     return BudgetError(
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({_occupied_text(problem)}, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "
@@ -130,35 +130,47 @@ def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_byte
 
 def _occupied_text(problem: PlanningProblem) -> str:
     """Text of the bytes that every plan takes."""
-    overhead = f", {format_bytes(problem.overhead_bytes)} for blocks and workspaces of the device" if problem.overhead_bytes else ""
-    return f"{format_bytes(problem.resident_bytes)} resident{overhead}"
+    overhead = (
+        f", {format_bytes(problem.resources.overhead_bytes)} for blocks and workspaces of the device"
+        if problem.resources.overhead_bytes
+        else ""
+    )
+    return f"{format_bytes(problem.resources.resident_bytes)} resident{overhead}"
 
 
 def _host_remedy(problem: PlanningProblem) -> str:
     """Remedy if values could wait on the host for their backward pass, but are not allowed to."""
-    if problem.host_budget_bytes != 0 or not problem.training:
+    if problem.resources.host_budget_bytes != 0 or not problem.sized.training:
         return ""
     return "let values wait on the host with Options(host_budget=...), "
 
 
 def _weights_remedy(problem: PlanningProblem, needed_bytes: int) -> str:
     """Remedy if weights and their gradients take most of the needed bytes."""
-    if problem.weights is not None or 2 * problem.resident_bytes < needed_bytes:
+    if problem.resources.weights is not None or 2 * problem.resources.resident_bytes < needed_bytes:
         return ""
     return "stream the weights with Options(weights='stream'), "
 
 
 def _repeats_remedy(problem: PlanningProblem) -> str:
     """Remedy if repeats have budgets of their own."""
-    if problem.training and any(node.target == REPEAT and node.argument("which").given_bytes for node in problem.graph.operators):
+    if problem.sized.training and any(
+        node.target == REPEAT and node.argument("which").given_bytes for node in problem.sized.graph.operators
+    ):
         return "leave out the budget of repeated blocks, so that it follows this one, "
     return ""
 
 
 def _outputs_remedy(problem: PlanningProblem, smallest: ProjectedPlan) -> str:
     """Remedy if outputs and their gradients take most of the needed bytes."""
-    outputs = [name for name in problem.graph.results if name not in problem.host_outputs and problem.graph[name].kind == "operator"]
-    num_bytes = sum(map(problem.value_bytes, outputs)) + sum(problem.value_bytes(name) for name in outputs if name in problem.requires_grad)
+    outputs = [
+        name
+        for name in problem.sized.graph.results
+        if name not in problem.resources.host_outputs and problem.sized.graph[name].kind == "operator"
+    ]
+    num_bytes = sum(map(problem.sized.value_bytes, outputs)) + sum(
+        problem.sized.value_bytes(name) for name in outputs if name in problem.sized.requires_grad
+    )
     if 2 * num_bytes < smallest.projection.peak_bytes:
         return ""
     return f"keep the outputs on the host ({format_bytes(num_bytes)} with their gradients) with output='host', "

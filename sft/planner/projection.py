@@ -191,7 +191,7 @@ def project_step(
     if not exactly:
         segments = [_AnalyticSegment(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = machine or TracingMachine(on_host=problem.on_host)
+    machine = machine or TracingMachine(on_host=problem.resources.on_host)
     run_step(problem, region, machine, retains=retains)
     return Projection(
         peak_bytes=machine.peak_bytes,
@@ -206,29 +206,29 @@ def project_step(
 def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine, *, retains: bool = False) -> None:
     """Run a step on a simulated machine, forward and, in training, backward; ``retains`` as in :func:`project_step`."""
     memory = machine.memory
-    inputs = set(problem.resident_inputs)
+    inputs = set(problem.resources.resident_inputs)
     leaves = {
-        node.name: SimulatedBuffer(memory, problem.value_bytes(node.name) if node.name in inputs else 0)
-        for node in problem.graph.nodes
+        node.name: SimulatedBuffer(memory, problem.sized.value_bytes(node.name) if node.name in inputs else 0)
+        for node in problem.sized.graph.nodes
         if node.kind != "operator"
     }
-    outputs, tape = region.forward(machine, leaves, keep=problem.training, hosts=dict.fromkeys(problem.host_outputs))
+    outputs, tape = region.forward(machine, leaves, keep=problem.sized.training, hosts=dict.fromkeys(problem.resources.host_outputs))
     # Running statistics are copied into their buffers and freed before the backward pass begins.
-    outputs = {name: handle for name, handle in outputs.items() if name in problem.graph.outputs}
-    if problem.training:
-        hosts = problem.host_outputs
+    outputs = {name: handle for name, handle in outputs.items() if name in problem.sized.graph.outputs}
+    if problem.sized.training:
+        hosts = problem.resources.host_outputs
         output_grads = {
-            name: None if name in hosts else machine.allocate(region.output_shape(name), problem.dtypes[name], zero=False)
+            name: None if name in hosts else machine.allocate(region.output_shape(name), problem.sized.dtypes[name], zero=False)
             for name in region.outputs
-            if name in problem.requires_grad
+            if name in problem.sized.requires_grad
         }
         # The gradient of an input that the model returns bypasses the region: autograd adds it to the region's gradient, or copies it.
         grads = {name: grad for name, grad in output_grads.items() if name not in leaves}
         bypassing = {name: grad for name, grad in output_grads.items() if name in leaves}
         output_grads.clear()
-        sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
+        sinks = dict.fromkeys(problem.resources.from_source & problem.sized.requires_grad)
         leaf_grads = region.backward(machine, tape, grads, sinks=sinks, consume=not retains) if grads else {}
-        sums = [machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in bypassing]
+        sums = [machine.allocate(problem.sized.shapes[name], problem.sized.dtypes[name], zero=False) for name in bypassing]
         del leaf_grads, bypassing, sums
     machine.end()
     del outputs, leaves
@@ -236,15 +236,15 @@ def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine
 
 def plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
     """Programs of the untiled model as plain PyTorch runs it: forward and, in training, backward."""
-    return problem.memoize("plain programs", lambda: _plain_programs(problem))
+    return problem.memo.memoize("plain programs", lambda: _plain_programs(problem))
 
 
 def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
-    if not problem.operators:
+    if not problem.sized.operators:
         return ()
-    (segment,) = build_region(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),)).segments
+    (segment,) = build_region(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),)).segments
     assert isinstance(segment, WholeSegment)
-    return tuple(program for program in segment.programs(problem.training) if program is not None)
+    return tuple(program for program in segment.programs(problem.sized.training) if program is not None)
 
 
 class _AnalyticSegment:
@@ -255,10 +255,11 @@ class _AnalyticSegment:
 
     def __init__(self, segment: TiledSegment, problem: PlanningProblem) -> None:
         self.segment = segment
-        differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
+        differentiate = problem.sized.training and any(name in problem.sized.requires_grad for name in segment.scope.names)
         # The forward pass of a segment that is not differentiated keeps no states; the region passes keep=False then.
         self.profiles = {
-            keep: SweepProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.on_host) for keep in (False, True)
+            keep: SweepProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.resources.on_host)
+            for keep in (False, True)
         }
 
     @property

@@ -41,11 +41,11 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     Raises:
         InputError: a value is marked as streamed that cannot be.
     """
-    graph = problem.graph
+    graph = problem.sized.graph
     borders = segment_borders(graph, choices)
     streamed = frozenset(name for choice in choices for name in choice.streamed)
     _check_streamed(problem, choices, borders)
-    leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in borders))
+    leaving = problem.resources.host_outputs.intersection(problem.sized.phases.streamed).difference(*(reads for reads, _ in borders))
     return Region(
         graph=graph,
         segments=[
@@ -53,22 +53,22 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         ],
         reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, borders, strict=True)],
         writes=[makes for _, makes in borders],
-        shapes=problem.shapes,
-        dtypes=problem.dtypes,
-        grad_dtypes=problem.grad_dtypes,
-        requires_grad=problem.requires_grad,
+        shapes=problem.sized.shapes,
+        dtypes=problem.sized.dtypes,
+        grad_dtypes=problem.sized.grad_dtypes,
+        requires_grad=problem.sized.requires_grad,
         outputs=graph.results,
-        contiguous=frozenset(graph.results) - problem.channels_last,
-        from_source=problem.from_source,
-        host_outputs=problem.host_outputs,
+        contiguous=frozenset(graph.results) - problem.sized.channels_last,
+        from_source=problem.resources.from_source,
+        host_outputs=problem.resources.host_outputs,
         streamed=streamed,
-        weights=problem.weights,
+        weights=problem.resources.weights,
     )
 
 
 def can_stream(problem: PlanningProblem, name: str) -> bool:
     """True if a value may pass through the host between two segments: an image (signal, volume) that is not an output of the model."""
-    return name in problem.phases.streamed and name not in problem.graph.results
+    return name in problem.sized.phases.streamed and name not in problem.sized.graph.results
 
 
 def _check_streamed(
@@ -90,7 +90,7 @@ def _reread_globals(problem: PlanningProblem, choice: SegmentChoice, makes: Sequ
     return tuple(
         name
         for name in makes
-        if name not in problem.phases.streamed and problem.phases.rows[name].saves_for_backward(problem.graph[name])[1]
+        if name not in problem.sized.phases.streamed and problem.sized.phases.rows[name].saves_for_backward(problem.sized.graph[name])[1]
     )
 
 
@@ -108,11 +108,11 @@ def _segment(
     """
     shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
     key = ("segment", shared, outputs, outside, leaving)
-    segment = problem.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
+    segment = problem.memo.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
     arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
     # The segment object caches the cost of its sweeps: of many segments few differ from one proposal to the next.
     states = (choice.state_every, choice.state_slots, choice.restart)
-    return problem.memoize((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
+    return problem.memo.memoize((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
 
 
 def _with_borders(
@@ -133,38 +133,39 @@ def _with_borders(
 def _build_segment(
     problem: PlanningProblem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
 ) -> TiledSegment | WholeSegment:
-    phases = problem.phases
+    phases = problem.sized.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
-    inputs = set(problem.graph.inputs)
+    inputs = set(problem.sized.graph.inputs)
     tiled = choice.mode == "tiled"
     full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
     scope = SegmentInfo(
-        graph=problem.graph,
-        specs=phases.rows,
+        graph=problem.sized.graph,
+        rows=phases.rows,
         streamed=phases.streamed,
         names=choice.nodes,
-        shapes=problem.shapes,
-        requires_grad=problem.requires_grad,
+        shapes=problem.sized.shapes,
+        requires_grad=problem.sized.requires_grad,
         outputs=outputs,
         sources=sources,
         in_program_layout=frozenset(
             name
             for name in sources
-            if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
-        ).union(name for name in sides if name in problem.weights_in_layout or problem.graph[name].kind == "operator"),
-        batch=choice.batch_tile if tiled else problem.num_batch,
-        per_sample=problem.per_sample,
+            if name in problem.sized.channels_last | problem.resources.from_source
+            or (name not in inputs and name not in problem.sized.graph.outputs)
+        ).union(name for name in sides if name in problem.sized.weights_in_layout or problem.sized.graph[name].kind == "operator"),
+        batch=choice.batch_tile if tiled else problem.sized.num_batch,
+        per_sample=problem.sized.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
         keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
-        backend=problem.backend,
-        deterministic=problem.deterministic,
+        backend=problem.resources.backend,
+        deterministic=problem.resources.deterministic,
     )
-    from_source = problem.from_source.intersection(sources)
+    from_source = problem.resources.from_source.intersection(sources)
     if not tiled:
         return WholeSegment(scope=scope, step=full_extent_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
     panels: tuple[StripStep, ...] = (full_width,)
-    if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
+    if choice.panel_cols and choice.panel_cols < problem.sized.run_width(choice.nodes):
         panels = _tile_steps(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
     return TiledSegment(
         scope=scope,
@@ -172,24 +173,24 @@ def _build_segment(
         panels=panels,
         checkpoints=Checkpoints(),
         restart=False,
-        num_batch=problem.num_batch,
+        num_batch=problem.sized.num_batch,
         sides=sides,
         from_source=from_source,
         to_host=leaving.intersection(outputs),
-        contiguous=leaving - problem.channels_last,
-        strip_policy=SkipConstantStrips() if problem.skips_repeats else RUN_ALL_STRIPS,
+        contiguous=leaving - problem.sized.channels_last,
+        strip_policy=SkipConstantStrips() if problem.resources.skips_repeats else RUN_ALL_STRIPS,
     )
 
 
 def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
     """The strips, which do not depend on the division of the width and the batch."""
-    return problem.memoize(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
+    return problem.memo.memoize(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
 
 
 def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
-    graph, phases = problem.graph, problem.phases
+    graph, phases = problem.sized.graph, problem.sized.phases
     if choice.halo == "carry":
-        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows)
+        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.sized.extents(ROWS), choice.strip_rows)
     sources = graph.sources(choice.nodes, phases.streamed)
     return TileSchedule(
         sources=sources,
@@ -201,24 +202,24 @@ def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> St
 
 def _tile_steps(problem: PlanningProblem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
     def compute() -> tuple[StripStep, ...]:
-        phases = problem.phases
-        return independent_tiles(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
+        phases = problem.sized.phases
+        return independent_tiles(problem.sized.graph, names, phases.rows, phases.streamed, problem.sized.extents(axis), tile_px, axis=axis)
 
-    return problem.memoize(("tiles", tuple(names), tile_px, axis), compute)
+    return problem.memo.memoize(("tiles", tuple(names), tile_px, axis), compute)
 
 
 def full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> StripStep:
     """Step of the full extent along an axis: every value gains all its rows (columns) at once and keeps none."""
     key = ("whole step", tuple(names), tuple(sources), axis)
-    return problem.memoize(key, lambda: _build_full_extent_step(problem, names, sources, axis))
+    return problem.memo.memoize(key, lambda: _build_full_extent_step(problem, names, sources, axis))
 
 
 def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], axis: int) -> StripStep:
     nodes = []
     for name in (*sources, *names):
-        streamed = name in problem.phases.streamed
-        rows = Interval(0, problem.extent(name, axis) if streamed else 0)
-        reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
+        streamed = name in problem.sized.phases.streamed
+        rows = Interval(0, problem.sized.extent(name, axis) if streamed else 0)
+        reads = () if name in sources else _whole_reads(problem, problem.sized.graph[name], axis)
         nodes.append(NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=rows, reads=reads))
     return StripStep(index=0, nodes=tuple(nodes))
 
@@ -227,7 +228,7 @@ def _whole_reads(problem: PlanningProblem, node: Node, axis: int) -> tuple[Opera
     window = window_of(node, axis)
     low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
     return tuple(
-        OperandRead(operand=name, rows=Interval(0, problem.extent(name, axis)), pad_low=low, pad_high=high)
+        OperandRead(operand=name, rows=Interval(0, problem.sized.extent(name, axis)), pad_low=low, pad_high=high)
         for name in dict.fromkeys(node.operands)
-        if name in problem.phases.streamed
+        if name in problem.sized.phases.streamed
     )

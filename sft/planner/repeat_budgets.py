@@ -39,13 +39,13 @@ def repeated_calls(problem: PlanningProblem) -> dict[str, RepeatSite]:
 
 def extra_flops(problem: PlanningProblem) -> int:
     """FLOPs of blocks that run again within repeats of the untiled model; plain PyTorch does not compute them."""
-    return sum(call.extra_flops for call in repeated_calls(problem).values()) if problem.training else 0
+    return sum(call.extra_flops for call in repeated_calls(problem).values()) if problem.sized.training else 0
 
 
 def with_smaller_repeats(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     """The same problem with smaller and smaller budgets of the repeats that have none of their own."""
     free = _unbudgeted_repeats(problem)
-    if not free or not problem.training:
+    if not free or not problem.sized.training:
         return
     calls = repeated_calls(problem)
     budgets = [calls[name].plan.projected_peak_bytes for name in free]
@@ -57,12 +57,12 @@ def with_smaller_repeats(problem: PlanningProblem) -> Iterator[PlanningProblem]:
 
 def _unbudgeted_repeats(problem: PlanningProblem) -> list[str]:
     """Names of the repeats without a budget of their own."""
-    return [node.name for node in problem.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
+    return [node.name for node in problem.sized.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
 
 
 def free_budgets(problem: PlanningProblem) -> tuple[int, ...]:
     """Current budgets of the repeats without one of their own, in order; empty if they keep all residuals."""
-    budgets = [problem.graph[name].argument("which").budget_bytes for name in _unbudgeted_repeats(problem)]
+    budgets = [problem.sized.graph[name].argument("which").budget_bytes for name in _unbudgeted_repeats(problem)]
     return tuple(num_bytes for num_bytes in budgets if num_bytes is not None)
 
 
@@ -77,13 +77,13 @@ def with_free_budgets(problem: PlanningProblem, num_bytes: Sequence[int]) -> Pla
         raise InputError(f"the plan has budgets for {len(num_bytes)} repetitions, the model has {len(free)} without one; make a new plan")
     budgets = dict(zip(free, num_bytes, strict=True))
     nodes = []
-    for node in problem.graph.nodes:
+    for node in problem.sized.graph.nodes:
         if node.name in budgets:
             repeated = node.argument("which").within(budgets[node.name])
             node = replace(node, arguments=tuple((key, repeated if key == "which" else value) for key, value in node.arguments))
         nodes.append(node)
-    graph = replace(problem.graph, nodes=tuple(nodes))
-    return replace(problem, phases=replace(problem.phases, graph=graph))
+    graph = replace(problem.sized.graph, nodes=tuple(nodes))
+    return problem.with_graph(graph)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ class RetainedGraphCheck:
     def needed_bytes(self) -> int:
         """Peak bytes of the device, including the input gradients of earlier backward passes of the same graph."""
         plain, retained = (project_step(self.problem, self.region, retains=retains).peak_bytes for retains in (False, True))
-        self.problem.clear_memo()
-        return self.plan.total_bytes + max(0, retained + self.problem.input_grad_bytes - plain)
+        self.problem.memo.clear()
+        return self.plan.total_bytes + max(0, retained + self.problem.resources.input_grad_bytes - plain)
 
     def check(self) -> None:
         """Check the retained graph against the budget.

@@ -52,10 +52,10 @@ class StagedModel:
 
     def __init__(self, problem: PlanningProblem, rates: DeviceRates) -> None:
         self.problem, self.rates = problem, rates
-        prologue = set(problem.phases.prologue)
-        names = [name for name in problem.operators if name not in prologue]
+        prologue = set(problem.sized.phases.prologue)
+        names = [name for name in problem.sized.operators if name not in prologue]
         # An operator that follows its operand stays in the stage of that operand.
-        rows, graph = problem.phases.rows, problem.graph
+        rows, graph = problem.sized.phases.rows, problem.sized.graph
         needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].is_extra_result)])
         self._main = _group_norms(graph, [name for name in names if name in needed])
         cuts = _StageCutSelection(problem, self._main).cuts
@@ -72,7 +72,7 @@ class StagedModel:
     @cached_property
     def choices(self) -> tuple[SegmentChoice, ...]:
         """All segments: the prologue, then each stage and its buffer updates."""
-        prologue = self.problem.phases.prologue
+        prologue = self.problem.sized.phases.prologue
         return (*([SegmentChoice(nodes=prologue, mode="whole")] if prologue else []), *self.choices_after(0))
 
     def choices_after(self, num_stages: int) -> tuple[SegmentChoice, ...]:
@@ -127,15 +127,19 @@ class StagedModel:
     def base_bytes(self) -> int:
         """Bytes outside the chain: inputs, outputs, values computed from parameters alone, and gradients of parameters."""
         problem = self.problem
-        prologue_bytes = sum(map(problem.value_bytes, problem.graph.live_out(problem.phases.prologue)))
-        leaves = (name for name in problem.resident_leaves if problem.graph[name].kind in ("parameter", "buffer"))
-        return problem.border_bytes + prologue_bytes + sum(problem.grad_bytes(name) for name in leaves if name in problem.requires_grad)
+        prologue_bytes = sum(map(problem.sized.value_bytes, problem.sized.graph.live_out(problem.sized.phases.prologue)))
+        leaves = (name for name in problem.resources.resident_leaves if problem.sized.graph[name].kind in ("parameter", "buffer"))
+        return (
+            problem.resources.border_bytes
+            + prologue_bytes
+            + sum(problem.sized.grad_bytes(name) for name in leaves if name in problem.sized.requires_grad)
+        )
 
     @cached_property
     def chain(self) -> StageChain:
         """The stages with their seconds and bytes."""
         stages = tuple(self._stage(number) for number in range(len(self.stages)))
-        return StageChain(input_bytes=0, stages=stages, input_grad_bytes=self.problem.input_grad_bytes)
+        return StageChain(input_bytes=0, stages=stages, input_grad_bytes=self.problem.resources.input_grad_bytes)
 
     def _stage(self, number: int) -> Stage:
         problem, values = self.problem, self._cut_values[number]
@@ -146,13 +150,13 @@ class StagedModel:
         results = sum(forward.result_bytes.values())
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
-        kept = {roots[slot] for slot in forward.residuals}
-        loaded = sum(map(problem.value_bytes, segment.from_source))  # for each pass
+        kept = {roots[slot] for slot in forward.saved}
+        loaded = sum(map(problem.sized.value_bytes, segment.from_source))  # for each pass
         return Stage(
             forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),
             backward_seconds=self.rates.with_reading(self.rates.seconds(backward), loaded) + self._once_seconds(number),
-            output_bytes=sum(map(problem.value_bytes, values)),
-            grad_bytes=sum(problem.grad_bytes(name) for name in values if name in problem.requires_grad),
+            output_bytes=sum(map(problem.sized.value_bytes, values)),
+            grad_bytes=sum(problem.sized.grad_bytes(name) for name in values if name in problem.sized.requires_grad),
             saved_bytes=max(int(segment.saves), saved),  # residuals may be views, of no bytes, but the forward must have run
             reads_output=any(slot.root in kept for slot in forward.results.values()),
             forward_workspace_bytes=loaded + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
@@ -164,7 +168,7 @@ class StagedModel:
 
         The first stage includes the prologue.
         """
-        groups = (self.buffer_updates[number], self.problem.phases.prologue if number == 0 else ())
+        groups = (self.buffer_updates[number], self.problem.sized.phases.prologue if number == 0 else ())
         segments = [self.region.segments[self._index_of[nodes[0]]] for nodes in groups if nodes]
         programs = [program for segment in segments if isinstance(segment, WholeSegment) for program in segment.programs(True)]
         return sum(self.rates.seconds(program) for program in programs if program is not None)
@@ -312,7 +316,7 @@ class _StageCutSelection:
             self._flops_before.append(self._flops_before[-1] + costs[name])
         self._bytes_before = [0]
         for name in names:
-            self._bytes_before.append(self._bytes_before[-1] + problem.value_bytes(name))
+            self._bytes_before.append(self._bytes_before[-1] + problem.sized.value_bytes(name))
 
     @cached_property
     def cuts(self) -> tuple[_StageCut, ...]:
@@ -332,7 +336,7 @@ class _StageCutSelection:
 
     def _candidates(self) -> list[_StageCut]:
         """All positions that at most ``max_cut_values`` values cross; outputs belong to the caller and do not count."""
-        graph, outputs = self.problem.graph, set(self.problem.graph.outputs)
+        graph, outputs = self.problem.sized.graph, set(self.problem.sized.graph.outputs)
         position_of = {name: i for i, name in enumerate(self.names)}
         last = {name: max((position_of[user] for user in graph.users[name] if user in position_of), default=-1) for name in self.names}
         cuts = []
@@ -340,10 +344,10 @@ class _StageCutSelection:
         for position in range(1, len(self.names)):
             alive[self.names[position - 1]] = None
             alive = {name: None for name in alive if last[name] >= position}
-            if self.problem.phases.rows[self.names[position]].is_extra_result:
+            if self.problem.sized.phases.rows[self.names[position]].is_extra_result:
                 continue
             values = tuple(name for name in alive if name not in outputs)
-            sizes = [self.problem.value_bytes(name) for name in values]
+            sizes = [self.problem.sized.value_bytes(name) for name in values]
             if 1 <= len(values) <= self.problem.limits.max_cut_values:
                 cuts.append(_StageCut(position=position, values=values, largest_bytes=max(sizes), num_bytes=sum(sizes)))
         return cuts

@@ -24,7 +24,7 @@ PlanT = TypeVar("PlanT")
 
 def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
     """Values that one tiled segment passes to later segments which are all tiled."""
-    ends = segment_borders(problem.graph, choices)
+    ends = segment_borders(problem.sized.graph, choices)
     whole = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode != "tiled" for name in reads}
     tiled = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in reads}
     made = (name for choice, (_, makes) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in makes)
@@ -68,16 +68,16 @@ def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     if not streamed:
         return (HostTraffic(),) * len(choices)
     traffic = []
-    for choice, (reads, makes) in zip(choices, segment_borders(problem.graph, choices), strict=True):
+    for choice, (reads, makes) in zip(choices, segment_borders(problem.sized.graph, choices), strict=True):
         inputs, outputs = (streamed.intersection(names) for names in (reads, makes))
-        num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
-        up_bytes = num_panels * sum(map(problem.value_bytes, inputs))
+        num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols)
+        up_bytes = num_panels * sum(map(problem.sized.value_bytes, inputs))
         traffic.append(
             HostTraffic(
-                down_bytes=sum(map(problem.value_bytes, outputs)),
+                down_bytes=sum(map(problem.sized.value_bytes, outputs)),
                 up_bytes=up_bytes,
-                backward_down_bytes=num_panels * sum(map(problem.grad_bytes, inputs & problem.requires_grad)),
-                backward_up_bytes=up_bytes + sum(map(problem.grad_bytes, outputs & problem.requires_grad)),
+                backward_down_bytes=num_panels * sum(map(problem.sized.grad_bytes, inputs & problem.sized.requires_grad)),
+                backward_up_bytes=up_bytes + sum(map(problem.sized.grad_bytes, outputs & problem.sized.requires_grad)),
             )
         )
     return tuple(traffic)
@@ -85,8 +85,8 @@ def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
 
 def stream_seconds(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> float:
     """Link time of the streamed cuts in one step."""
-    passes = (False, True) if problem.training else (False,)
-    return sum(each.seconds(problem.link, back=back) for each in host_traffic(problem, choices) for back in passes)
+    passes = (False, True) if problem.sized.training else (False,)
+    return sum(each.seconds(problem.resources.link, back=back) for each in host_traffic(problem, choices) for back in passes)
 
 
 def minimize_streamed_cuts(
@@ -100,8 +100,8 @@ def minimize_streamed_cuts(
         fitting_plan: materializes decisions; returns ``None`` if the plan does not fit.
     """
     names = streamable_values(problem, choices)
-    num_readers = Counter(name for reads, _ in segment_borders(problem.graph, choices) for name in reads)
-    by_cost = sorted(names, key=lambda name: problem.value_bytes(name) * (1 + num_readers[name]), reverse=True)
+    num_readers = Counter(name for reads, _ in segment_borders(problem.sized.graph, choices) for name in reads)
+    by_cost = sorted(names, key=lambda name: problem.sized.value_bytes(name) * (1 + num_readers[name]), reverse=True)
     best = fitting_plan(with_streamed(choices, names))
     if best is None:
         return None

@@ -25,7 +25,7 @@ from sft.planner.region_builder import build_region
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.whole_segment import WholeSegment
 from sft.torch_runtime.profiling import program_hash
-from tests.helpers.problems import problem_of
+from tests.helpers.problems import problem_of, with_resources
 
 
 class Never:
@@ -55,8 +55,8 @@ def _problem(size: int = 32) -> PlanningProblem:
 
 
 def _segment(problem: PlanningProblem, backend: Any, mode: Any = "tiled") -> Any:
-    problem = replace(problem, backend=backend)
-    nodes = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
+    problem = with_resources(problem, backend=backend)
+    nodes = tuple(name for phase in problem.sized.phases.phases for name in (*phase.streamed, *phase.tail))
     choice = SegmentChoice(nodes=nodes, mode=mode, strip_rows=8 if mode == "tiled" else 0, batch_tile=1)
     (segment,) = build_region(problem, [choice]).segments
     return segment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from sft.runtime.region import Region
 from sft.sources import ArraySource, StripReader
 from sft.sources.strip_reader import reader_bytes
 from tests.helpers.models import ConvNet, Residual, chain, image, seeded
+from tests.helpers.problems import with_resources
 from tests.helpers.sources import Watched, reader_threads
 from tests.torch_runtime.test_input_streaming import SkipFromInput, check_budget, random_pixels
 
@@ -113,7 +113,7 @@ def test_the_closed_form_equals_the_phantom_walk(
 
     def both(problem: PlanningProblem, region: Region, **keywords: Any) -> Projection:
         for on_host in (True, False):
-            asked = replace(problem, on_host=on_host)
+            asked = with_resources(problem, on_host=on_host)
             summed, walked = project_step(asked, region), project_step(asked, region, exactly=True)
             assert summed == walked
             seen.append(summed.peak_bytes)

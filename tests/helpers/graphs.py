@@ -9,7 +9,7 @@ from typing import Any
 from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops import Operator
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
-from sft.planner.problem import specialize_phases
+from sft.planner.sized_graph import specialize_phases
 from tests.helpers.dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
 
 __all__ = ["Built", "GraphBuilder", "every_value", "graph_of"]

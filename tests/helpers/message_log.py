@@ -90,7 +90,7 @@ def logged_step(bands: BandRegionBuilder, shape: MeshShape, replica: int, band: 
     """A step of byte counts, strip by strip or (not ``exactly``) added up."""
     transport = _Log(shape, replica, band)
     comm = Communicator(transport=transport, shape=shape, replica=replica, band=band)
-    transport.machine = machine = LoggedMachine(on_host=bands.problem.on_host, comm=comm)
+    transport.machine = machine = LoggedMachine(on_host=bands.problem.resources.on_host, comm=comm)
     projection = project_step(bands.problem, bands.region(band), exactly=exactly, machine=machine)
     assert not machine.row_exchanges and not machine.comm_queue.entries, "a step ends with rows under way"
     return LoggedStep(tuple(transport.events), projection, transport.traffic)

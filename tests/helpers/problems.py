@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from sft.analysis.ir.graph import Graph
 from sft.analysis.ir.ops import differentiable_operands
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.tiling.phases import find_phases
-from sft.planner.problem import PlanningProblem, specialize_phases
+from sft.planner.problem import PlanningProblem
+from sft.planner.resources import Resources
+from sft.planner.sized_graph import SizedGraph, specialize_phases
 
-__all__ = ["problem_of", "problems_of"]
+__all__ = ["problem_of", "problems_of", "with_resources", "with_sized"]
 
 
 Shape = tuple[int, int, int, int]
@@ -43,7 +46,17 @@ def problems_of(
     for shape in shapes:
         symbols = found.bind([shape])
         assert symbols is not None
-        sized = specialize_phases(phases, symbols, {found.graph.inputs[0]: shape})
-        problem = PlanningProblem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0)
-        problems.append(replace(problem, weights_in_layout=laid_out))
+        sized_phases = specialize_phases(phases, symbols, {found.graph.inputs[0]: shape})
+        sized = SizedGraph(phases=sized_phases, requires_grad=frozenset(requires_grad), weights_in_layout=laid_out)
+        problems.append(PlanningProblem(resources=Resources(sized=sized)))
     return problems
+
+
+def with_resources(problem: PlanningProblem, **changes: Any) -> PlanningProblem:
+    """The problem with these fields of its resources changed."""
+    return replace(problem, resources=replace(problem.resources, **changes))
+
+
+def with_sized(problem: PlanningProblem, **changes: Any) -> PlanningProblem:
+    """The problem with these fields of its sized graph changed."""
+    return with_resources(problem, sized=replace(problem.sized, **changes))

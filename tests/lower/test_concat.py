@@ -64,7 +64,7 @@ def test_instructions_grow_with_the_depth_not_its_square(kind: str) -> None:
     counts = []
     for depth in (4, 8, 12):
         problem = problem_of(_DenseBlock((3,) * depth), (1, 2, 64, 16), training=kind == "joint")
-        names = problem.phases.phases[0].streamed
+        names = problem.sized.phases.phases[0].streamed
         choice = SegmentChoice(nodes=names, mode="tiled", strip_rows=8, batch_tile=1)
         (segment,) = build_region(problem, (choice,)).segments
         assert isinstance(segment, TiledSegment)

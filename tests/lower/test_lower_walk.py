@@ -41,8 +41,8 @@ class _Joined(nn.Module):
 
 def _segment(model: nn.Module, shape: tuple[int, int, int, int], rows: int, cols: int | None, halo: str, *, training: bool) -> Any:
     problem = problem_of(model, shape, training=training)
-    names = next(phase.streamed for phase in problem.phases.phases if phase.streamed)
-    rest = tuple(node.name for node in problem.graph.operators if node.name not in names)
+    names = next(phase.streamed for phase in problem.sized.phases.phases if phase.streamed)
+    rest = tuple(node.name for node in problem.sized.graph.operators if node.name not in names)
     choice = SegmentChoice(nodes=names, mode="tiled", strip_rows=rows, panel_cols=cols or 0, batch_tile=shape[0], halo=halo)  # type: ignore[arg-type]
     choices = (choice, *([SegmentChoice(nodes=rest, mode="whole")] if rest else []))
     segment = build_region(problem, choices).segments[0]

@@ -55,7 +55,9 @@ def test_gradients_of_weights_are_handed_on() -> None:
     problem = _problem(seeded(_classifier))
     laid_out = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is copy_with_strides]
     assert all(slot is not None and len(slot.shape) == 1 for slot in laid_out)  # those of biases are views of sums
-    weight = next(node.name for node in problem.graph.nodes if node.kind == "parameter" and problem.shapes[node.name] == (40, 64))
+    weight = next(
+        node.name for node in problem.sized.graph.nodes if node.kind == "parameter" and problem.sized.shapes[node.name] == (40, 64)
+    )
     backward = plain_programs(problem)[1]
     (slot,) = (slot for port, slot in backward.results.items() if port.name == weight)
     (maker,) = (instruction for instruction in backward.instructions if slot in instruction.outputs)

@@ -135,11 +135,11 @@ def test_the_survey_counts_states_as_the_projection_does(build: Callable[[int], 
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
     survey = CandidateGrid(problem, sft.Options(), "cpu")
     num_compared = 0
-    for height, policy in product(survey.sampled, range(len(survey.policies))):
+    for height, policy in product(survey.axes.sampled, range(len(survey.axes.policies))):
         candidate = replace(survey.last, height=height, policy=policy)
-        num_strips = -(-2048 // survey.strip_rows[height])
-        estimated = survey.peak_bytes[candidate.position, height, policy]
-        if not np.isfinite(estimated) or (num_strips > 256 and survey.policies[policy].slots):
+        num_strips = -(-2048 // survey.axes.strip_rows[height])
+        estimated = survey.estimates.peak_bytes[candidate.position, height, policy]
+        if not np.isfinite(estimated) or (num_strips > 256 and survey.axes.policies[policy].slots):
             continue
         exact = materialize(problem, survey.choices(candidate)).projection.peak_bytes
         assert estimated == pytest.approx(exact, rel=0.05)
@@ -163,8 +163,8 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
     sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")
     survey = CandidateGrid(seen[0], sft.Options(), "cpu")
     generator = np.random.default_rng(0)
-    untried = np.zeros(survey.cost.shape, dtype=bool)
-    for room_bytes in generator.uniform(survey.peak_bytes.min(), np.quantile(survey.peak_bytes, 0.9), 8):
+    untried = np.zeros(survey.axes.shape, dtype=bool)
+    for room_bytes in generator.uniform(survey.estimates.peak_bytes.min(), np.quantile(survey.estimates.peak_bytes, 0.9), 8):
         candidate = survey.cheapest(room_bytes, untried)
         assert candidate is not None
         exact = materialize(seen[0], survey.choices(candidate)).projection.peak_bytes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from sft.planner.region_builder import build_region
 from sft.runtime.tiled_segment import TiledSegment
 from tests.helpers.capture_cache import numbered
 from tests.helpers.models import Residual, chain, image, seeded
-from tests.helpers.problems import problem_of
+from tests.helpers.problems import problem_of, with_sized
 from tests.helpers.torch_patches import skip_patch
 
 _SHAPE = (1, 3, 64, 48)
@@ -204,7 +204,7 @@ def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pyte
 
 
 def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
-    survey, planner = import_module("sft.planner.search.tiled"), import_module("sft.planner.search.auto")
+    survey, planner = import_module("sft.planner.search.estimates"), import_module("sft.planner.search.auto")
     suffix_peaks, num_asked, num_surveys = survey.suffix_peaks, 0, 0
 
     def counted(*arguments: Any) -> Any:
@@ -212,7 +212,7 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
         num_asked += 1
         return suffix_peaks(*arguments)
 
-    class Counting(survey.CandidateGrid):  # type: ignore[misc, name-defined]
+    class Counting(planner.CandidateGrid):  # type: ignore[misc, name-defined]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             nonlocal num_surveys
             num_surveys += 1
@@ -246,7 +246,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
 
     def too_low(*arguments: Any) -> Any:
         for survey in surveys_of(*arguments):
-            survey.peak_bytes *= 0.9
+            np.multiply(survey.estimates.peak_bytes, 0.9, out=survey.estimates.peak_bytes)
             yield survey
 
     projected.clear()
@@ -302,13 +302,13 @@ def test_a_problem_that_differs_derives_its_own_programs() -> None:
     """Programs of a training step are none of inference, and the other way round."""
 
     def program_of(problem: PlanningProblem, kind: StripKind) -> Program:
-        choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
+        choice = SegmentChoice(nodes=problem.sized.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
         return segment.program(kind, 1, segment.sweeps[0])
 
     training = problem_of(chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)), _SHAPE, training=True)
-    inference = replace(training, requires_grad=frozenset())
+    inference = with_sized(training, requires_grad=frozenset())
     assert program_of(inference, "joint").flops == 0
     assert program_of(training, "joint").flops > program_of(inference, "forward").flops > 0
 

@@ -45,7 +45,7 @@ def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[]
 def test_no_stage_ends_within_a_norm() -> None:
     """Also not where its affine map waits for another phase: torch's own call does all of it, whatever the plan."""
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
-    graph, asides = staged.problem.graph, {name for nodes in staged.buffer_updates for name in nodes}
+    graph, asides = staged.problem.sized.graph, {name for nodes in staged.buffer_updates for name in nodes}
     stage_of = {name: number for number, nodes in enumerate(staged.stages) for name in nodes}
     affine = [name for name in stage_of if graph[name].target == "sft.affine"]
     assert affine
@@ -53,7 +53,7 @@ def test_no_stage_ends_within_a_norm() -> None:
         scale_shift = graph[graph[name].argument("scale_shift").name]
         assert stage_of[name] == stage_of[scale_shift.name] == stage_of[scale_shift.argument("moments").name]
     # Nothing is lost, and everything stands behind what it reads.
-    assert {*stage_of, *asides, *staged.problem.phases.prologue} == set(staged.problem.operators)
+    assert {*stage_of, *asides, *staged.problem.sized.phases.prologue} == set(staged.problem.sized.operators)
     place = {name: number for number, name in enumerate(stage_of)}
     assert all(place[operand] < place[name] for name in place for operand in graph[name].operands if operand in place)
 
@@ -62,7 +62,7 @@ def test_the_stage_behind_a_head_is_that_of_all_its_operators() -> None:
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     main = [name for nodes in staged.stages for name in nodes]
     for stage, place in enumerate(staged.stage_starts):
-        head = [*staged.problem.phases.prologue, *main[:place]]
+        head = [*staged.problem.sized.phases.prologue, *main[:place]]
         assert staged.stage_after(head) == stage
         if place:
             assert staged.stage_after([*head[:-1], main[-1]]) is None  # as many, but not these

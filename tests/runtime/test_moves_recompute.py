@@ -158,7 +158,7 @@ def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str,
     noting = [Noting(i, segment) for i, segment in enumerate(region.segments)]
     run_step(found.problem, replace(region, segments=noting), SimulatedMachine())
     run = [str(move) for move in region.schedule if move.kind != "loss"]
-    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
+    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.sized.requires_grad.isdisjoint(choice.nodes)}
     assert [entry.rstrip("+") for entry in log] == [move.rstrip("+") for move in run if move not in idle]
 
 

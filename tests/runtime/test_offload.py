@@ -34,6 +34,7 @@ from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.deferred_copies import late_copies
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors
 from tests.helpers.models import TinyUNet, image, seeded
+from tests.helpers.problems import with_resources
 from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
 
 captures = one_capture_a_model("name", "strategy")
@@ -219,7 +220,7 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
 
     watching = [Watching(i, segment) for i, segment in enumerate(region.segments)]
     run_step(found.problem, replace(region, segments=watching), machine)
-    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
+    idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.sized.requires_grad.isdisjoint(choice.nodes)}
     expected = [str(move).removesuffix("+") if not move.is_copy else str(move) for move in region.schedule if move.kind != "loss"]
     assert machine.log == [entry for entry in expected if entry not in idle]
     assert not machine.away
@@ -341,11 +342,11 @@ def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str,
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
     options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
     with pytest.MonkeyPatch.context() as patch:
-        problem = replace(problem_of(model, _SHAPE, patch), link=DeviceRates("cpu").link(1e8))
+        problem = with_resources(problem_of(model, _SHAPE, patch), link=DeviceRates("cpu").link(1e8))
     chained = StagedModel(problem, DeviceRates("cpu"))
     found = smallest_schedule(chained, "offload-dp")
     assert found.projection.host_bytes
-    simulated = simulate(chained.chain, found.schedule, link=problem.link)
+    simulated = simulate(chained.chain, found.schedule, link=problem.resources.link)
     plan = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
     assert plan.order == tuple(map(str, found.order))
     assert plan.estimated_seconds == pytest.approx(simulated.seconds, rel=0.02)

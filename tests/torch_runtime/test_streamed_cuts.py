@@ -166,7 +166,8 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningPro
     plan = sft.plan(model, shape, budget=at_home, options=_HOST)
     cuts = sum(
         map(
-            problems[-1].value_bytes, streamable_values(problems[-1], _choices(sft.plan(model, shape, options=sft.Options(tile=(8, None)))))
+            problems[-1].sized.value_bytes,
+            streamable_values(problems[-1], _choices(sft.plan(model, shape, options=sft.Options(tile=(8, None))))),
         )
     )
     assert least < cuts / 2 < at_home

@@ -92,7 +92,7 @@ class BoundaryTracker:
 
     def __init__(self, problem: PlanningProblem, tiling: Tiling, strip_rows: Sequence[int], *, streams: bool) -> None:
         self._problem, self._tiling, self._strip_rows, self._streams = problem, tiling, strip_rows, streams
-        self._runs = [_TiledRun(phase.streamed) for phase in problem.phases.phases if phase.streamed]
+        self._runs = [_TiledRun(phase.streamed) for phase in problem.sized.phases.phases if phase.streamed]
         self._run_of = {name: number for number, run in enumerate(self._runs) for name in run.names}
         self._made_bytes = np.zeros(len(self._runs))
         self._exchanged_bytes = np.zeros(len(self._runs))
@@ -100,9 +100,9 @@ class BoundaryTracker:
         self._changes = sorted(self._list_changes())
 
     def _list_changes(self) -> Iterator[_BoundaryChange]:
-        problem, graph, run_of = self._problem, self._problem.graph, self._run_of
-        position_of = {name: number for number, name in enumerate(problem.operators)}
-        results = frozenset(graph.results) - problem.host_outputs
+        problem, graph, run_of = self._problem, self._problem.sized.graph, self._run_of
+        position_of = {name: number for number, name in enumerate(problem.sized.operators)}
+        results = frozenset(graph.results) - problem.resources.host_outputs
         for name, run in run_of.items():
             users = graph.users[name]
             if not users:
@@ -120,8 +120,8 @@ class BoundaryTracker:
     def advance(self, positions: Sequence[int]) -> Iterator[BoundaryMemory]:
         """Boundary memory for each of ascending positions, with all operators of runs before it tiled."""
         num_applied, num_begun = 0, 0
-        starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._problem.phases.phases)]).tolist()
-        starts = [start for start, phase in zip(starts, self._problem.phases.phases, strict=False) if phase.streamed]
+        starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._problem.sized.phases.phases)]).tolist()
+        starts = [start for start, phase in zip(starts, self._problem.sized.phases.phases, strict=False) if phase.streamed]
         for position in positions:
             while num_applied < len(self._changes) and self._changes[num_applied].position < position:
                 self._apply(self._changes[num_applied])
@@ -139,19 +139,19 @@ class BoundaryTracker:
 
     def _apply(self, change: _BoundaryChange) -> None:
         problem, name = self._problem, change.value
-        maker, num_bytes = self._run_of[name], problem.value_bytes(name)
+        maker, num_bytes = self._run_of[name], problem.sized.value_bytes(name)
         if change.sign:
             self._made_bytes[maker] += change.sign * num_bytes
             return
-        grad_bytes = problem.grad_bytes(name) if name in problem.requires_grad else 0
+        grad_bytes = problem.sized.grad_bytes(name) if name in problem.sized.requires_grad else 0
         run = self._runs[maker]
         run.down_bytes, run.down_grad_bytes, run.seconds = run.down_bytes + num_bytes, run.down_grad_bytes + grad_bytes, None
         self._exchanged_bytes[maker] += num_bytes
-        for number in {self._run_of[user] for user in problem.graph.users[name]} - {maker}:
+        for number in {self._run_of[user] for user in problem.sized.graph.users[name]} - {maker}:
             run = self._runs[number]
             run.up_bytes, run.up_grad_bytes, run.seconds = run.up_bytes + num_bytes, run.up_grad_bytes + grad_bytes, None
             # A reader has two buffers if they are in host memory; the strip's gradient is always on the device.
-            self._exchanged_bytes[number] += num_bytes * ((_READ_BUFFERS if problem.on_host else 1) + problem.training)
+            self._exchanged_bytes[number] += num_bytes * ((_READ_BUFFERS if problem.resources.on_host else 1) + problem.sized.training)
 
     def _set_tiled(self, number: int, num_tiled: int) -> None:
         """Update the number of tiled operators of a run."""
@@ -160,16 +160,16 @@ class BoundaryTracker:
             return
         names = run.names[:num_tiled]
         run.num_tiled, run.seconds = num_tiled, None
-        run.num_panels = problem.num_panels(names, tiling.cols_of(names)) if tiling.num_panels > 1 else 1
-        rows, height = np.array(tiling.heights_of(names, self._strip_rows), dtype=np.float64), problem.run_height(names)
-        self._strip_shares[number] = np.minimum(1.0, rows / height) * (tiling.batch_tile / problem.num_batch)
+        run.num_panels = problem.sized.num_panels(names, tiling.cols_of(names)) if tiling.num_panels > 1 else 1
+        rows, height = np.array(tiling.heights_of(names, self._strip_rows), dtype=np.float64), problem.sized.run_height(names)
+        self._strip_shares[number] = np.minimum(1.0, rows / height) * (tiling.batch_tile / problem.sized.num_batch)
 
     def _link_seconds(self, run: _TiledRun) -> float:
         """Link seconds of a run in a step: each panel reads in full width; rows that restored strips read again are not counted."""
         if run.seconds is None:
-            link, up_bytes = self._problem.link, run.num_panels * run.up_bytes
+            link, up_bytes = self._problem.resources.link, run.num_panels * run.up_bytes
             run.seconds = link.streamed_seconds(run.down_bytes, up_bytes)
-            if self._problem.training:
+            if self._problem.sized.training:
                 run.seconds += link.streamed_seconds(run.num_panels * run.up_grad_bytes, up_bytes + run.down_grad_bytes)
         return run.seconds
 
@@ -190,23 +190,23 @@ class UntiledMemory:
 
 def untiled_memory(problem: PlanningProblem, positions: Sequence[int]) -> list[UntiledMemory]:
     """Bytes of the untiled operators from each of ascending positions on."""
-    order, exchanged = problem.operators, problem.host_outputs
+    order, exchanged = problem.sized.operators, problem.resources.host_outputs
     read: set[str] = set()
     made: set[str] = set()
     memory: list[UntiledMemory] = []
     end = len(order)
     for position in reversed(positions):
         for name in order[position:end]:
-            read.update(problem.from_source.intersection(problem.graph[name].operands))
-            read.update(exchanged.intersection(problem.graph[name].operands))
+            read.update(problem.resources.from_source.intersection(problem.sized.graph[name].operands))
+            read.update(exchanged.intersection(problem.sized.graph[name].operands))
         made.update(exchanged.intersection(order[position:end]))
         end = position
-        loaded = (read & exchanged & problem.requires_grad) - made
-        made_bytes = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
+        loaded = (read & exchanged & problem.sized.requires_grad) - made
+        made_bytes = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in made)
         memory.append(
             UntiledMemory(
-                source_bytes=sum(map(problem.value_bytes, read & problem.from_source)),
-                exchanged_bytes=made_bytes + sum(map(problem.grad_bytes, loaded)),
+                source_bytes=sum(map(problem.sized.value_bytes, read & problem.resources.from_source)),
+                exchanged_bytes=made_bytes + sum(map(problem.sized.grad_bytes, loaded)),
             )
         )
     return memory[::-1]

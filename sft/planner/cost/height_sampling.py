@@ -132,7 +132,7 @@ class RunSampler:
         heights = (tuple(self.strip_rows), tuple(self.sampled))
         run_key = structural_run_key(problem, names, any_size=False)
         key = ("run", run_key, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
-        return replace(problem.memoize(key, lambda: self._interpolate(names, cuts, forward_flops, flops)), names=names)
+        return replace(problem.memo.memoize(key, lambda: self._interpolate(names, cuts, forward_flops, flops)), names=names)
 
     def _interpolate(
         self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]
@@ -154,8 +154,8 @@ class RunSampler:
         carried, gained = spread("carried"), spread("gained")  # [value, height]
         row_bytes = np.asarray(samples[0]["row_bytes"], dtype=np.float64)
         value_index = np.asarray(samples[0]["value_index"])
-        num_steps = np.ceil(problem.run_height(names) / all_heights) + spread("extra_steps")
-        rows = closed_form_rows(self.policies, carried, gained, num_steps, training=problem.training)
+        num_steps = np.ceil(problem.sized.run_height(names) / all_heights) + spread("extra_steps")
+        rows = closed_form_rows(self.policies, carried, gained, num_steps, training=problem.sized.training)
         state_bytes = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = value_index[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
@@ -176,7 +176,7 @@ class RunSampler:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
         key = ("sample", structural_run_key(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
-        return problem.memoize(key, lambda: self._lower_sample(names, cuts, strip_rows))
+        return problem.memo.memoize(key, lambda: self._lower_sample(names, cuts, strip_rows))
 
     def _lower_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
@@ -185,7 +185,7 @@ class RunSampler:
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
         sweep = Sweep(segment.chunks[0], len(segment.panels) // 2)
-        values = [name for name in names if name in problem.phases.streamed]
+        values = [name for name in names if name in problem.sized.phases.streamed]
         row_bytes = np.array([segment.row_bytes(name, sweep) for name in values], dtype=np.int64)
         frontier, kept, row_of = deduplicate_frontiers(schedule, values)
         carried_bytes = np.bincount(row_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
@@ -195,10 +195,10 @@ class RunSampler:
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
         carried = (frontier - kept)[:, steady].max(axis=1)[row_of]
         gained = np.diff(frontier, axis=1)[:, steady].max(axis=1)[row_of]
-        min_steps = -(-problem.run_height(names) // schedule.strip_rows)
-        differentiated = problem.training and any(name in problem.requires_grad for name in names)
+        min_steps = -(-problem.sized.run_height(names) // schedule.strip_rows)
+        differentiated = problem.sized.training and any(name in problem.sized.requires_grad for name in names)
         profile, extents = self._memory_profile(segment, sweep, strip, index_of, cuts, differentiated=differentiated)
-        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in values], dtype=np.int64)
+        gradients = row_bytes * carried * np.array([name in problem.sized.requires_grad for name in values], dtype=np.int64)
         value_index = np.array([index_of[name] for name in values], dtype=np.int64)
         incoming = np.array([gradients[value_index < cut].sum() for cut in cuts]) + self._reader_bytes(segment, sweep, names, cuts)
         for port, num_bytes in profile.ports(extents) if segment.to_host else ():
@@ -227,7 +227,7 @@ class RunSampler:
             extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
         if isinstance(schedule, StripSchedule):
-            if strip or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
+            if strip or schedule.strip_rows < self.tiling.problem.sized.run_height(scope.names):
                 geometry = schedule.geometry(strip)
             else:  # the strip is the full image, of any height
                 extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
@@ -277,9 +277,9 @@ class RunSampler:
         for name in sorted(segment.from_source):
             start, stop = segment.schedule.rows_read(name, names)
             count, strip_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
-            size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
-            size += strip_bytes if name in problem.requires_grad else 0
-            first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
+            size = count * strip_bytes + carry_bytes if problem.resources.on_host else strip_bytes
+            size += strip_bytes if name in problem.sized.requires_grad else 0
+            first = next(i for i, reader in enumerate(names) if name in problem.sized.graph[reader].operands)
             total += np.where(np.array(cuts) > first, size, 0)
         return total
 
@@ -290,15 +290,15 @@ def halo_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px: int, 
     def compute() -> dict[str, float]:
         if not names:
             return {}
-        phases, extents = problem.phases, problem.extents(axis)
-        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
+        phases, extents = problem.sized.phases, problem.sized.extents(axis)
+        extent = max(extents[name] for name in problem.sized.graph.sources(names, phases.streamed))
         num_tiles = -(-extent // tile_px)
         start = num_tiles // 2 * tile_px
         span = Interval(start, min(start + tile_px, extent))
-        lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        lengths = tile_lengths_at(problem.sized.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
         return {name: max(1.0, length / len(span) * extent / extents[name]) for name, length in lengths.items() if name in extents}
 
-    return problem.memoize(("shares", names, tile_px, axis), compute)
+    return problem.memo.memoize(("shares", names, tile_px, axis), compute)
 
 
 def structural_run_key(problem: PlanningProblem, names: tuple[str, ...], *, any_size: bool) -> Hashable:
@@ -312,25 +312,32 @@ def structural_run_key(problem: PlanningProblem, names: tuple[str, ...], *, any_
     general, values = problem.memoize_across_sizes(("likeness of a run", names), lambda: _run_hash(problem, names), weight=len(names))
     if any_size:
         return general
-    return problem.memoize(("likeness of a run", names), lambda: (general, tuple(problem.shapes[name] for name in values)))
+    return problem.memo.memoize(("likeness of a run", names), lambda: (general, tuple(problem.sized.shapes[name] for name in values)))
 
 
 def _run_hash(problem: PlanningProblem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
     """Size-independent hash of a run, and the names of its values, including those that it reads from outside."""
-    graph, phases, axes = problem.graph, problem.phases, problem.graph.axes
+    graph, phases, axes = problem.sized.graph, problem.sized.phases, problem.sized.graph.axes
     inputs, outputs, live_out = frozenset(graph.inputs), frozenset(graph.results), frozenset(graph.live_out(names))
-    weights = frozenset() if problem.weights is None else frozenset(problem.weights.num_bytes)
-    properties = (problem.requires_grad, problem.from_source, problem.host_outputs, problem.channels_last, problem.per_sample, weights)
+    weights = frozenset() if problem.resources.weights is None else frozenset(problem.resources.weights.num_bytes)
+    properties = (
+        problem.sized.requires_grad,
+        problem.resources.from_source,
+        problem.resources.host_outputs,
+        problem.sized.channels_last,
+        problem.sized.per_sample,
+        weights,
+    )
     number = {name: index for index, name in enumerate(names)}
     digest = hashlib.sha256()
 
     def add(name: str, *facts: Hashable) -> None:
-        shape = problem.shapes[name]
+        shape = problem.sized.shapes[name]
         streamed = name in phases.streamed
         if streamed:
             shape = axes.with_extent(axes.with_extent(shape, ROWS, 0), COLUMNS, 0)
         memberships = tuple(name in each for each in (*properties, inputs, outputs, live_out))
-        digest.update(repr((streamed, shape, problem.dtypes[name], problem.grad_dtypes[name], memberships, facts)).encode())
+        digest.update(repr((streamed, shape, problem.sized.dtypes[name], problem.sized.grad_dtypes[name], memberships, facts)).encode())
 
     for name in names:
         node, row = graph[name], phases.rows[name]

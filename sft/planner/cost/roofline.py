@@ -106,10 +106,10 @@ def num_calls(instruction: Instruction) -> int:
 
 def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
     """Bytes of the streamed inputs, as the network gets them, that these operators read."""
-    if not problem.from_source:
+    if not problem.resources.from_source:
         return 0
-    operands = {operand for name in nodes for operand in problem.graph[name].operands}
-    return sum(map(problem.value_bytes, problem.from_source & operands))
+    operands = {operand for name in nodes for operand in problem.sized.graph[name].operands}
+    return sum(map(problem.sized.value_bytes, problem.resources.from_source & operands))
 
 
 def input_pass_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
@@ -121,9 +121,9 @@ def _pass_bytes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float,
     num_bytes = source_bytes(problem, choice.nodes)
     if not num_bytes or choice.mode != "tiled":
         return float(num_bytes), float(num_bytes)
-    num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
-    num_sweeps = num_panels * -(-problem.num_batch // choice.batch_tile)
-    num_strips = -(-problem.run_height(choice.nodes) // choice.strip_rows)
+    num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols)
+    num_sweeps = num_panels * -(-problem.sized.num_batch // choice.batch_tile)
+    num_strips = -(-problem.sized.run_height(choice.nodes) // choice.strip_rows)
     restarted = 1 - 1 / num_sweeps if choice.restart else 0.0  # the last sweep has kept its states
     restored = 0.0
     if choice.halo == "carry":

@@ -84,8 +84,8 @@ def state_shares(
     frontier, kept, row_of = rows
     num_steps, shares = frontier.shape[1] - 1, np.ones(len(policies))
     at_once = (carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
-    closed = row_bytes @ closed_form_rows(policies, *at_once, training=problem.training)[:, 0, :]
-    if not problem.training or not len(row_of) or len(row_of) * num_steps > problem.limits.max_counted_values:
+    closed = row_bytes @ closed_form_rows(policies, *at_once, training=problem.sized.training)[:, 0, :]
+    if not problem.sized.training or not len(row_of) or len(row_of) * num_steps > problem.limits.max_counted_values:
         return shares
     # Values with equal frontiers are counted as one.
     row_bytes = np.bincount(row_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
@@ -93,7 +93,7 @@ def state_shares(
     is_few = len(frontier) <= problem.limits.few_counted_values
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held in problem.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)).items():
+    for index, held in problem.memo.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)).items():
         if closed[index]:
             shares[index] = (factors @ held).max() / closed[index]
     return shares

@@ -34,7 +34,7 @@ def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice],
     return Timeline(
         entries=tuple(
             TimelineEntry(
-                move=str(record.move if problem.training else replace(record.move, keep=False)),
+                move=str(record.move if problem.sized.training else replace(record.move, keep=False)),
                 begin_bytes=record.begin_bytes,
                 peak_bytes=record.peak_bytes,
                 end_bytes=record.end_bytes,
@@ -51,7 +51,7 @@ def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice],
 
 def _copy_seconds(problem: PlanningProblem, record: ScheduleOpRecord) -> float:
     """Seconds of the copy that a schedule op begins."""
-    seconds = problem.link.up_seconds if record.move.kind == "prefetch" else problem.link.down_seconds
+    seconds = problem.resources.link.up_seconds if record.move.kind == "prefetch" else problem.resources.link.down_seconds
     return seconds(record.copied_bytes)
 
 
@@ -66,11 +66,11 @@ def _stream_seconds(problem: PlanningProblem, traffic: Sequence[HostTraffic], re
     """Link seconds of the streamed cuts of a schedule op: a segment completes after its last strip has passed."""
     if record.move.kind not in ("forward", "backward"):
         return 0.0
-    return traffic[record.move.segment].seconds(problem.link, back=record.move.kind == "backward")
+    return traffic[record.move.segment].seconds(problem.resources.link, back=record.move.kind == "backward")
 
 
 def _with_weights(problem: PlanningProblem, record: ScheduleOpRecord, seconds: float) -> float:
     """Seconds of a schedule op with its streamed weights: overlapped if weights are prefetched, otherwise added."""
-    link_seconds = problem.link.streamed_seconds(record.down_bytes, record.up_bytes)
-    is_overlapped = problem.weights is not None and problem.weights.reads_ahead
+    link_seconds = problem.resources.link.streamed_seconds(record.down_bytes, record.up_bytes)
+    is_overlapped = problem.resources.weights is not None and problem.resources.weights.reads_ahead
     return max(seconds, link_seconds) if is_overlapped else seconds + link_seconds

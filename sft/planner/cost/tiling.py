@@ -45,16 +45,16 @@ class Tiling:
     def of(cls, problem: PlanningProblem, options: Options, num_panels: int, *, restart: bool) -> Tiling:
         """Tiling with panels of about equal width; ``restart`` only applies to several panels with carried halos."""
         halo: HaloMode = "recompute" if options.halo == "recompute" else "carry"
-        runs = [phase.streamed for phase in problem.phases.phases if phase.streamed]
-        width = max(map(problem.run_width, runs), default=1)
+        runs = [phase.streamed for phase in problem.sized.phases.phases if phase.streamed]
+        width = max(map(problem.sized.run_width, runs), default=1)
         cols = choose_panel_cols(problem, options, width, num_panels)
         return cls(
             problem=problem,
             halo=halo,
-            height=max(map(problem.run_height, runs), default=1),
+            height=max(map(problem.sized.run_height, runs), default=1),
             width=width,
             panel_cols=cols,
-            batch_tile=problem.batch_tile(options.batch_tile),
+            batch_tile=problem.sized.batch_tile(options.batch_tile),
             restart=restart and cols < width and halo == "carry",
         )
 
@@ -69,15 +69,15 @@ class Tiling:
 
         GPU operators that index with 32 bits refuse larger tensors, or use slower kernels.
         """
-        streamed = [name for phase in self.problem.phases.phases for name in phase.streamed]
-        elements = max((prod(self.problem.shapes[name]) for name in streamed), default=0)
-        row_elements = elements * self.batch_tile / (self.problem.num_batch * self.num_panels * self.height)
+        streamed = [name for phase in self.problem.sized.phases.phases for name in phase.streamed]
+        elements = max((prod(self.problem.sized.shapes[name]) for name in streamed), default=0)
+        row_elements = elements * self.batch_tile / (self.problem.sized.num_batch * self.num_panels * self.height)
         return max(1, int(_INDEXED_SHARE * 2**31 / max(1.0, row_elements)))
 
     @property
     def num_walks(self) -> int:
         """Sweeps of a run."""
-        return -(-self.problem.num_batch // self.batch_tile) * self.num_panels
+        return -(-self.problem.sized.num_batch // self.batch_tile) * self.num_panels
 
     @property
     def num_stores(self) -> int:
@@ -90,12 +90,12 @@ class Tiling:
 
     def heights_of(self, names: Sequence[str], strip_rows: Iterable[int]) -> tuple[int, ...]:
         """Strip heights of a run, for several heights of the tallest source."""
-        height = self.problem.run_height(names)
+        height = self.problem.sized.run_height(names)
         return tuple(min(height, max(1, round(rows * height / self.height))) for rows in strip_rows)
 
     def cols_of(self, names: Sequence[str]) -> int:
         """Panel width of a run with narrower sources than the widest."""
-        return max(1, round(self.panel_cols * self.problem.run_width(names) / self.width))
+        return max(1, round(self.panel_cols * self.problem.sized.run_width(names) / self.width))
 
     def choice(self, names: tuple[str, ...], strip_rows: int, policy: Checkpoints = ALL_KEPT) -> SegmentChoice:
         """Decision to tile a run."""
@@ -116,6 +116,6 @@ def choose_panel_cols(problem: PlanningProblem, options: Options, width: int, nu
     """Columns of the widest source per panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
     if options.tile is not None:
         return min(options.tile[1] or width, width)
-    stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    stride = max((problem.sized.stride(phase.streamed) for phase in problem.sized.phases.phases if phase.streamed), default=1)
     cols = -(-width // num_panels)
     return min(width, -(-cols // stride) * stride)

@@ -185,7 +185,7 @@ class OverheadEstimator:
             BudgetError: a program does not fit into the free memory of the device.
         """
         self._multiplies = False
-        machine = AllocatorMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
+        machine = AllocatorMachine(on_host=problem.resources.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
         run_step(problem, region, machine)
         peak_bytes = machine.memory.peak_bytes
         if self._multiplies:

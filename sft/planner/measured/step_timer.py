@@ -232,10 +232,10 @@ def time_step(
         progress: true to show a bar on the terminal.
     """
     # Scheduling itself takes time, too: looking up programs and binding their arguments. On byte counts a step consists only of that.
-    scheduling = _TimestampMachine(on_host=problem.on_host)
+    scheduling = _TimestampMachine(on_host=problem.resources.on_host)
     run_step(problem, region, scheduling)
     with _progress_bar(len(scheduling.programs), progress) as advance:
-        timing = TimingMachine(on_host=problem.on_host, device=device, costs=open_timing_cache(device), advance=advance)
+        timing = TimingMachine(on_host=problem.resources.on_host, device=device, costs=open_timing_cache(device), advance=advance)
         timing.max_seconds = max_seconds - sum(_durations(scheduling.timestamps))
         try:
             run_step(problem, region, timing)

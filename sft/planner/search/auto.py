@@ -93,22 +93,22 @@ class AutoSearch:
             if tries_tiles and expected < _least_cost(fitting):
                 fitting += cheaper_tile_plans(problem, grid, room_bytes, rates, _least_cost(fitting))
             grids.append(grid)
-            if tiled is not None and tiled[0] <= problem.limits.few_panels_cost * grid.min_cost:
+            if tiled is not None and tiled[0] <= problem.limits.few_panels_cost * grid.estimates.min_cost:
                 break  # more panels could only save strips that run once more to restore states
             if fitting and grid.min_cost_in(2 * grid.num_panels) > _least_cost(fitting):
                 break  # the halos of more panels cost more than that
         heads = self._tiled_heads(grids, room_bytes)
-        if heads is not None and not (_least_cost(fitting) <= problem.limits.recompute_cost * grids[0].plain_flops):
+        if heads is not None and not (_least_cost(fitting) <= problem.limits.recompute_cost * grids[0].estimates.untiled.plain_flops):
             recomputed = cheapest_tiled_head(problem, heads, room_bytes, _least_cost(fitting))
             fitting += [*([recomputed] if recomputed is not None else []), *published_plans(heads.staged, room_bytes)]
             fitting += offloaded_plans(heads.staged, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
             fitting += offloaded_tail_plans(heads.staged, grids, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
-        if not (_least_cost(fitting) <= problem.limits.streaming_cost * grids[0].min_cost):
+        if not (_least_cost(fitting) <= problem.limits.streaming_cost * grids[0].estimates.min_cost):
             for grid in self._streaming_grids(grids):
                 streamed = _cheapest_streamed(problem, grid, room_bytes)
                 if streamed is not None:
                     fitting.append(streamed)
-                    if streamed[0] <= problem.limits.few_panels_cost * grid.min_cost:
+                    if streamed[0] <= problem.limits.few_panels_cost * grid.estimates.min_cost:
                         break
         return fitting
 
@@ -116,9 +116,12 @@ class AutoSearch:
         """The untiled model as plain PyTorch runs it, with its cost, if it is allowed and fits."""
         problem, costs = self._problem, self._plain_costs
         # The programs' bytes include the outputs.
-        if costs is None or problem.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
+        if (
+            costs is None
+            or problem.resources.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes
+        ):
             return None
-        planned = materialize(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
+        planned = materialize(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),))
         return (costs[0], planned) if planned.projection.peak_bytes <= room_bytes else None
 
     @property
@@ -136,7 +139,12 @@ class AutoSearch:
         """
         problem, options = self._problem, self._options
         is_constrained = options.tile or options.halo != "auto" or options.state_every or options.state_slots or options.batch_tile
-        overlaps = problem.from_source or problem.host_outputs or problem.weights is not None or problem.skips_repeats
+        overlaps = (
+            problem.resources.from_source
+            or problem.resources.host_outputs
+            or problem.resources.weights is not None
+            or problem.resources.skips_repeats
+        )
         programs = plain_programs(problem)
         instructions = [instruction for program in programs for instruction in program.instructions]
         if not options.is_automatic or is_constrained or overlaps or not instructions:
@@ -160,7 +168,11 @@ class AutoSearch:
     def _streaming_grids(self, grids: Sequence[CandidateGrid]) -> Iterator[CandidateGrid]:
         """The same grids with streamed cuts, if these are allowed and exist."""
         problem, options = self._problem, self._options
-        if problem.host_budget_bytes == 0 or not options.is_automatic or not streamable_values(problem, grids[0].choices(grids[0].last)):
+        if (
+            problem.resources.host_budget_bytes == 0
+            or not options.is_automatic
+            or not streamable_values(problem, grids[0].choices(grids[0].last))
+        ):
             return
         for number, grid in enumerate(grids):
             if number == len(self._known_streaming_grids):
@@ -171,7 +183,7 @@ class AutoSearch:
     def _tiled_heads(self, grids: Sequence[CandidateGrid], room_bytes: int) -> TiledHeadRecompute | None:
         """Plans with recomputed stages after a tiled head; ``None`` if options or the model exclude them."""
         options = self._options
-        if not self._problem.training or options.tile is not None or not options.is_automatic or options.halo == "recompute":
+        if not self._problem.sized.training or options.tile is not None or not options.is_automatic or options.halo == "recompute":
             return None
         return TiledHeadRecompute(self._staged, grids, max(1, room_bytes)) if len(self._staged.stages) > 1 else None
 
@@ -203,7 +215,7 @@ def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]
     """The candidate of least estimated peak over all grids; further ones while the estimates leave room for a smaller plan."""
     small = sorted(((candidate, grid) for grid in grids for candidate in grid.smallest()), key=lambda pair: pair[0].peak_bytes)
     limits = problem.limits
-    num_tried = limits.num_smallest_of_few if len(problem.graph.operators) <= limits.few_operators else limits.num_smallest
+    num_tried = limits.num_smallest_of_few if len(problem.sized.graph.operators) <= limits.few_operators else limits.num_smallest
     best_bytes, error = float("inf"), 0.0
     for candidate, grid in small[:num_tried]:
         if candidate.peak_bytes > (1 + error) * limits.smaller_bytes_share * best_bytes:
@@ -211,7 +223,7 @@ def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]
         plan = materialize(problem, grid.choices(candidate))
         needed = plan.projection.peak_bytes
         error = max(error, abs(needed / max(1.0, candidate.peak_bytes) - 1))
-        if problem.fits_host(plan.projection.host_bytes):
+        if problem.resources.fits_host(plan.projection.host_bytes):
             best_bytes = min(best_bytes, needed)
             yield plan
 
@@ -228,7 +240,7 @@ def _cheapest_streamed(problem: PlanningProblem, grid: CandidateGrid, room_bytes
         return plan if plan.projection.peak_bytes <= room_bytes else None
 
     best = minimize_streamed_cuts(problem, all_streamed.choices, fitting_plan) or all_streamed
-    if not problem.fits_host(best.projection.host_bytes):
+    if not problem.resources.fits_host(best.projection.host_bytes):
         return None
     saved_seconds = stream_seconds(problem, all_streamed.choices) - stream_seconds(problem, best.choices)
     return cost - saved_seconds * grid.flops_per_second, best
@@ -241,9 +253,9 @@ def _cheapest(
 
     Candidates that cost more than a known plan (``known``) are skipped: projecting a deep network takes seconds.
     """
-    tried = np.zeros(grid.cost.shape, dtype=bool)
+    tried = np.zeros(grid.axes.shape, dtype=bool)
     # Bytes needed in excess of the estimate, which includes gradients of untiled segments although streamed weights send them off.
-    error = -float(problem.streamed_grad_bytes)
+    error = -float(problem.resources.streamed_grad_bytes)
     best: tuple[float, ProjectedPlan] | None = None
     for _ in range(problem.limits.max_projections):
         candidate = grid.cheapest(room_bytes - error, tried)
@@ -266,7 +278,7 @@ def candidate_grids(problem: PlanningProblem, options: Options, device_type: str
             yield CandidateGrid(problem, options, device_type, num_panels, restart=False)
         grid = CandidateGrid(problem, options, device_type, num_panels)
         yield grid
-        smallest = float(grid.peak_bytes.min())
+        smallest = float(grid.estimates.peak_bytes.min())
         if options.tile is not None or options.strategy == "none" or smallest > problem.limits.panel_bytes_share * min_bytes:
             return
         min_bytes = min(min_bytes, smallest)

@@ -17,7 +17,7 @@ projected only if it may win.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from sft.analysis.tiling.independent_tiles import tile_lengths_at
@@ -30,6 +30,7 @@ from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
+from sft.planner.search.estimates import UntiledCosts
 from sft.planner.search.tiled import CandidateGrid
 from sft.planner.search_limits import SearchLimits
 from sft.runtime.tiled_layout import Sweep
@@ -70,7 +71,7 @@ def partition_choices(problem: PlanningProblem, options: Options) -> Iterator[Ca
         problem: the planning problem.
         options: ``batch_tile``; a forced ``tile`` cuts even a model that fits, at its largest values.
     """
-    largest = max((problem.value_bytes(name) for phase in problem.phases.phases for name in phase.streamed), default=1)
+    largest = max((problem.sized.value_bytes(name) for phase in problem.sized.phases.phases for name in phase.streamed), default=1)
     # The first limit keeps every value; from the second on the largest must be tiled.
     limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), problem.limits.num_value_limits)]
     seen: set[Partition] = set()
@@ -84,13 +85,13 @@ def partition_choices(problem: PlanningProblem, options: Options) -> Iterator[Ca
 
 def _partition(problem: PlanningProblem, limit_bytes: int) -> Partition | None:
     """Operators in order, in tiled and untiled groups; ``None`` if the paper reports out of memory."""
-    phases = problem.phases
-    cache: PartitionShapeCache = problem.memoize(
+    phases = problem.sized.phases
+    cache: PartitionShapeCache = problem.memo.memoize(
         "tiled segments of partitions", lambda: PartitionShapeCache(problem.memoize_across_sizes("runs of partitions", PartitionGraphCache))
     )
     groups: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
-        result = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes, cache)
+        result = partition(problem.sized.graph, phase.streamed, phases.rows, phases.streamed, problem.sized.shapes, limit_bytes, cache)
         if result.problems or any(segment.tiled and "height" not in segment.dimensions for segment in result.segments):
             return None
         groups += [(segment.names, segment.tiled) for segment in result.segments]
@@ -109,13 +110,13 @@ def _choices(problem: PlanningProblem, groups: Partition, options: Options, grid
         if untiled:
             choices.append(SegmentChoice(nodes=untiled, mode="whole"))
             untiled = ()
-        rows, cols = grid(problem.run_height(names), problem.run_width(names), problem.stride(names))
+        rows, cols = grid(problem.sized.run_height(names), problem.sized.run_width(names), problem.sized.stride(names))
         choices.append(
             SegmentChoice(
                 nodes=names,
                 mode="tiled",
                 strip_rows=rows,
-                batch_tile=problem.batch_tile(options.batch_tile),
+                batch_tile=problem.sized.batch_tile(options.batch_tile),
                 panel_cols=cols,
                 halo="recompute",
             )
@@ -127,9 +128,9 @@ def _choices(problem: PlanningProblem, groups: Partition, options: Options, grid
 
 def min_plan_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> int:
     """Lower bound of the bytes of any plan with these segments: the values between them, which the backward pass reads again."""
-    live_out = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.live_out(choice.nodes)}
-    live_out -= problem.host_outputs
-    return sum(problem.value_bytes(name) for name in live_out) if problem.training else 0
+    live_out = {name for choice in choices if choice.mode == "tiled" for name in problem.sized.graph.live_out(choice.nodes)}
+    live_out -= problem.resources.host_outputs
+    return sum(problem.sized.value_bytes(name) for name in live_out) if problem.sized.training else 0
 
 
 def cheaper_tile_plans(
@@ -144,11 +145,12 @@ def cheaper_tile_plans(
         rates: cost of instructions in addition to their FLOPs.
         known: cost of the cheapest known plan that fits, or infinity.
     """
-    most_flops = problem.limits.max_tile_flops * candidates.plain_flops
+    untiled = candidates.estimates.untiled
+    most_flops = problem.limits.max_tile_flops * untiled.plain_flops
     for partitioned in partition_choices(problem, candidates.options):
         for number, grid in enumerate(tile_grids(candidates.options, problem.limits)):
             choices = partitioned(grid)
-            if independent_tile_flops(problem, choices, candidates.forward_flops, candidates.flops) >= min(known, most_flops):
+            if independent_tile_flops(problem, choices, untiled) >= min(known, most_flops):
                 if not number:
                     return  # partitions for smaller limits have more in tiles
                 break  # finer grids compute more
@@ -167,11 +169,12 @@ def cheaper_tile_plans(
 
 def smallest_tile_plans(problem: PlanningProblem, candidates: CandidateGrid, known_bytes: int) -> Iterator[ProjectedPlan]:
     """Plans in tiles with smaller and smaller peaks below that of a known plan; independent of the budget."""
-    most_flops = problem.limits.max_tile_flops * candidates.plain_flops
+    untiled = candidates.estimates.untiled
+    most_flops = problem.limits.max_tile_flops * untiled.plain_flops
     for partitioned in partition_choices(problem, candidates.options):
         for grid in tile_grids(candidates.options, problem.limits):
             choices = partitioned(grid)
-            if independent_tile_flops(problem, choices, candidates.forward_flops, candidates.flops) >= most_flops:
+            if independent_tile_flops(problem, choices, untiled) >= most_flops:
                 break
             if _exceeds_room(problem, choices, candidates, known_bytes):
                 break
@@ -195,7 +198,7 @@ def _exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], ca
 
 def _is_too_coarse(problem: PlanningProblem, choices: Sequence[SegmentChoice], candidates: CandidateGrid, room_bytes: int) -> bool:
     """True if one tile should need more than the room."""
-    return problem.limits.min_tile_share * float(candidates.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
+    return problem.limits.min_tile_share * float(candidates.estimates.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
 
 
 def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:
@@ -203,27 +206,24 @@ def _tile_exceeds_room(problem: PlanningProblem, choices: Sequence[SegmentChoice
     region = build_region(problem, choices)
     for segment, makes in zip(region.segments, region.writes, strict=True):
         if isinstance(segment, TiledSegment):
-            is_differentiated = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
+            is_differentiated = problem.sized.training and any(name in problem.sized.requires_grad for name in segment.scope.names)
             sweep = Sweep(segment.chunks[0], 0)
             program = segment.program("joint" if is_differentiated else "forward", segment.schedule.num_steps // 2, sweep)
-            output_bytes = sum(problem.value_bytes(name) for name in makes if name not in segment.to_host)
-            if problem.resident_input_bytes + output_bytes + program.peak_bytes > room_bytes:
+            output_bytes = sum(problem.sized.value_bytes(name) for name in makes if name not in segment.to_host)
+            if problem.resources.resident_input_bytes + output_bytes + program.peak_bytes > room_bytes:
                 return True
     return False
 
 
-def independent_tile_flops(
-    problem: PlanningProblem, choices: Sequence[SegmentChoice], forward: Mapping[str, int], both: Mapping[str, int]
-) -> float:
+def independent_tile_flops(problem: PlanningProblem, choices: Sequence[SegmentChoice], untiled: UntiledCosts) -> float:
     """FLOPs of a step in tiles: each tile computes its halo, forward, and once more before its backward pass.
 
     Args:
         problem: the planning problem.
         choices: a plan of strategy ``sft``.
-        forward: FLOPs of each untiled operator's forward pass.
-        both: the same and those of its backward pass.
+        untiled: FLOPs of the untiled operators.
     """
-    total = float(sum(both.values()))
+    total = float(untiled.plain_flops)
     for choice in choices:
         if choice.mode != "tiled":
             continue
@@ -231,10 +231,11 @@ def independent_tile_flops(
             _recompute_shares(problem, choice.nodes, choice.strip_rows, 0),
             _recompute_shares(problem, choice.nodes, choice.panel_cols or 0, 1),
         ]
-        runs_again = problem.training and any(name in problem.requires_grad for name in choice.nodes)
+        runs_again = problem.sized.training and any(name in problem.sized.requires_grad for name in choice.nodes)
         for name in choice.nodes:
             share = shares[0].get(name, 1.0) * shares[1].get(name, 1.0)
-            total += (both[name] + runs_again * forward[name]) * share - both[name]
+            flops = untiled.flops[name]
+            total += (flops + runs_again * untiled.forward_flops[name]) * share - flops
     return total
 
 
@@ -242,8 +243,8 @@ def _recompute_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px:
     """Computed rows (columns) of each operator over its extent; tiles between the first and the last are equal."""
 
     def compute() -> dict[str, float]:
-        phases, extents = problem.phases, problem.extents(axis)
-        extent = max((extents[name] for name in problem.graph.sources(names, phases.streamed) if name in extents), default=0)
+        phases, extents = problem.sized.phases, problem.sized.extents(axis)
+        extent = max((extents[name] for name in problem.sized.graph.sources(names, phases.streamed) if name in extents), default=0)
         if not tile_px or tile_px >= extent:
             return {}
         num_tiles = -(-extent // tile_px)
@@ -253,12 +254,12 @@ def _recompute_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px:
         rows = dict.fromkeys(names, 0)
         for index, count in counts.items():
             span = Interval(index * tile_px, min((index + 1) * tile_px, extent))
-            lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+            lengths = tile_lengths_at(problem.sized.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
             for name in rows:
                 rows[name] += count * lengths.get(name, 0)
         return {name: rows[name] / extents[name] for name in names if name in extents}
 
-    return problem.memoize(("shares of tiles", names, tile_px, axis), compute)
+    return problem.memo.memoize(("shares of tiles", names, tile_px, axis), compute)
 
 
 def _num_tiles(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> int:
@@ -266,6 +267,8 @@ def _num_tiles(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> in
     counts = [1]
     for choice in choices:
         if choice.mode == "tiled":
-            tiles = -(-problem.run_height(choice.nodes) // choice.strip_rows) * problem.num_panels(choice.nodes, choice.panel_cols)
-            counts.append(tiles * -(-problem.num_batch // choice.batch_tile))
+            tiles = -(-problem.sized.run_height(choice.nodes) // choice.strip_rows) * problem.sized.num_panels(
+                choice.nodes, choice.panel_cols
+            )
+            counts.append(tiles * -(-problem.sized.num_batch // choice.batch_tile))
     return max(counts)

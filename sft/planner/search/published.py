@@ -60,9 +60,9 @@ def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[Proje
     smallest = min(candidates, key=lambda candidate: candidate.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
-    best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
+    best = smallest if staged.problem.resources.fits_host(smallest.projection.host_bytes) else None
     for candidate in _correction_rounds(staged, name, room_bytes):
-        fits = candidate.projection.peak_bytes <= room_bytes and staged.problem.fits_host(candidate.projection.host_bytes)
+        fits = candidate.projection.peak_bytes <= room_bytes and staged.problem.resources.fits_host(candidate.projection.host_bytes)
         if fits and (best is None or candidate.seconds < best.seconds):
             best = candidate
     return (smallest, False) if best is None else (best, True)
@@ -79,7 +79,7 @@ def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Itera
         try:
             problem = staged.problem
             schedule = get_solver(name)(
-                staged.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link
+                staged.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.resources.host_budget_bytes, link=problem.resources.link
             )
         except BudgetError as refusal:
             low, budget_bytes = budget_bytes, refusal.needed_bytes
@@ -88,14 +88,14 @@ def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Itera
         yield candidate
         excess_bytes = candidate.projection.peak_bytes - room_bytes
         low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
-        budget_bytes = simulate(staged.chain, schedule, link=problem.link).peak_bytes - excess_bytes
+        budget_bytes = simulate(staged.chain, schedule, link=problem.resources.link).peak_bytes - excess_bytes
         if high and not low < budget_bytes < high:
             budget_bytes = (low + high) // 2
 
 
 def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
     """The solver's schedule of least memory, with an unlimited host."""
-    link = staged.problem.link
+    link = staged.problem.resources.link
     try:
         schedule = get_solver(name)(staged.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
@@ -108,6 +108,6 @@ def _project_schedule(staged: StagedModel, schedule: Schedule) -> ProjectedSched
     return ProjectedSchedule(
         schedule=schedule,
         order=order,
-        seconds=simulate(staged.chain, schedule, link=staged.problem.link).seconds,
+        seconds=simulate(staged.chain, schedule, link=staged.problem.resources.link).seconds,
         projection=project_step(staged.problem, staged.with_schedule(order)),
     )

@@ -70,7 +70,7 @@ def published_plans(staged: StagedModel, room_bytes: int) -> Iterator[tuple[floa
 
 def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float, *, joint: bool) -> Iterator[tuple[float, ProjectedPlan]]:
     """Fitting plans of the offload schedules that may cost less than ``worse_than``, with their costs; ``joint`` adds recomputation."""
-    if staged.problem.host_budget_bytes == 0 or _is_too_large(staged, room_bytes):
+    if staged.problem.resources.host_budget_bytes == 0 or _is_too_large(staged, room_bytes):
         return
     may_copy = _offload_cost(staged, staged.chain, room_bytes - staged.base_bytes) < worse_than
     limits = staged.problem.limits
@@ -85,7 +85,7 @@ def offloaded_tail_plans(
     staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int, worse_than: float, *, joint: bool
 ) -> Iterator[tuple[float, ProjectedPlan]]:
     """Fitting plans with a tiled head and an offloaded tail that may cost less than ``worse_than``; ``joint`` adds recomputation."""
-    if staged.problem.host_budget_bytes == 0:
+    if staged.problem.resources.host_budget_bytes == 0:
         return
     num_joint, limits = 0, staged.problem.limits
     for tail in tiled_head_offloads(staged, grids, room_bytes):
@@ -118,7 +118,7 @@ def _is_too_large(staged: StagedModel, room_bytes: int) -> bool:
 
 def _offload_cost(staged: StagedModel, chain: StageChain, room_bytes: int) -> float:
     """Lower bound of the cost of offloading without recomputation, in FLOPs."""
-    return turn_bound_seconds(chain, budget_bytes=room_bytes, link=staged.problem.link) * staged.rates.flops_per_second
+    return turn_bound_seconds(chain, budget_bytes=room_bytes, link=staged.problem.resources.link) * staged.rates.flops_per_second
 
 
 def _cheapest_tail(tail: TiledHeadOffload, name: str, room_bytes: int) -> tuple[float, ProjectedPlan] | None:
@@ -154,13 +154,13 @@ def _tail_proposal(tail: TiledHeadOffload, schedule: Schedule) -> TiledHeadOfflo
 
 
 def _fits(problem: PlanningProblem, planned: ProjectedPlan, room_bytes: int) -> bool:
-    return planned.projection.peak_bytes <= room_bytes and problem.fits_host(planned.projection.host_bytes)
+    return planned.projection.peak_bytes <= room_bytes and problem.resources.fits_host(planned.projection.host_bytes)
 
 
 def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid], best_bytes: int) -> Iterator[ProjectedPlan]:
     """Plans with a tiled head and an offloaded tail that should need fewer bytes than ``best_bytes``."""
     problem = staged.problem
-    if problem.host_budget_bytes == 0:
+    if problem.resources.host_budget_bytes == 0:
         return
     for tail in smallest_tiled_head_offloads(staged, grids):
         schedule = smallest_tail_schedule(tail, "offload-dp")
@@ -168,7 +168,7 @@ def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid]
         if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
             continue
         planned = materialize(problem, proposal.choices, proposal.order)
-        if problem.fits_host(planned.projection.host_bytes):
+        if problem.resources.fits_host(planned.projection.host_bytes):
             best_bytes = min(best_bytes, planned.projection.peak_bytes)
             yield planned
 
@@ -181,10 +181,10 @@ def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: int) -> Iterato
     yield materialize(staged.problem, proposal.choices, proposal.order)
     for name in (
         *staged.problem.limits.recompute_solvers,
-        *(staged.problem.limits.offload_solvers if staged.problem.host_budget_bytes != 0 else ()),
+        *(staged.problem.limits.offload_solvers if staged.problem.resources.host_budget_bytes != 0 else ()),
     ):
         plan = scheduled_plan(staged, smallest_schedule(staged, name))
-        if staged.problem.fits_host(plan.projection.host_bytes):
+        if staged.problem.resources.fits_host(plan.projection.host_bytes):
             yield plan
 
 

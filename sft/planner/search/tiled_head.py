@@ -102,14 +102,16 @@ class TiledHeadOffload:
             BudgetError: no schedule fits.
         """
         problem = self.staged.problem
-        return get_solver(name)(self.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link)
+        return get_solver(name)(
+            self.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.resources.host_budget_bytes, link=problem.resources.link
+        )
 
     def plan(self, schedule: Schedule, region: Region) -> TiledHeadOffloadPlan | None:
         """Translate a chain schedule for the region's segments; ``None`` if it runs the head again."""
         if sum(operation.kind == "forward" and operation.first == 1 for operation in schedule.operations) > 1:
             return None
         order = self.staged.segment_schedule(schedule.operations, head=self.head, num_stages=self.num_stages, head_is_stage=True)
-        simulation = simulate(self.chain, schedule, link=self.staged.problem.link)
+        simulation = simulate(self.chain, schedule, link=self.staged.problem.resources.link)
         return TiledHeadOffloadPlan(
             choices=self.choices,
             order=drop_idle_copies(region, order),
@@ -133,7 +135,7 @@ def tiled_head_offloads(staged: StagedModel, grids: Sequence[CandidateGrid], roo
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in staged.chain.stages]
     heads: list[_RankedHead] = []
     for grid, position, stage in _head_ends(staged, grids):
-        cost = np.where(grid.head_peak_bytes[position] <= room_bytes, grid.head_cost[position], np.inf)
+        cost = np.where(grid.estimates.head_peak_bytes[position] <= room_bytes, grid.estimates.head_cost[position], np.inf)
         tail_cost = sum(seconds[stage:]) * staged.rates.flops_per_second
         heads.append(_RankedHead(cost + tail_cost, grid, position, stage))
     yield from _best_heads(staged, heads)
@@ -149,13 +151,13 @@ def smallest_tiled_head_offloads(staged: StagedModel, grids: Sequence[CandidateG
             each.output_bytes + each.saved_bytes + max(each.forward_workspace_bytes, each.backward_workspace_bytes)
             for each in stages[stage:]
         )
-        heads.append(_RankedHead(np.maximum(grid.head_peak_bytes[position], tail_bytes), grid, position, stage))
+        heads.append(_RankedHead(np.maximum(grid.estimates.head_peak_bytes[position], tail_bytes), grid, position, stage))
     yield from _best_heads(staged, heads)
 
 
 def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
     """The solver's schedule of least memory, with an unlimited host."""
-    link = tail.staged.problem.link
+    link = tail.staged.problem.resources.link
     try:
         return get_solver(name)(tail.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
@@ -173,7 +175,8 @@ def _best_heads(staged: StagedModel, heads: Sequence[_RankedHead]) -> Iterator[T
 def _head_ends(staged: StagedModel, grids: Sequence[CandidateGrid]) -> Iterator[tuple[CandidateGrid, int, int]]:
     """Positions where a head ends and a stage begins; the head computes all values of the cut, and neither head nor tail is empty."""
     for grid in grids:
-        for position, head in enumerate(grid.heads):
+        for position in range(len(grid.axes.positions)):
+            head = grid.head(position)
             stage = staged.stage_after(head)
             if stage and set(head).issuperset(staged.cut_values[stage - 1]):
                 yield grid, position, stage
@@ -183,30 +186,30 @@ def _tiled_head_offload(staged: StagedModel, grid: CandidateGrid, position: int,
     problem = staged.problem
     head = staged.with_buffer_updates(grid.head_choices(position, height, policy), stage)
     crossing = staged.cut_values[stage - 1]
-    cut_bytes = sum(map(problem.value_bytes, crossing))
+    cut_bytes = sum(map(problem.sized.value_bytes, crossing))
     outputs = {
         name
-        for choice, (_, makes) in zip(head, segment_borders(problem.graph, head), strict=True)
+        for choice, (_, makes) in zip(head, segment_borders(problem.sized.graph, head), strict=True)
         if choice.mode == "tiled"
         for name in makes
     }
-    output_bytes = sum(problem.value_bytes(name) for name in outputs if name not in problem.graph.results)
-    kept, peak = (int(table[position, height, policy]) for table in (grid.head_bytes, grid.head_peak_bytes))
+    output_bytes = sum(problem.sized.value_bytes(name) for name in outputs if name not in problem.sized.graph.results)
+    kept, peak = (int(table[position, height, policy]) for table in (grid.estimates.head_bytes, grid.estimates.head_peak_bytes))
     num_tiled = sum(choice.mode == "tiled" for choice in head)
     # Cuts between several tiled segments stay; only the states of a single one can leave.
-    state_bytes = max(0, kept - problem.border_bytes - output_bytes) if num_tiled == 1 else 0
+    state_bytes = max(0, kept - problem.resources.border_bytes - output_bytes) if num_tiled == 1 else 0
     base_bytes = kept - min(kept, cut_bytes + state_bytes)
-    seconds = float(grid.head_cost[position, height, policy]) / staged.rates.flops_per_second
+    seconds = float(grid.estimates.head_cost[position, height, policy]) / staged.rates.flops_per_second
     first = Stage(
         forward_seconds=seconds / 3,
         backward_seconds=seconds * 2 / 3,
         output_bytes=cut_bytes,
-        grad_bytes=sum(problem.grad_bytes(name) for name in crossing if name in problem.requires_grad),
+        grad_bytes=sum(problem.sized.grad_bytes(name) for name in crossing if name in problem.sized.requires_grad),
         saved_bytes=max(1, state_bytes),
         forward_workspace_bytes=max(0, peak - kept),
         backward_workspace_bytes=max(0, peak - kept),
     )
-    chain = StageChain(input_bytes=0, stages=(first, *staged.chain.stages[stage:]), input_grad_bytes=problem.input_grad_bytes)
+    chain = StageChain(input_bytes=0, stages=(first, *staged.chain.stages[stage:]), input_grad_bytes=problem.resources.input_grad_bytes)
     return TiledHeadOffload(
         staged=staged,
         head=head,
@@ -257,10 +260,10 @@ class TiledHeadRecompute:
     def __init__(self, staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int) -> None:
         self.staged, self._grids = staged, grids
         problem = staged.problem
-        self._prologue_bytes = sum(map(problem.value_bytes, problem.graph.live_out(problem.phases.prologue)))
+        self._prologue_bytes = sum(map(problem.sized.value_bytes, problem.sized.graph.live_out(problem.sized.phases.prologue)))
         self._num_buckets = problem.limits.num_buckets
         self._bucket_bytes = max(1, -(-room_bytes // self._num_buckets))
-        stages = [[staged.stage_after(head) for head in grid.heads] for grid in grids]
+        stages = [[staged.stage_after(grid.head(p)) for p in range(len(grid.axes.positions))] for grid in grids]
         #: (grid, position, stage after it)
         self._ends = [(g, p, stage) for g, row in enumerate(stages) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
         self._tried: set[tuple[_HeadEnd, int]] = set()
@@ -270,11 +273,11 @@ class TiledHeadRecompute:
         best: tuple[float, _HeadEnd, int] | None = None
         for g, p, stage in self._ends:
             grid = self._grids[g]
-            spare = np.clip((room_bytes - self._prologue_bytes - grid.head_bytes[p]) / self._bucket_bytes, -1, self._num_buckets)
-            fits = (spare >= 0) & (grid.head_peak_bytes[p] <= room_bytes)
+            spare = np.clip((room_bytes - self._prologue_bytes - grid.estimates.head_bytes[p]) / self._bucket_bytes, -1, self._num_buckets)
+            fits = (spare >= 0) & (grid.estimates.head_peak_bytes[p] <= room_bytes)
             buckets = np.maximum(np.floor(spare), 0).astype(np.int64)
             tail_cost = self.staged.rates.flops_per_second * self._table.first_pass_row(stage)[buckets]
-            cost = np.where(fits, grid.head_cost[p] + tail_cost, np.inf)
+            cost = np.where(fits, grid.estimates.head_cost[p] + tail_cost, np.inf)
             for tried, num_buckets in self._tried:
                 if (tried.grid, tried.position) == (g, p) and buckets[tried.height, tried.policy] == num_buckets:
                     cost[tried.height, tried.policy] = np.inf
@@ -292,8 +295,8 @@ class TiledHeadRecompute:
         min_memory, best = MinMemorySchedule(self.staged.chain), None
         for g, p, stage in self._ends:
             grid = self._grids[g]
-            tail_peak = grid.head_bytes[p] + self._prologue_bytes + min_memory.first_pass_bytes(stage)
-            peak = np.maximum(grid.head_peak_bytes[p], tail_peak)
+            tail_peak = grid.estimates.head_bytes[p] + self._prologue_bytes + min_memory.first_pass_bytes(stage)
+            peak = np.maximum(grid.estimates.head_peak_bytes[p], tail_peak)
             h, k = _argmin_index(peak)
             if peak[h, k] < (np.inf if best is None else best[0]):
                 best = (float(peak[h, k]), _HeadEnd(grid=g, position=p, height=h, policy=k, stage=stage))

@@ -40,11 +40,11 @@ def timing_candidates(
     """
     if not options.is_automatic or options.tile is not None:
         return ()
-    room_bytes = budget_bytes - problem.occupied_bytes
+    room_bytes = budget_bytes - problem.resources.occupied_bytes
     plans: dict[object, ProjectedPlan] = {}
     for plan in _candidate_plans(problem, room_bytes, budget_bytes, options, device_type):
         projection = plan.projection
-        fits = projection.peak_bytes <= room_bytes and problem.fits_host(projection.host_bytes)
+        fits = projection.peak_bytes <= room_bytes and problem.resources.fits_host(projection.host_bytes)
         if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and _plan_key(plan) != _plan_key(best):
             plans.setdefault(_plan_key(plan), plan)
     return tuple(sorted(plans.values(), key=lambda plan: plan.projection.flops))
@@ -62,7 +62,7 @@ def _candidate_plans(
         yield materialize(problem, grid.choices(candidate))
     if options.halo == "recompute":
         return
-    if problem.training:
+    if problem.sized.training:
         staged = StagedModel(problem, DeviceRates(device_type))
         if len(staged.stages) > 1:
             yield from (plan for _, plan in published_plans(staged, room_bytes))
@@ -79,8 +79,8 @@ def _other_height_plans(
     """The cheapest candidate that should fit for each strip height; of these the cheapest few."""
     candidates: list[tuple[CandidateGrid, Candidate]] = []
     for grid in candidate_grids(problem, options, device_type):
-        for height in range(grid.cost.shape[1]):
-            excluded = np.ones(grid.cost.shape, dtype=bool)
+        for height in range(grid.axes.shape[1]):
+            excluded = np.ones(grid.axes.shape, dtype=bool)
             excluded[:, height] = False
             candidate = grid.cheapest(room_bytes, excluded)
             if candidate is not None and candidate.position:

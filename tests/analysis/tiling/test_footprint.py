@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
@@ -21,7 +20,7 @@ from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.runtime.tiled_segment import TiledSegment
 from tests.helpers.capture_cache import one_capture_a_model
-from tests.helpers.problems import problem_of
+from tests.helpers.problems import problem_of, with_sized
 
 captures = one_capture_a_model("rows")
 
@@ -36,17 +35,17 @@ _MODES = [(name, training) for name in _MODELS for training in (True, False)]
 @cache
 def _problem(name: str, training: bool) -> PlanningProblem:
     if not training:
-        return replace(_problem(name, True), requires_grad=frozenset())
+        return with_sized(_problem(name, True), requires_grad=frozenset())
     return problem_of(_MODELS[name](), (1, 3, 1024, 128), training=True)
 
 
 def _footprint(problem: PlanningProblem) -> Footprint:
-    run, phases = problem.phases.phases[0].streamed, problem.phases
-    return run_footprint(problem.graph, run, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, 1)
+    run, phases = problem.sized.phases.phases[0].streamed, problem.sized.phases
+    return run_footprint(problem.sized.graph, run, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, 1)
 
 
 def _segment(problem: PlanningProblem, strip_rows: int) -> TiledSegment:
-    choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=strip_rows, batch_tile=1)
+    choice = SegmentChoice(nodes=problem.sized.phases.phases[0].streamed, mode="tiled", strip_rows=strip_rows, batch_tile=1)
     segment = build_region(problem, (choice,)).segments[0]
     assert isinstance(segment, TiledSegment)
     return segment
@@ -59,7 +58,7 @@ def _segment(problem: PlanningProblem, strip_rows: int) -> TiledSegment:
 def test_carried_rows_and_state_are_those_of_the_schedule(name: str, training: bool) -> None:
     """To the row, at every boundary of strips of one and of three strides, away from the borders."""
     problem = _problem(name, training)
-    footprint, stride = _footprint(problem), problem.stride(problem.phases.phases[0].streamed)
+    footprint, stride = _footprint(problem), problem.sized.stride(problem.sized.phases.phases[0].streamed)
     expected = {value.name: value.carried_rows for value in footprint.values if value.carried_rows and not value.is_source}
     for multiple in (1, 3):
         segment = _segment(problem, multiple * stride)
@@ -83,7 +82,7 @@ def test_working_bytes_are_near_the_programs_peak(name: str, training: bool, row
     segment = _segment(problem, rows)
     index = segment.schedule.num_steps // 2
     peak = segment.program("joint" if training else "forward", index, segment.sweeps[0]).peak_bytes
-    largest = max(problem.value_bytes(node.name) for node in problem.graph.nodes if node.kind == "parameter")
+    largest = max(problem.sized.value_bytes(node.name) for node in problem.sized.graph.nodes if node.kind == "parameter")
     working = _footprint(problem).working_bytes(rows)
     assert working <= 1.5 * peak
     assert working >= (0.85 * (peak - largest) if training else 0.6 * peak)
@@ -92,7 +91,7 @@ def test_working_bytes_are_near_the_programs_peak(name: str, training: bool, row
 def test_kept_values_are_those_that_derivatives_read() -> None:
     """In a U-Net: convolutions keep their operands, so do the pools; the first keeps the image."""
     problem = _problem("unet", True)
-    graph, rows = problem.graph, problem.phases.rows
+    graph, rows = problem.sized.graph, problem.sized.phases.rows
     for value in _footprint(problem).values:
         readers = {rows[user].name for user in graph.users[value.name]}
         own = graph[value.name].target
@@ -140,7 +139,7 @@ def test_tall_strips_follow_one_line(footprint: Footprint) -> None:
 def test_expression_of_a_model(name: str, training: bool) -> None:
     problem = _problem(name, training)
     footprint, h = _footprint(problem), sp.Symbol("h", positive=True)
-    stride = problem.stride(problem.phases.phases[0].streamed)
+    stride = problem.sized.stride(problem.sized.phases.phases[0].streamed)
     for multiple in (1, 2, 5, 16):
         assert footprint.expr(h).subs(h, multiple * stride) == footprint.working_bytes(multiple * stride)
 

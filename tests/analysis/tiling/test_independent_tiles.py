@@ -91,14 +91,14 @@ def test_upsampled_rows_are_computed_in_complete_groups() -> None:
 def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
     """What a recompute policy will do with a tile: its program takes no carried rows, and tiles together do redundant work."""
     problem = problem_of(unet(2, levels=3, width=4), (1, 3, 64, 16), training=True)
-    run, phases = problem.phases.phases[0].streamed, problem.phases
+    run, phases = problem.sized.phases.phases[0].streamed, problem.sized.phases
     segment = build_region(problem, (SegmentChoice(nodes=run, mode="tiled", strip_rows=64, batch_tile=1),)).segments[0]
-    extents = {name: problem.shapes[name][2] for name in phases.streamed}
+    extents = {name: problem.sized.shapes[name][2] for name in phases.streamed}
 
     def flops(*tiles: Interval) -> int:
         total = 0
         for number, part in enumerate(tiles):
-            step = independent_tile(problem.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
+            step = independent_tile(problem.sized.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
             program = lower_strip(segment.scope, step, kind)
             assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
             total += program.flops

@@ -102,7 +102,7 @@ def test_windows_wait_for_their_weights() -> None:
     report = assert_exact(seeded(_Involution), image(2, 3, 21, 17), options=sft.Options(tile=(4, 6)))
     assert [segment.mode for segment in report.plan.segments].count("tiled") == 2
     problem = problem_of(seeded(_Involution).float(), (1, 3, 64, 48), training=True, passes=run_passes)
-    assert _phase_of(problem.phases, "sft.im2col") == [len(problem.phases.phases) - 1]
+    assert _phase_of(problem.sized.phases, "sft.im2col") == [len(problem.sized.phases.phases) - 1]
     pixels, float_bytes = 512 * 512, 4
     windows_bytes = 4 * 25 * pixels * float_bytes
     assert _needed_bytes(seeded(_Involution), (1, 3, 512, 512)) < windows_bytes // 2
@@ -119,7 +119,7 @@ def test_scales_from_a_label_map_wait_for_the_norm() -> None:
 def test_an_image_is_enlarged_where_it_is_read() -> None:
     assert_exact(seeded(_Enlarged), image(2, 3, 21, 17), options=sft.Options(tile=(4, 6)))
     problem = problem_of(seeded(_Enlarged).float(), (1, 3, 64, 48), training=True, passes=run_passes)
-    assert _phase_of(problem.phases, "aten.upsample_bilinear2d.vec") == [len(problem.phases.phases) - 1]
+    assert _phase_of(problem.sized.phases, "aten.upsample_bilinear2d.vec") == [len(problem.sized.phases.phases) - 1]
 
 
 def test_labels_become_channels_where_they_are_compared() -> None:

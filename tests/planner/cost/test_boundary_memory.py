@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
@@ -23,7 +22,7 @@ from sft.planner.streamed_cuts import stream_seconds, streamable_values, with_st
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
 from tests.helpers.models import chain, seeded
-from tests.helpers.problems import problem_of
+from tests.helpers.problems import problem_of, with_resources
 from tests.torch_runtime.test_streamed_cuts import Normed
 
 Floats = npt.NDArray[np.float64]
@@ -32,11 +31,11 @@ Floats = npt.NDArray[np.float64]
 def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     """Every candidate of a survey."""
     survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
-    order = problem.operators
-    places = [len(head) for head in survey.heads]
-    found = BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=streams).advance(places)
+    order = problem.sized.operators
+    places = survey.axes.cut_at
+    found = BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=streams).advance(places)
     for position, (crossed, behind, place) in enumerate(zip(found, untiled_memory(problem, places), places, strict=True)):
-        own = [_of_segments(survey, position, height) for height in range(len(survey.strip_rows))]
+        own = [_of_segments(survey, position, height) for height in range(len(survey.axes.strip_rows))]
         np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
         np.testing.assert_allclose(crossed.strip_bytes.T, [strips for _, strips, _ in own], rtol=1e-12)
         assert crossed.link_seconds == pytest.approx(own[0][2], rel=1e-12)
@@ -47,28 +46,31 @@ def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
 def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[list[int], list[float], float]:
     """What a candidate's tiled segments hand on, the strips of streamed values that are there, and the time of the link."""
     problem = survey.problem
-    choices = survey._choices(survey.positions[position], survey.strip_rows[height], survey.policies[0])
+    choices = survey._choices(position, height, 0)
     streamed = set(streamable_values(problem, choices)) if survey.streams else set()
-    ends = segment_borders(problem.graph, choices)
-    away = set(problem.graph.results) - problem.host_outputs.intersection(name for reads, _ in ends for name in reads) | streamed
+    ends = segment_borders(problem.sized.graph, choices)
+    away = (
+        set(problem.sized.graph.results) - problem.resources.host_outputs.intersection(name for reads, _ in ends for name in reads)
+        | streamed
+    )
     made, strips = [], []
     for choice, (reads, makes) in zip(choices, ends, strict=True):
         if choice.mode != "tiled":
             continue
-        made.append(sum(problem.value_bytes(name) for name in makes if name not in away))
+        made.append(sum(problem.sized.value_bytes(name) for name in makes if name not in away))
         # Two buffers of a reader and the strip of the gradient; of what is made one strip, or that of its gradient.
-        share = min(1.0, choice.strip_rows / problem.run_height(choice.nodes)) * choice.batch_tile / problem.num_batch
-        read, given = (sum(problem.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
-        strips.append(share * ((2 + problem.training) * read + given))
+        share = min(1.0, choice.strip_rows / problem.sized.run_height(choice.nodes)) * choice.batch_tile / problem.sized.num_batch
+        read, given = (sum(problem.sized.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
+        strips.append(share * ((2 + problem.sized.training) * read + given))
     return made, strips, stream_seconds(problem, with_streamed(choices, streamed))
 
 
 def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
-    operands = {operand for name in names for operand in problem.graph[name].operands}
-    made = problem.host_outputs.intersection(names)
-    loaded = (problem.host_outputs & operands & problem.requires_grad) - made
-    held = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
-    return held + sum(map(problem.grad_bytes, loaded))
+    operands = {operand for name in names for operand in problem.sized.graph[name].operands}
+    made = problem.resources.host_outputs.intersection(names)
+    loaded = (problem.resources.host_outputs & operands & problem.sized.requires_grad) - made
+    held = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in made)
+    return held + sum(map(problem.sized.grad_bytes, loaded))
 
 
 class _Twice(nn.Module):
@@ -93,7 +95,7 @@ class _Twice(nn.Module):
 def test_candidates_of_networks(make: type[nn.Module], training: bool, streams: bool, on_host: bool) -> None:
     problem = problem_of(seeded(make).float(), (2, 3, 32, 24), training=training, passes=run_passes)
     if on_host:
-        problem = replace(problem, from_source=frozenset(problem.graph.inputs), outputs_on_host=True)
+        problem = with_resources(problem, from_source=frozenset(problem.sized.graph.inputs), outputs_on_host=True)
     for num_panels in (1, 3):
         _check(problem, num_panels, streams=streams)
 
@@ -104,7 +106,7 @@ def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_h
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
-    _check(replace(problem, outputs_on_host=on_host), num_panels, streams=streams)
+    _check(with_resources(problem, outputs_on_host=on_host), num_panels, streams=streams)
 
 
 def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,7 @@ def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> No
         problem = problem_of(seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=run_passes)
         survey = CandidateGrid(problem, sft.Options(), "cpu", 2, streams=True)
         asked = 0
-        list(BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=True).advance([len(head) for head in survey.heads]))
+        list(BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=True).advance(survey.axes.cut_at))
         return asked
 
     monkeypatch.setattr(crossing.PlanningProblem, "num_panels", counted)

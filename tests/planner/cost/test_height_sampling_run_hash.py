@@ -22,7 +22,7 @@ from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
 from tests.helpers.models import chain, seeded
-from tests.helpers.problems import problem_of
+from tests.helpers.problems import problem_of, with_resources, with_sized
 
 _sampling = import_module("sft.planner.cost.height_sampling")
 
@@ -37,7 +37,7 @@ def _problem(*blocks: nn.Module) -> PlanningProblem:
 
 
 def _likenesses(problem: PlanningProblem) -> list[Any]:
-    return [structural_run_key(problem, phase.streamed, any_size=False) for phase in problem.phases.phases if phase.streamed]
+    return [structural_run_key(problem, phase.streamed, any_size=False) for phase in problem.sized.phases.phases if phase.streamed]
 
 
 def test_equal_blocks_are_alike() -> None:
@@ -65,15 +65,15 @@ def test_blocks_that_differ_are_not(other: Callable[[], nn.Module]) -> None:
 
 def test_what_needs_a_gradient_counts() -> None:
     problem = _problem(*[_block() for _ in range(6)])
-    weights = [node.name for node in problem.graph.nodes if node.kind == "parameter" and len(node.shape) == 4]
-    frozen = replace(problem, requires_grad=problem.requires_grad - {weights[3]})
+    weights = [node.name for node in problem.sized.graph.nodes if node.kind == "parameter" and len(node.shape) == 4]
+    frozen = with_sized(problem, requires_grad=problem.sized.requires_grad - {weights[3]})
     assert len(set(_likenesses(frozen))) == len(set(_likenesses(problem))) + 1
 
 
 def test_other_sizes_are_alike_where_that_is_asked() -> None:
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 1), _block(), _block())).float()
     problems = [problem_of(model, (1, 3, height, 48), training=True, passes=run_passes) for height in (64, 80)]
-    names = [next(phase.streamed for phase in problem.phases.phases if phase.streamed) for problem in problems]
+    names = [next(phase.streamed for phase in problem.sized.phases.phases if phase.streamed) for problem in problems]
     at_any, at_own = (
         {structural_run_key(problem, run, any_size=any_size) for problem, run in zip(problems, names, strict=True)}
         for any_size in (True, False)
@@ -109,10 +109,10 @@ def test_any_survey_is_as_if_all_runs_differed(dag: Dag, num_panels: int, on_hos
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=True, passes=run_passes)
-    problem = replace(problem, outputs_on_host=on_host)
+    problem = with_resources(problem, outputs_on_host=on_host)
     own = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sampling, "structural_run_key", lambda problem, names, any_size: names)
         each = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
-    np.testing.assert_array_equal(own.peak_bytes, each.peak_bytes)
-    np.testing.assert_array_equal(own.cost, each.cost)
+    np.testing.assert_array_equal(own.estimates.peak_bytes, each.estimates.peak_bytes)
+    np.testing.assert_array_equal(own.estimates.cost, each.estimates.cost)

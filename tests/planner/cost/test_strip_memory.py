@@ -59,7 +59,10 @@ def _compare(name: str, shapes: Sequence[tuple[int, int]], num_panels: int) -> N
     """Of two sizes the second has the same survey behind the first and alone; else plans would depend on which came first."""
     _, second = _surveys(name, shapes, num_panels, WeightedLRU())
     (alone,) = _surveys(name, shapes[1:], num_panels, WeightedLRU())
-    for one, other in ((second.peak_bytes, alone.peak_bytes), (second.cost, alone.cost)):
+    for one, other in (
+        (second.estimates.peak_bytes, alone.estimates.peak_bytes),
+        (second.estimates.cost, alone.estimates.cost),
+    ):
         finite = np.isfinite(other)
         assert (np.isfinite(one) == finite).all()
         np.testing.assert_allclose(one[finite], other[finite], rtol=1e-12)

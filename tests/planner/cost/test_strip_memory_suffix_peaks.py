@@ -37,7 +37,7 @@ def test_any_place_of_any_network(dag: Dag, training: bool, data: st.DataObject)
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
-    order = problem.operators
+    order = problem.sized.operators
     cuts = data.draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=6))
     listed = [instruction for program in plain_programs(problem) for instruction in program.instructions]
     found = suffix_peaks(listed, {name: place for place, name in enumerate(order)}, cuts)

@@ -158,7 +158,7 @@ def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Cal
     note = OverheadEstimator.overhead_bytes
 
     def compare(overheads: OverheadEstimator, problem: PlanningProblem, region: Region, projected_bytes: int) -> int:
-        machine = AllocatorMachine(on_host=problem.on_host, blocks=Exactly())
+        machine = AllocatorMachine(on_host=problem.resources.on_host, blocks=Exactly())
         run_step(problem, region, machine)
         found.append((machine.memory.peak_bytes, projected_bytes))
         return note(overheads, problem, region, projected_bytes)

@@ -49,7 +49,7 @@ def test_what_tiles_compute_is_known_before_they_are_lowered(build: Callable[[],
     for partitioned in list(partition_choices(problem, Options()))[:4]:
         for grid in tile_grids(Options(), SearchLimits())[:4]:
             choices = partitioned(grid)
-            counted = independent_tile_flops(problem, choices, survey.forward_flops, survey.flops)
+            counted = independent_tile_flops(problem, choices, survey.estimates.untiled)
             exact = materialize(problem, choices).projection.flops
             assert counted == pytest.approx(exact, rel=0.005)
             seen += any(choice.mode == "tiled" for choice in choices)
@@ -90,8 +90,8 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     with torch.device("meta"):
         model = unet(1, width=4)
     problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)
-    names, grid = problem.phases.phases[0].streamed, tile_grids(Options(), SearchLimits())[2]
-    stride = problem.stride(names)
+    names, grid = problem.sized.phases.phases[0].streamed, tile_grids(Options(), SearchLimits())[2]
+    stride = problem.sized.stride(names)
     (partitioned, *_) = [each for each in partition_choices(problem, Options()) if each(grid)[0].mode == "tiled"]
     (choice,) = partitioned(grid)
     assert stride == 16 and (choice.strip_rows, choice.panel_cols) == (-(-18_016 // 4 // 16) * 16, -(-17_024 // 4 // 16) * 16)

@@ -40,9 +40,10 @@ class Options:
     """Constraints on the plan; ``None`` and ``"auto"`` leave the choice to the planner.
 
     Attributes:
-        strategy: ``"auto"``; ``"none"`` to run untiled, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper (independent tiles
-            between values that fit); a published recomputation schedule over untiled stages: ``"sqrt"``, ``"revolve"``, ``"bisect"``,
-            ``"optimal"``, ``"acg"``; or a published offload schedule: ``"offload-greedy"``, ``"offload-dp"``, ``"vdnn"``
+        strategy: ``"auto"``; ``"joint"`` for the same with a solver that recomputes and offloads stages together (up to some percent less
+            time, for some seconds of planning); ``"none"`` to run untiled, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
+            (independent tiles between values that fit); a published recomputation schedule over untiled stages: ``"sqrt"``, ``"revolve"``,
+            ``"bisect"``, ``"optimal"``, ``"acg"``; or a published offload schedule: ``"offload-greedy"``, ``"offload-dp"``, ``"vdnn"``
             (``sft.solvers.registry``).
         halo: source of the rows between neighbouring strips: ``"carry"`` from strip to strip (``"auto"`` means the same), or
             ``"recompute"``: independent tiles that each compute their halo.

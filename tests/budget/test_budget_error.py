@@ -1,4 +1,4 @@
-"""What a refusal names: a budget that works, and no smaller one does."""
+"""Budget errors name a budget that works, and no smaller one does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEW = settings(max_examples=max(8, (settings.default or settings()).max_example
 
 
 def _assert_smallest(model: nn.Module, inputs: Any, options: sft.Options | None = None) -> int:
-    """Found by the search itself: below what had been named it found plans that need up to 14 % less."""
+    """Regression: below the named budget the search itself found plans that need up to 14 % less."""
     asking, wishes = PlanningSession(model, inputs), options or sft.Options()
     with pytest.raises(sft.BudgetError) as refused:
         asking.plan(1, wishes)
@@ -39,7 +39,7 @@ def test_no_smaller_budget_works(wild: Wild) -> None:
 
 @pytest.mark.parametrize("host_budget", [0, None])
 def test_strips_of_few_rows_of_an_image_that_is_read(host_budget: int | None) -> None:
-    """What a survey says of strips lower than the network's stride is off by a sixth; those of four rows need less than those of one."""
+    """The estimate for strips lower than the network's stride is off by a sixth; strips of four rows need less than those of one."""
     model = seeded(lambda: chain(*TinyNet().features, nn.AdaptiveAvgPool2d(1))).float()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -1,4 +1,4 @@
-"""Inputs that are read strip by strip: which rows are read how often, and what it costs."""
+"""Input streaming: rows that are read, how often, and the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _READING: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 @pytest.mark.parametrize("name", _READING)
 @pytest.mark.parametrize("batch_tile", [1, 2])
 def test_each_row_is_read_once_a_pass(name: str, batch_tile: int) -> None:
-    """By every segment that reads it, once forwards and once backwards."""
+    """Every segment that reads a row does so once forward and once backward."""
     make, forwards, backwards = _READING[name]
     model = seeded(make).train()
     source = Watched(image(2, *_SHAPE[1:]))
@@ -105,7 +105,7 @@ def test_restored_strips_read_their_rows_again() -> None:
 @pytest.mark.parametrize(("rows", "every"), [(1, 1), (2, 3), (8, 2), (8, 50), (64, 1)])
 @pytest.mark.parametrize("wants_gradient", [True, False])
 @pytest.mark.parametrize("make", [ConvNet, SkipFromInput])
-def test_the_closed_form_equals_the_phantom_walk(
+def test_the_analytic_profile_equals_the_simulated_sweep(
     make: Callable[[], nn.Module], rows: int, every: int, wants_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host, where the reader's buffers count, and on a device, where copies of strips do."""
@@ -145,7 +145,7 @@ def _thin() -> nn.Module:
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_a_budget_below_the_image(wants_gradient: bool) -> None:
-    """The image would not fit; the smallest budget that the error names works, and holds for a step."""
+    """The image does not fit; the smallest budget that the error names works, and a step keeps it."""
     pixels = random_pixels(1, 512, 40, 3)
     target = np.zeros((512, 40, 3)) if wants_gradient else None
     image_bytes = pixels.size * 8
@@ -203,7 +203,7 @@ def test_pages_that_were_read_are_given_back(tmp_path: Path, layout: Any) -> Non
 
 @pytest.mark.parametrize("mode", ["r+", "c"])
 def test_changes_to_a_mapping_survive(tmp_path: Path, mode: Any) -> None:
-    """Of a copy-on-write mapping they are in its pages alone."""
+    """Changes of a copy-on-write mapping exist only in its pages."""
     np.save(tmp_path / "image.npy", np.zeros((64, 512, 3), np.uint8))
     mapped = np.lib.format.open_memmap(tmp_path / "image.npy", mode=mode)
     mapped[:] = random_pixels(64, 512, 3)

@@ -1,4 +1,4 @@
-"""What a backward pass holds that retains the graph: counted before it begins, and refused where the budget has no room."""
+"""Retained graphs: the bytes of the backward pass are counted before it begins, and refused if they exceed the budget."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _least() -> int:
     ],
     ids=str,
 )
-def test_all_that_is_held_is_counted(options: sft.Options, input_grad: bool) -> None:
+def test_retained_bytes_are_counted(options: sft.Options, input_grad: bool) -> None:
     model = seeded(_model)
     net = sft.compile(copy.deepcopy(model), _SHAPE, options=options)
     retained = _retained(net, input_grad=input_grad)
@@ -75,7 +75,7 @@ def test_all_that_is_held_is_counted(options: sft.Options, input_grad: bool) -> 
     torch.testing.assert_close(gradient, _backward_twice(model, input_grad=input_grad)[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_budget_without_room_for_it_refuses() -> None:
+def test_a_budget_too_small_for_a_retained_graph_refuses() -> None:
     model, budget = seeded(_model), _least()
     net = sft.compile(model, _SHAPE, budget=budget)
     y = net(image(*_SHAPE)).sum()

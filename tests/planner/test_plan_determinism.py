@@ -1,4 +1,4 @@
-"""A plan is the same in every process: nothing that is chosen follows the order of a set."""
+"""Plan determinism: plans are equal in every process and do not depend on the iteration order of sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: budgets are kept, the error names one that works, wishes are granted, and size does not frighten it."""
+"""Planner: budgets are kept, errors name a working budget, options are respected, and gigapixel sizes plan."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_more_budget_never_costs_more(name: str, shape: tuple[int, ...]) -> None
         assert all(later <= earlier * 1.05 for earlier, later in pairwise(flops))
 
 
-def test_what_fits_is_kept_whole() -> None:
+def test_a_model_that_fits_is_untiled() -> None:
     model = seeded(Residual)
     assert [segment.mode for segment in sft.plan(model, _SHAPE, budget="1GiB").segments] == ["whole"]
 
 
-def test_wishes_are_granted() -> None:
+def test_options_are_respected() -> None:
     model = seeded(Residual)
     plan = sft.plan(model, (3, 3, 96, 64), options=sft.Options(tile=(7, None), state_every=3, batch_tile=2))
     segment = plan.segments[0]
@@ -130,26 +130,26 @@ _DEEP = pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(
 
 
 @_DEEP
-def test_the_survey_counts_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
-    """At the heights that it samples. Taking every strip for one of the middle it was off by a tenth, at low heights by threefold."""
+def test_grids_count_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
+    """Compared at the sampled heights. Regression: with all strips taken for middle ones it was off by a tenth, threefold at low heights."""
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
-    survey = CandidateGrid(problem, sft.Options(), "cpu")
+    grid = CandidateGrid(problem, sft.Options(), "cpu")
     num_compared = 0
-    for height, policy in product(survey.axes.sampled, range(len(survey.axes.policies))):
-        candidate = replace(survey.last, height=height, policy=policy)
-        num_strips = -(-2048 // survey.axes.strip_rows[height])
-        estimated = survey.estimates.peak_bytes[candidate.position, height, policy]
-        if not np.isfinite(estimated) or (num_strips > 256 and survey.axes.policies[policy].slots):
+    for height, policy in product(grid.axes.sampled, range(len(grid.axes.policies))):
+        candidate = replace(grid.last, height=height, policy=policy)
+        num_strips = -(-2048 // grid.axes.strip_rows[height])
+        estimated = grid.estimates.peak_bytes[candidate.position, height, policy]
+        if not np.isfinite(estimated) or (num_strips > 256 and grid.axes.policies[policy].slots):
             continue
-        exact = materialize(problem, survey.choices(candidate)).projection.peak_bytes
+        exact = materialize(problem, grid.choices(candidate)).projection.peak_bytes
         assert estimated == pytest.approx(exact, rel=0.05)
         num_compared += 1
     assert num_compared > 80
 
 
 @_DEEP
-def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the planner would look for its plans in the wrong place."""
+def test_grid_estimates_are_near_the_exact_projection(build: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong estimate would lead the search to wrong candidates."""
     seen: list[PlanningProblem] = []
     engine = import_module("sft.api.plan_search")
 
@@ -161,13 +161,13 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
     with torch.device("meta"):
         model = build(10)
     sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")
-    survey = CandidateGrid(seen[0], sft.Options(), "cpu")
+    grid = CandidateGrid(seen[0], sft.Options(), "cpu")
     generator = np.random.default_rng(0)
-    untried = np.zeros(survey.axes.shape, dtype=bool)
-    for room_bytes in generator.uniform(survey.estimates.peak_bytes.min(), np.quantile(survey.estimates.peak_bytes, 0.9), 8):
-        candidate = survey.cheapest(room_bytes, untried)
+    untried = np.zeros(grid.axes.shape, dtype=bool)
+    for room_bytes in generator.uniform(grid.estimates.peak_bytes.min(), np.quantile(grid.estimates.peak_bytes, 0.9), 8):
+        candidate = grid.cheapest(room_bytes, untried)
         assert candidate is not None
-        exact = materialize(seen[0], survey.choices(candidate)).projection.peak_bytes
+        exact = materialize(seen[0], grid.choices(candidate)).projection.peak_bytes
         assert candidate.peak_bytes == pytest.approx(exact, rel=0.2)
 
 
@@ -182,7 +182,7 @@ def test_panels_where_strips_do_not_fit() -> None:
     assert needed < one.total_bytes
 
 
-def test_restarted_walks_hold_one_panels_states() -> None:
+def test_restarted_sweeps_keep_the_states_of_one_panel() -> None:
     model, shape = seeded(Residual), (1, 3, 64, 256)
     plan = sft.plan(model, shape, options=sft.Options(tile=(4, 64)))
     (segment,) = (segment for segment in plan.segments if segment.mode == "tiled")
@@ -206,14 +206,14 @@ def test_the_papers_strategy_is_exact_and_in_its_budget(factor: float) -> None:
 
 
 def test_the_papers_tiles_compute_more_than_strips() -> None:
-    """What the plan calls redundant is counted (`assert_exact`), and carried halos have none of it."""
+    """Redundant FLOPs of the plan are counted (`assert_exact`), and carried halos have none."""
     model, shape = seeded(Residual), (1, 3, 64, 64)
     tiles = assert_exact(model, image(*shape), options=sft.Options(tile=(16, 16), halo="recompute"), steps=1).plan
     strips = assert_exact(model, image(*shape), options=sft.Options(tile=(16, None), state_every=1), steps=1).plan
     assert 1 < strips.redundancy <= 4 / 3 < tiles.redundancy
 
 
-def test_wishes_that_contradict_each_other() -> None:
+def test_contradicting_options_are_refused() -> None:
     with pytest.raises(sft.InputError, match="drop one"):
         sft.Options(strategy="sft", halo="carry")
 

@@ -1,4 +1,4 @@
-"""What planning does, counted: captures, programs that are lowered, steps that are projected."""
+"""Planning work: number of captures, lowered programs and projected steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.helpers.torch_patches import skip_patch
 _SHAPE = (1, 3, 64, 48)
 
 
-def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_runs_no_collection_and_restores_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     searching = import_module("sft.api.plan_search")
     plan_segments, seen = searching.plan_segments, []
 
@@ -60,8 +60,8 @@ def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(mo
     assert seen == [False, False, False]
 
 
-def test_what_planning_makes_is_not_looked_through_at_once() -> None:
-    """It is old when planning is done: the collector's next look at what is young would go through a million objects."""
+def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
+    """The objects are old when planning ends; otherwise the next young collection would traverse a million objects."""
     kept: list[list[int]] = []
     with gc_paused():
         kept += [[number] for number in range(10_000)]
@@ -77,14 +77,14 @@ def test_what_planning_makes_is_not_looked_through_at_once() -> None:
 
 
 class _Normed(nn.Sequential):
-    """A block whose norms end phases, so that there is much to survey."""
+    """A block with norms that end phases, so that the grid has many positions."""
 
     def __init__(self) -> None:
         layers = [nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for channels in (3, 8, 8)]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1))
 
 
-def test_where_plain_pytorch_fits_nothing_else_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_runs_if_plain_pytorch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = import_module("sft.planner.search.auto")
     survey, count = auto.CandidateGrid, 0
 
@@ -111,7 +111,7 @@ def test_where_plain_pytorch_fits_nothing_else_is_looked_for(monkeypatch: pytest
 
 @pytest.mark.parametrize("share", [0.6, 0.8])
 def test_a_plan_does_not_depend_on_the_sizes_before_it(share: float) -> None:
-    """A run that goes on with another size than it began with would have other bits."""
+    """A training run continued at another size must have the same bits."""
     model, shapes = seeded(Residual), [(1, 3, 288, 64), (1, 3, 192, 96), (1, 3, 416, 64)]
     alone = [sft.plan(model, shape, budget="1GiB").total_bytes for shape in shapes]
     budget = int(share * min(alone))
@@ -141,7 +141,7 @@ def test_an_example_that_requires_a_gradient_is_planned_for_once(monkeypatch: py
 
 
 class _Mixture(nn.Module):
-    """In-place forms, norms, views: what the exporter writes down in many ways."""
+    """In-place operators, norms and views, which the exporter represents in several ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,9 +203,9 @@ def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pyte
     assert num_captures == 1
 
 
-def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untiled_costs_are_computed_once_for_all_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     survey, planner = import_module("sft.planner.search.estimates"), import_module("sft.planner.search.auto")
-    suffix_peaks, num_asked, num_surveys = survey.suffix_peaks, 0, 0
+    suffix_peaks, num_asked, num_grids = survey.suffix_peaks, 0, 0
 
     def counted(*arguments: Any) -> Any:
         nonlocal num_asked
@@ -214,20 +214,20 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
 
     class Counting(planner.CandidateGrid):  # type: ignore[misc, name-defined]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            nonlocal num_surveys
-            num_surveys += 1
+            nonlocal num_grids
+            num_grids += 1
             super().__init__(*arguments, **options)
 
     monkeypatch.setattr(survey, "suffix_peaks", counted)
     monkeypatch.setattr(planner, "CandidateGrid", Counting)
     with pytest.raises(sft.BudgetError):
         sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
-    assert num_surveys > 3
+    assert num_grids > 3
     assert num_asked == 1
 
 
 def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Low strips of a deep network are thousands of programs; others are projected only where the survey was wrong about the first."""
+    """Low strips of a deep network are thousands of programs; further candidates are projected only if the first estimate was wrong."""
     planner = import_module("sft.planner.search.auto")
     carry_out, projected = planner.materialize, []
 
@@ -271,8 +271,8 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert view.outputs[0] is not None and view.outputs[0].shape == (2, 3, 4, 7) and view.outputs[0].root == image_slot.root
 
 
-def test_what_nobody_needs_any_more_is_gone_at_once() -> None:
-    """Programs of a deep network are a million objects; they, and memory for copies, waited for the collector of cycles."""
+def test_unused_plans_are_freed_at_once() -> None:
+    """Regression: programs of a deep network (a million objects) and memory for copies waited for the garbage collector."""
     model = seeded(Residual)
     net = sft.compile(model, _SHAPE, budget="1GiB")
     engine = weakref.ref(net._sft_engine)
@@ -299,7 +299,7 @@ def test_a_plan_leaves_nothing_of_its_search(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_problem_that_differs_derives_its_own_programs() -> None:
-    """Programs of a training step are none of inference, and the other way round."""
+    """Programs of a training step differ from those of inference."""
 
     def program_of(problem: PlanningProblem, kind: StripKind) -> Program:
         choice = SegmentChoice(nodes=problem.sized.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
@@ -313,8 +313,8 @@ def test_a_problem_that_differs_derives_its_own_programs() -> None:
     assert program_of(training, "joint").flops > program_of(inference, "forward").flops > 0
 
 
-def test_what_watches_the_first_call_does_not_see_its_planning() -> None:
-    """Planning runs on fake tensors, whose bytes are symbols; the meter sees what any later call holds, the counter what it computes."""
+def test_meters_around_the_first_call_do_not_see_planning() -> None:
+    """Planning runs on fake tensors with symbolic bytes; the meters see the bytes and FLOPs of any later call."""
 
     class Spread(nn.Module):
         def __init__(self) -> None:
@@ -339,7 +339,7 @@ def test_what_watches_the_first_call_does_not_see_its_planning() -> None:
 
 
 class _Compared(nn.Module):
-    """A model that takes its inputs as one, as a training loss around a model does."""
+    """A model with variadic inputs, as a training loss around a model has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class _Compared(nn.Module):
 
 @pytest.mark.parametrize("name", ["a loss", "several"])
 def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each size was captured, as the exporter was told of one input for each and found one parameter."""
+    """Regression: each size was captured anew, as the exporter got one input spec for each and matched one parameter."""
     captured, captures = import_module("sft.api.capture_cache"), []
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -384,7 +384,7 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
 
 
 def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a network's norms was traced anew, and at each lowering, which took most of the time where there are hundreds."""
+    """Regression: each norm of a network was traced anew at each lowering, which took most of the time with hundreds of norms."""
     traces = import_module("sft.lower.joint_traces")
     calls: list[Any] = []
     make = traces.trace_joint
@@ -409,7 +409,7 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))])
 def test_plain_execution_is_found_where_it_just_fits(make: Any) -> None:
-    """An output that a program makes was counted twice: stages ran again although nothing asked for that."""
+    """Regression: an output of a program was counted twice, so stages were recomputed without need."""
     model = seeded(make)
     shape = _SHAPE if isinstance(model, Residual) else (32, 16)
     plain = sft.plan(model, shape, options=sft.Options(strategy="none"), budget="1GiB")

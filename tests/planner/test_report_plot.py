@@ -1,4 +1,4 @@
-"""Pictures of plans: what is drawn is what the timeline says, and a file is whole or not there."""
+"""Figures of plans: bars and curves equal the timeline, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _tiled() -> sft.Plan:
     return sft.plan(seeded(TinyUNet), _SHAPE, budget="64MiB", options=sft.Options(tile=(8, None)))
 
 
-def test_a_recomputing_plan_is_drawn_as_it_is() -> None:
+def test_a_recomputing_plan_is_drawn_op_by_op() -> None:
     model, options = seeded(TinyUNet), sft.Options(strategy="revolve")
     with pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, _SHAPE, budget=1, options=options)
@@ -53,7 +53,7 @@ def test_measured_seconds_are_drawn_where_there_are_any() -> None:
     assert {bar.get_width() for bar in moves.patches} == {0.5}  # type: ignore[attr-defined]  # they are rectangles
 
 
-def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _tiled()
     plan.plot(tmp_path / "plan.png")
     plan.plot(str(tmp_path / "plan.svg"))
@@ -71,7 +71,7 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "plan.png").read_bytes() == png
 
 
-def test_a_plan_of_nothing_is_not_drawn(tmp_path: Path) -> None:
+def test_a_plan_without_operators_is_not_drawn(tmp_path: Path) -> None:
     plan = replace(_tiled(), timeline=sft.Timeline(entries=()))
     with pytest.raises(sft.InputError, match="nothing to draw"):
         plan.plot(tmp_path / "plan.png")

@@ -1,4 +1,4 @@
-"""What a chain of stages says of a model."""
+"""Staged models: stages, their bytes and seconds, and buffer updates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.helpers.problems import problem_of
 
 
 @pytest.mark.parametrize("build", [lambda: resnet18(10), lambda: unet(1)], ids=["norms in training", "unet"])
-def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(build: Callable[[], nn.Module]) -> None:
-    """It is not lowered for that once more."""
+def test_bytes_without_residuals_follow_from_the_program_with_residuals(build: Callable[[], nn.Module]) -> None:
+    """No second lowering is needed."""
     staged = StagedModel(problem_of(build(), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     chain = staged.chain
     assert len(chain.stages) > 10
@@ -33,7 +33,7 @@ def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(bu
 
 @pytest.mark.parametrize("build", [lambda: resnet18(10), lambda: unet(1)], ids=["norms in training", "unet"])
 def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[], nn.Module]) -> None:
-    """What runs once behind a stage, as running statistics do, is counted with it."""
+    """Buffer updates that run once after a stage, such as running statistics, count towards it."""
     problem = problem_of(build(), (1, 3, 96, 64), training=True, passes=run_passes)
     rates = DeviceRates("cpu")
     stages = StagedModel(problem, rates).chain.stages
@@ -43,7 +43,7 @@ def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[]
 
 
 def test_no_stage_ends_within_a_norm() -> None:
-    """Also not where its affine map waits for another phase: torch's own call does all of it, whatever the plan."""
+    """This includes norms with an affine map in a later phase: one torch call computes the entire norm in every plan."""
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     graph, asides = staged.problem.sized.graph, {name for nodes in staged.buffer_updates for name in nodes}
     stage_of = {name: number for number, nodes in enumerate(staged.stages) for name in nodes}
@@ -58,7 +58,7 @@ def test_no_stage_ends_within_a_norm() -> None:
     assert all(place[operand] < place[name] for name in place for operand in graph[name].operands if operand in place)
 
 
-def test_the_stage_behind_a_head_is_that_of_all_its_operators() -> None:
+def test_the_stage_after_a_head_follows_all_its_operators() -> None:
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     main = [name for nodes in staged.stages for name in nodes]
     for stage, place in enumerate(staged.stage_starts):

@@ -1,4 +1,4 @@
-"""The timeline of a plan: its bytes and FLOPs are the plan's, its moves are the order's, and it survives JSON."""
+"""Timeline of a plan: bytes and FLOPs equal the plan's, entries equal its schedule, and JSON round-trips."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Model(nn.Module):
 
 
 def _runs(lap: ScheduleOpRecord) -> Counter[tuple[int, int, int]]:
-    """How often each program runs. Those that finish a reduction are lowered anew each time, so what they do tells programs apart."""
+    """Number of runs of each program. Programs that finish a reduction are lowered anew each time, so they are compared by content."""
     found: Counter[tuple[int, int, int]] = Counter()
     for program, count in lap.runs:
         found[len(program.instructions), program.flops, program.peak_bytes] += count
@@ -57,7 +57,7 @@ _OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
-def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_and_flops_of_a_timeline_are_the_plans(options: dict[str, Any], training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     carried = import_module("sft.planner.materialize")  # `sft.plan` is the function
 
     def both(problem: PlanningProblem, region: Region) -> Projection:
@@ -81,7 +81,7 @@ def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training:
     assert [cost.flops for cost in timeline.costs()] == [segment.flops for segment in plan.segments]
 
 
-def test_what_runs_again_is_told_from_what_runs_first() -> None:
+def test_recomputations_differ_from_first_runs() -> None:
     model, options = seeded(TinyUNet), sft.Options(strategy="revolve")
     with pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, _SHAPE, budget=1, options=options)
@@ -120,7 +120,7 @@ def test_costs_are_sums_over_moves() -> None:
     assert Timeline(entries=()).costs() == () and Timeline(entries=()).peak_bytes == 0
 
 
-def test_idle_is_what_the_computation_waits_for_copies() -> None:
+def test_idle_seconds_are_waits_for_copies() -> None:
     assert _timeline().idle_seconds == 0
     rows: list[tuple[str, float, int, tuple[str, ...]]] = [
         ("F0+", 1.0, 0, ()),
@@ -151,7 +151,7 @@ def test_measured_seconds_are_not_mixed_with_estimated_ones() -> None:
         timeline.measured([1.0])
 
 
-def test_it_survives_json_and_cannot_be_changed() -> None:
+def test_a_timeline_survives_json_and_is_frozen() -> None:
     plan = sft.plan(_Model(), _SHAPE, options=sft.Options(tile=(8, None)))
     measured = replace(plan, timeline=plan.timeline.measured([0.1 * number for number in range(len(plan.timeline.entries))]))
     for one in (plan, measured):
@@ -170,7 +170,7 @@ def test_it_survives_json_and_cannot_be_changed() -> None:
         sft.Plan.from_json(json.dumps(data))
 
 
-def test_explain_says_what_segments_take() -> None:
+def test_explain_lists_seconds_of_segments() -> None:
     plan = sft.plan(_Model(), _SHAPE, options=sft.Options(tile=(8, None)))
     assert "estimated time" in plan.explain() and "Seconds of a step" not in plan.explain()
     text = plan.explain(costs=True)

@@ -1,4 +1,4 @@
-"""What crosses the borders of candidates, counted from one to the next, against each candidate's own segments."""
+"""Boundary memory of candidates, counted incrementally, against the segments of each candidate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
-    """Every candidate of a survey."""
+    """Check every candidate of a grid."""
     survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
     order = problem.sized.operators
     places = survey.axes.cut_at
@@ -44,7 +44,7 @@ def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
 
 
 def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[list[int], list[float], float]:
-    """What a candidate's tiled segments hand on, the strips of streamed values that are there, and the time of the link."""
+    """Boundary bytes of a candidate's tiled segments, bytes of its streamed strips, and link seconds."""
     problem = survey.problem
     choices = survey._choices(position, height, 0)
     streamed = set(streamable_values(problem, choices)) if survey.streams else set()
@@ -74,7 +74,7 @@ def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
 
 
 class _Twice(nn.Module):
-    """Returns what it goes on with, too, and reads a value again far behind the run that makes it."""
+    """A model that returns an intermediate value, and reads another one long after the run that makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_h
     _check(with_resources(problem, outputs_on_host=on_host), num_panels, streams=streams)
 
 
-def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network of n norms has about as many runs and candidates: what is asked about each must not be asked of all segments of each."""
+def test_candidates_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network of n norms has about n runs and n candidates, so work per candidate must not grow with its segments."""
     asked = 0
     crossing = import_module("sft.planner.cost.boundary_memory")
     num_panels = crossing.PlanningProblem.num_panels

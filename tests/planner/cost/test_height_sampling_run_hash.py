@@ -1,4 +1,4 @@
-"""Equal runs are surveyed as one: whatever their operators are called, and nothing else."""
+"""Structural run keys: runs that differ only in names are sampled once, and no others are merged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _likenesses(problem: PlanningProblem) -> list[Any]:
     return [structural_run_key(problem, phase.streamed, any_size=False) for phase in problem.sized.phases.phases if phase.streamed]
 
 
-def test_equal_blocks_are_alike() -> None:
+def test_equal_blocks_have_equal_keys() -> None:
     _, *inner, _ = _likenesses(_problem(*[_block() for _ in range(6)]))
     assert len(inner) >= 4
     assert len(set(inner)) == 1
@@ -57,20 +57,20 @@ def test_equal_blocks_are_alike() -> None:
         lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.LeakyReLU(0.1)),
     ],
 )
-def test_blocks_that_differ_are_not(other: Callable[[], nn.Module]) -> None:
+def test_different_blocks_have_different_keys(other: Callable[[], nn.Module]) -> None:
     same = _likenesses(_problem(*[_block() for _ in range(6)]))
     mixed = _likenesses(_problem(*[_block() for _ in range(3)], other(), *[_block() for _ in range(2)]))
     assert len(set(mixed)) > len(set(same))
 
 
-def test_what_needs_a_gradient_counts() -> None:
+def test_gradients_are_part_of_the_key() -> None:
     problem = _problem(*[_block() for _ in range(6)])
     weights = [node.name for node in problem.sized.graph.nodes if node.kind == "parameter" and len(node.shape) == 4]
     frozen = with_sized(problem, requires_grad=problem.sized.requires_grad - {weights[3]})
     assert len(set(_likenesses(frozen))) == len(set(_likenesses(problem))) + 1
 
 
-def test_other_sizes_are_alike_where_that_is_asked() -> None:
+def test_keys_for_any_size_are_equal_at_other_sizes() -> None:
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 1), _block(), _block())).float()
     problems = [problem_of(model, (1, 3, height, 48), training=True, passes=run_passes) for height in (64, 80)]
     names = [next(phase.streamed for phase in problem.sized.phases.phases if phase.streamed) for problem in problems]
@@ -105,7 +105,7 @@ def test_equal_blocks_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=max(5, settings().max_examples // 4))
 @given(dag=dags(), num_panels=st.integers(1, 2), on_host=st.booleans())
-def test_any_survey_is_as_if_all_runs_differed(dag: Dag, num_panels: int, on_host: bool) -> None:
+def test_grids_equal_those_without_sharing_between_runs(dag: Dag, num_panels: int, on_host: bool) -> None:
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=True, passes=run_passes)

@@ -1,4 +1,4 @@
-"""What reading inputs that are not resident costs: panels read all columns each, and a plan is chosen that knows it."""
+"""Cost of reading streamed inputs: each panel reads all columns, and the planner takes that into account."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _pixels(height: int, width: int) -> Any:
     ],
     ids=["strips", "panels", "panels restore", "restored", "slots", "tiles", "whole"],
 )
-def test_the_planner_counts_what_is_read(options: Options, restores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_bytes_read(options: Options, restores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[PlanningProblem, tuple[SegmentChoice, ...]]] = []
 
     def noting(problem: PlanningProblem, choices: Any) -> Any:
@@ -57,8 +57,8 @@ def test_the_planner_counts_what_is_read(options: Options, restores: bool, monke
     assert forward != backward or not restores
 
 
-def test_a_small_network_is_not_walked_in_panels_that_read_everything_again() -> None:
-    """A convolution that shrinks its image: tiles cost fewer calls and hardly more FLOPs, but every column of them reads the image."""
+def test_a_small_network_is_not_planned_in_panels_that_read_again() -> None:
+    """A convolution that shrinks its image: tiles need fewer calls and hardly more FLOPs, but every column of tiles reads the image."""
     model = seeded(lambda: chain(nn.Conv2d(3, 32, 4, stride=4, bias=False), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1)))
     model = model.float().train()
     source = ArraySource(_pixels(1024, 1024))
@@ -71,7 +71,7 @@ def test_a_small_network_is_not_walked_in_panels_that_read_everything_again() ->
     assert net.last_reading.forward.num_rows_read == net.last_reading.backward.num_rows_read == 1024
 
 
-def test_elsewhere_a_pass_lasts_at_least_as_long_as_its_reading() -> None:
+def test_on_a_device_a_pass_lasts_at_least_as_long_as_its_reads() -> None:
     assert DeviceRates("cpu").with_reading(2.0, 3e9) == pytest.approx(5.0)
     assert DeviceRates("cuda").with_reading(2.0, 3e9) == pytest.approx(3.0)
     assert DeviceRates("cuda").with_reading(4.0, 3e9) == pytest.approx(4.0)

@@ -1,4 +1,4 @@
-"""What a strip holds at sizes for which it was not lowered."""
+"""Memory profiles of strips at sizes for which they were not lowered."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _model(name: str) -> nn.Module:
     return _BUILDS[name]()
 
 
-def _surveys(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shared: WeightedLRU) -> list[CandidateGrid]:
-    """Surveys of a network at some sizes, and what they have in common."""
+def _grids(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shared: WeightedLRU) -> list[CandidateGrid]:
+    """Candidate grids of a network at several sizes that share results."""
     problems = problems_of(_model(name), [(1, 3, *shape) for shape in shapes], training=True)
     return [CandidateGrid(replace(problem, shared=shared), sft.Options(), "cpu", num_panels) for problem in problems]
 
@@ -43,7 +43,7 @@ def _surveys(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shar
     widths=st.tuples(st.integers(260, 700), st.integers(260, 700)),
     num_panels=st.sampled_from([1, 1, 2]),
 )
-def test_any_other_size_is_surveyed_as_if_it_were_the_first(
+def test_grids_of_any_other_size_equal_those_of_a_first_size(
     name: str, heights: tuple[int, int], widths: tuple[int, int], num_panels: int
 ) -> None:
     shapes = [(height // 32 * 32, width // 32 * 32) for height, width in zip(heights, widths, strict=True)]
@@ -51,14 +51,14 @@ def test_any_other_size_is_surveyed_as_if_it_were_the_first(
 
 
 @pytest.mark.parametrize(("name", "num_panels"), [("vgg16", 1), ("resnet18", 2), ("unet", 1)])
-def test_another_size_is_surveyed_as_if_it_were_the_first(name: str, num_panels: int) -> None:
+def test_a_grid_of_another_size_equals_that_of_a_first_size(name: str, num_panels: int) -> None:
     _compare(name, [(864, 416), (352, 320)], num_panels)
 
 
 def _compare(name: str, shapes: Sequence[tuple[int, int]], num_panels: int) -> None:
-    """Of two sizes the second has the same survey behind the first and alone; else plans would depend on which came first."""
-    _, second = _surveys(name, shapes, num_panels, WeightedLRU())
-    (alone,) = _surveys(name, shapes[1:], num_panels, WeightedLRU())
+    """The grid of a second size equals the grid computed alone; otherwise plans would depend on the order of sizes."""
+    _, second = _grids(name, shapes, num_panels, WeightedLRU())
+    (alone,) = _grids(name, shapes[1:], num_panels, WeightedLRU())
     for one, other in (
         (second.estimates.peak_bytes, alone.estimates.peak_bytes),
         (second.estimates.cost, alone.estimates.cost),
@@ -80,14 +80,14 @@ def test_strips_of_tall_images_are_lowered_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(sampling, "emit_strip", counting)
     shared = WeightedLRU()
-    _surveys("vgg16", [(8192, 2048)], 1, shared)
+    _grids("vgg16", [(8192, 2048)], 1, shared)
     at_first, lowered = lowered, 0
-    _surveys("vgg16", [(8192, 1024), (9216, 1536)], 1, shared)
+    _grids("vgg16", [(8192, 1024), (9216, 1536)], 1, shared)
     assert at_first >= 4
     assert lowered == 0
 
 
-def test_what_is_shared_is_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_results_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("sft.common.weighted_lru"), "_MAX_WEIGHT", 2)
     shared = WeightedLRU()
     made: list[str] = []

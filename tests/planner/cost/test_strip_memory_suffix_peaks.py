@@ -1,4 +1,4 @@
-"""What the operators behind any place hold, read off one program, against a count of each place's own storages."""
+"""Suffix peaks of one program, against a direct count of each suffix's storages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.problems import problem_of
 
 
 def _peak(instructions: Sequence[Instruction], inside: frozenset[str]) -> int:
-    """Most bytes of storages that these operators make, at an instruction of theirs."""
+    """Peak bytes of the storages that these operators make, at their own instructions."""
     own: dict[int, int] = {}
     now = most = 0
     for instruction in instructions:
@@ -33,7 +33,7 @@ def _peak(instructions: Sequence[Instruction], inside: frozenset[str]) -> int:
 
 @settings(max_examples=max(5, settings().max_examples // 4))
 @given(dag=dags(), training=st.booleans(), data=st.data())
-def test_any_place_of_any_network(dag: Dag, training: bool, data: st.DataObject) -> None:
+def test_any_suffix_of_any_network(dag: Dag, training: bool, data: st.DataObject) -> None:
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
@@ -44,5 +44,5 @@ def test_any_place_of_any_network(dag: Dag, training: bool, data: st.DataObject)
     np.testing.assert_array_equal(found, [_peak(listed, frozenset(order[cut:])) for cut in cuts])
 
 
-def test_nothing_holds_nothing() -> None:
+def test_an_empty_program_has_no_bytes() -> None:
     np.testing.assert_array_equal(suffix_peaks([], {}, [0, 0]), [0.0, 0.0])

@@ -1,4 +1,4 @@
-"""What a GPU takes besides tensors is measured before a plan is accepted: here the CPU plays one, with blocks and workspaces."""
+"""Allocator overhead is measured before a plan is accepted; a simulated GPU on the CPU has blocks and workspaces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHAPE = (2, 3, 48, 40)
 
 
 class _GpuMeter(_DispatchMeter):
-    """Counts storages as blocks, too, and a workspace of a quarter of the image for every convolution."""
+    """Simulated GPU memory: storages as blocks, and a workspace of a quarter of the image for every convolution."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -128,7 +128,7 @@ _NETWORKS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
-def test_a_step_takes_no_more_than_is_projected(make: Callable[[], nn.Module], options: dict[str, Any], gpu: None) -> None:
+def test_a_step_needs_no_more_than_projected(make: Callable[[], nn.Module], options: dict[str, Any], gpu: None) -> None:
     model = seeded(make)
     net = sft.compile(model, _SHAPE, budget="64MiB", options=sft.Options(**options))
     x = image(*_SHAPE)
@@ -147,8 +147,8 @@ def test_a_step_takes_no_more_than_is_projected(make: Callable[[], nn.Module], o
 
 
 @pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
-def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    """The same walk, and the same sums over programs: only sizes differ."""
+def test_without_rounding_the_simulated_allocator_equals_the_projection(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    """Same simulation and same sums over programs; only sizes differ."""
 
     class Exactly(AllocatorRounding):
         def size(self, num_bytes: int) -> int:
@@ -171,8 +171,8 @@ def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Cal
     assert found and all(ours == projected for ours, projected in found)
 
 
-def test_the_plan_leaves_room_for_what_the_device_takes(gpu: None) -> None:
-    """A budget that the projection alone would fill: another plan is found, its overhead fits, and so does what is measured."""
+def test_the_plan_leaves_room_for_device_overhead(gpu: None) -> None:
+    """A budget that the projection alone would fill: another plan is chosen, and it fits with its overhead and as measured."""
     model, x = seeded(ConvNet), image(*_SHAPE)
     plain = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(strategy="none")).plan
     budget_bytes = plain.total_bytes - 1  # all whole and its overhead do not fit
@@ -185,7 +185,7 @@ def test_the_plan_leaves_room_for_what_the_device_takes(gpu: None) -> None:
     assert_exact(seeded(ConvNet), x, budget=budget_bytes)
 
 
-def test_refusals_name_what_the_device_takes(gpu: None) -> None:
+def test_refusals_name_device_overhead(gpu: None) -> None:
     with pytest.raises(sft.BudgetError, match="On a GPU the allocator's blocks and libraries' workspaces come on top") as first:
         sft.compile(seeded(ConvNet), _SHAPE, budget=1)
     with pytest.raises(sft.BudgetError, match=r"for blocks and workspaces of the device") as second:
@@ -194,7 +194,7 @@ def test_refusals_name_what_the_device_takes(gpu: None) -> None:
     assert first.value.needed_bytes < net.plan.total_bytes <= second.value.needed_bytes
 
 
-def test_a_plan_from_elsewhere_is_tried_here(gpu: None) -> None:
+def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
     model = seeded(Residual)
     net = sft.compile(copy.deepcopy(model), _SHAPE)
     handed_in = sft.Plan.from_json(net.plan.to_json())
@@ -204,7 +204,7 @@ def test_a_plan_from_elsewhere_is_tried_here(gpu: None) -> None:
         sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes - 1)
 
 
-def test_rivals_have_their_overhead(gpu: None) -> None:
+def test_timed_alternatives_have_their_overhead(gpu: None) -> None:
     net = sft.compile(seeded(ConvNet), _SHAPE, budget="1MiB", options=sft.Options(profile="measure"))
     assert net.plan.projected_seconds is not None
     assert net.plan.overhead_bytes > 0 and net.plan.total_bytes <= 2**20
@@ -231,7 +231,7 @@ def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a trial would need room for a second copy of them."""
+    """A trial with its own weights would need memory for a second copy."""
     monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
     bound = []
     make = ProgramBenchmark._input_for
@@ -252,7 +252,7 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_device_that_others_fill(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_filled_by_other_processes(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(trial: ProgramBenchmark, *, is_last: bool = False) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -262,7 +262,7 @@ def test_a_device_that_others_fill(gpu: None, monkeypatch: pytest.MonkeyPatch) -
         sft.compile(seeded(Residual), _SHAPE)
 
 
-def test_how_the_allocator_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [AllocatorRounding().size(n) for n in (0, 1, 512, 513, 2**20, 2**20 + 1)] == [0, 512, 512, 1024, 2**20, 2**20 + 512 + 2**20]
     assert _EXACTLY.size(2**20 + 1) == 2**20 + 512
     for name, value, splits in (
@@ -286,7 +286,7 @@ def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
-    """Libraries look for algorithms on each thread, and what a search takes is no part of a plan."""
+    """Libraries search for algorithms on each thread, and the memory of that search is not part of a plan."""
     there: list[torch.device] = []
     tried = []
     measure = OverheadEstimator._measure

@@ -1,4 +1,4 @@
-"""Predicted time: what is timed, how often it counts, and that nothing of the caller's changes. No test looks at a clock."""
+"""Step timer: timed programs, their number of runs, and an unchanged caller state. Times are simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _model() -> nn.Module:
 
 
 def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanningProblem, Region]:
-    """The problem and the region that a timed plan is made of."""
+    """Problem and region of a timed plan."""
     seen: list[tuple[PlanningProblem, Region]] = []
 
     def note(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool) -> tuple[float, ...]:
@@ -44,7 +44,7 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanningP
 
 
 class _Counting(SimulatedMachine):
-    """Notes which programs run."""
+    """Records the programs that run."""
 
     programs: list[Program]
 
@@ -54,7 +54,7 @@ class _Counting(SimulatedMachine):
 
 
 @pytest.mark.parametrize("options", [{"tile": (8, None)}, {"tile": (8, 16)}, {"tile": (8, None), "state_slots": 2}, {"strategy": "none"}])
-def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_sum_of_its_program_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     problem, region = _planned(monkeypatch, **options)
     counting = _Counting()
     counting.programs = []
@@ -71,7 +71,7 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
 
 
 def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are the model's, images are ours. Convolutions that found their weights channels last were timed as too fast."""
+    """Weights have the model's layout, images the program's. Regression: convolutions with channels-last weights were timed as too fast."""
     problem, region = _planned(monkeypatch, tile=(8, None))
     made_once, seen = ProgramBenchmark._input_for, dict[str, set[bool]]()
 
@@ -100,7 +100,7 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
 
 
-def test_new_pages_are_paid_for_once_and_large_buffers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_pages_count_once_and_large_buffers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     price = {"zeros of new pages": 3.0 * 2**26, "zeros of old pages": 2.0 * 2**26}  # a second a byte
     monkeypatch.setattr(TimingMachine, "_cached_seconds", lambda _, key, __: price.get(key, 0.25))
     large, stopwatch = LARGE_BUFFER_BYTES, TimingMachine()
@@ -123,7 +123,7 @@ def test_new_pages_are_paid_for_once_and_large_buffers_each_time(monkeypatch: py
     assert paid == [1024, 512.25, 512, 0, large, large]
 
 
-def test_nothing_of_the_callers_changes() -> None:
+def test_timing_leaves_the_callers_state_unchanged() -> None:
     model = _model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -136,7 +136,7 @@ def test_nothing_of_the_callers_changes() -> None:
     assert "projected time" in net.plan.explain()
 
 
-def test_time_is_measured_where_it_is_asked_for() -> None:
+def test_time_is_measured_with_profile_measure() -> None:
     assert sft.plan(_model(), _SHAPE).projected_seconds is None
     assert sft.plan(_model().to("meta"), _SHAPE, options=sft.Options(profile="measure")).projected_seconds is None
     with pytest.raises(sft.InputError, match="profile 'always'"):

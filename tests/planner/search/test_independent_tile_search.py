@@ -1,4 +1,4 @@
-"""The paper's independent tiles among the planner's candidates: what they compute is known before they are lowered, and none is missed."""
+"""Independent tiles among the planner's candidates: FLOPs are known before lowering, and no better plan in tiles is missed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _resnet() -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("build", [_vgg, _resnet])
-def test_what_tiles_compute_is_known_before_they_are_lowered(build: Callable[[], nn.Module], training: bool) -> None:
+def test_flops_of_tiles_are_known_before_lowering(build: Callable[[], nn.Module], training: bool) -> None:
     problem = problem_of(build(), (1, 3, 768, 640), training=training)
     survey = CandidateGrid(problem, Options(), "cpu")
     seen = 0
@@ -58,7 +58,7 @@ def test_what_tiles_compute_is_known_before_they_are_lowered(build: Callable[[],
 
 @pytest.mark.parametrize(("size", "memory"), [(5120, 0.7), (5120, 0.12), (20_480, 0.019)])
 def test_no_plan_of_the_paper_takes_less_time_than_the_planners(size: int, memory: float) -> None:
-    """At 20,480 x 20,480 and 11 GiB VGG-16 was planned in strips that restored states, 2 % slower than in tiles."""
+    """Regression: at 20,480 x 20,480 and 11 GiB VGG-16 was planned in strips that restored states, 2 % slower than in tiles."""
     with torch.device("meta"):
         model = _vgg()
     shape = (1, 3, size, size)
@@ -71,7 +71,7 @@ def test_no_plan_of_the_paper_takes_less_time_than_the_planners(size: int, memor
         assert any(segment.halo == "recompute" and segment.num_panels > 1 for segment in ours.segments)
 
 
-def test_tiles_are_found_where_no_strips_fit() -> None:
+def test_tiles_are_planned_where_no_strips_fit() -> None:
     """Independent tiles hold no states: the smallest plan of this network is one of them, and any budget from there on is enough."""
     model, shape = seeded(TinyUNet).double(), (1, 3, 96, 64)
     with pytest.raises(sft.BudgetError) as refused:
@@ -85,8 +85,8 @@ def test_tiles_are_found_where_no_strips_fit() -> None:
         assert all(segment.halo == "recompute" for segment in report.plan.segments if segment.mode == "tiled")
 
 
-def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
-    """At sizes that are no multiples tiles began at other places between two pixels of the deepest level: each was a program of its own."""
+def test_tiles_end_at_whole_strides_if_strides_are_small() -> None:
+    """Regression: at sizes that are no multiples, tiles began at different offsets within a stride, so each had its own program."""
     with torch.device("meta"):
         model = unet(1, width=4)
     problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)
@@ -102,8 +102,8 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(tile_grids(Options(), SearchLimits())))
 
 
-def test_only_what_may_win_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips that should cost more than tiles that fit are not lowered, nor are all programs of tiles of which one is too large."""
+def test_only_plans_that_may_win_are_projected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips that should cost more than fitting tiles are not lowered; of tiles with one that is too large, only that one is."""
     projected: list[tuple[SegmentChoice, ...]] = []
 
     def counted(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:

@@ -1,4 +1,4 @@
-"""Plans with strips in front whose stages behind, and whose own states, wait on the host."""
+"""Plans with a tiled head, and stages and states that are offloaded to the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FEW = settings(max_examples=max(2, (settings.default or settings()).max_example
 
 @cache
 def _limits(name: str) -> tuple[int, int]:
-    """The smallest budget, and that of plain PyTorch."""
+    """Smallest working budget, and the bytes of plain PyTorch."""
     model = seeded(_MODELS[name])
     with pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, _SHAPE, budget=1, options=_HOST)
@@ -54,7 +54,7 @@ def _copied(plan: sft.Plan) -> set[str]:
     return {entry[1:] for entry in plan.order if entry[0] == ">"}
 
 
-def test_strips_in_front_and_stages_behind_that_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiled_head_with_offloaded_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(_MODELS["plain"])
     plans = [sft.plan(model, _SHAPE, budget=_budget("plain", share), options=_HOST) for share in (0.02, 0.1, 0.2, 0.35)]
     found = [plan for plan in plans if plan.segments[0].mode == "tiled" and plan.host_bytes]
@@ -105,7 +105,7 @@ def test_the_host_never_makes_a_plan_slower_and_lets_smaller_budgets_work(name: 
     assert faster or name == "residual"  # a shorter one, of which nothing is gained by the host
 
 
-def test_a_small_host_is_kept_to() -> None:
+def test_a_small_host_budget_is_kept() -> None:
     model = seeded(_MODELS["groupnorm"])
     for host_bytes in (1, 100_000):
         with pytest.raises(sft.BudgetError) as refused:
@@ -129,8 +129,8 @@ def test_any_budget_is_exact(name: str, share: float, link: float) -> None:
     assert_exact(seeded(_MODELS[name]), image(*_SHAPE), budget=_budget(name, share), options=options, input_grad=False, steps=1)
 
 
-def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads whose stages need several times the room were projected once each, which took longer than all else."""
+def test_heads_that_surely_do_not_fit_are_not_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads with stages that need several times the room were projected once each, which took most of the planning time."""
     behind = import_module("sft.planner.search.staged")
     found: list[int] = []
 
@@ -146,8 +146,8 @@ def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyP
     assert found and max(found) < 1.5 * 11 * 2**30
 
 
-def test_no_solver_is_asked_about_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of DenseNet-201 one needed twenty times the room; the search for the least budget of its chain took half of a second size's time."""
+def test_no_solver_runs_on_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage of DenseNet-201 needed twenty times the room; searching its chain's smallest budget took half of a second size's time."""
     behind = import_module("sft.planner.search.staged")
     asked: list[float] = []
     cheapest = behind._cheapest_tail

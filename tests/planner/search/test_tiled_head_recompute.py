@@ -1,4 +1,4 @@
-"""Plans that run a head in strips and stages behind it more than once."""
+"""Plans with a tiled head and recomputed stages after it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_auto_is_exact_at_every_budget_and_no_worse_than_its_parts(name: str) ->
             assert report.plan.flops <= 1.05 * other.flops
 
 
-def test_a_head_in_strips_and_stages_that_run_again() -> None:
+def test_a_tiled_head_with_recomputed_stages() -> None:
     model = seeded(_MODELS["identity"])
     least, optimal = _least(model, "auto"), _least(model, "optimal")
     plans = [sft.plan(model, _SHAPE, budget=least + (optimal - least) * i // 8) for i in range(8)]
@@ -83,8 +83,8 @@ class _TwoScales(nn.Module):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_what_runs_behind_the_stages_of_a_head_is_not_left_out(is_shared: bool) -> None:
-    """Running statistics are updated in the tail of a phase; where a head ended inside of it they were in no segment."""
+def test_buffer_updates_after_a_head_are_kept(is_shared: bool) -> None:
+    """Regression: running statistics are updated in the tail of a phase; if a head ended inside the phase they were in no segment."""
     model = seeded(lambda: _TwoScales(is_shared=is_shared))
     with pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, _SHAPE, budget=1)

@@ -1,4 +1,4 @@
-"""Times that were measured choose between plans; no test looks at a clock."""
+"""Choice between plans by measured times; the times are simulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _model() -> nn.Module:
 
 
 def _budget(model: nn.Module) -> int:
-    """Halfway between the least and plain PyTorch."""
+    """Budget halfway between the smallest plan and plain PyTorch."""
     plain = sft.plan(model, _SHAPE, options=sft.Options(strategy="none")).total_bytes
     with pytest.raises(sft.BudgetError) as caught:
         sft.plan(model, _SHAPE, budget=1)
@@ -33,7 +33,7 @@ def _budget(model: nn.Module) -> int:
 
 
 class _Judge:
-    """Gives each plan the seconds that it is told, in the order in which they are asked for, and remembers what was asked."""
+    """Simulated step timer: returns given seconds in the order of the calls, and records the timed regions."""
 
     def __init__(self, best: int | None = None) -> None:
         self.best = best
@@ -75,7 +75,7 @@ def test_the_fastest_of_the_plans_that_fit_is_taken(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (16, None)}, {"strategy": "sqrt"}])
-def test_what_was_asked_for_by_name_has_no_rivals(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_options_have_no_timed_alternatives(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Judge()
     monkeypatch.setattr("sft.api.plan_search.time_step", asked)
     sft.plan(_model(), _SHAPE, options=sft.Options(profile="measure", **options))

@@ -131,7 +131,7 @@ _DEEP = pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(
 
 @_DEEP
 def test_grids_count_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
-    """Compared at the sampled heights. Regression: with all strips taken for middle ones it was off by a tenth, threefold at low heights."""
+    """Compared at the sampled heights. Regression: taking all strips for middle ones it was off by a tenth, at low heights threefold."""
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
     grid = CandidateGrid(problem, sft.Options(), "cpu")
     num_compared = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +16,7 @@ from sft.planner.cost.roofline import source_bytes
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import segment_borders
 from sft.planner.search.tiled import CandidateGrid
+from sft.planner.sized_graph import SizedGraph
 from sft.planner.streamed_cuts import stream_seconds, streamable_values, with_streamed
 from tests.helpers.dag_nets import Dag, DagNet
 from tests.helpers.dags import dags
@@ -112,8 +111,7 @@ def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_h
 def test_candidates_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network of n norms has about n runs and n candidates, so work per candidate must not grow with its segments."""
     asked = 0
-    crossing = import_module("sft.planner.cost.boundary_memory")
-    num_panels = crossing.PlanningProblem.num_panels
+    num_panels = SizedGraph.num_panels
 
     def counted(*arguments: object) -> object:
         nonlocal asked
@@ -129,6 +127,6 @@ def test_candidates_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
         list(BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=True).advance(survey.axes.cut_at))
         return asked
 
-    monkeypatch.setattr(crossing.PlanningProblem, "num_panels", counted)
+    monkeypatch.setattr(SizedGraph, "num_panels", counted)
     few, many = count(4), count(8)
     assert few and many <= 2.5 * few

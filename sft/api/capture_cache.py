@@ -27,7 +27,7 @@ from sft.analysis.passes.pipeline import run_passes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 from sft.api.call_signature import CallSignature, CaptureKey, Shape
 from sft.common.errors import InputError, UnsupportedError
-from sft.planner.problem import specialize_graph, specialize_phases
+from sft.planner.sized_graph import specialize_graph, specialize_phases
 
 __all__ = ["CaptureCache", "CapturedModel", "SpecializedModel", "capture_model"]
 
@@ -79,7 +79,7 @@ class CapturedModel:
         """The model with all sizes as numbers; ``None`` if the capture does not hold for inputs of these shapes.
 
         Raises:
-            InputError, UnsupportedError: as :func:`sft.planner.problem.specialize_phases`.
+            InputError, UnsupportedError: as :func:`sft.planner.sized_graph.specialize_phases`.
         """
         symbols = self.capture.bind(shapes)
         if symbols is None:

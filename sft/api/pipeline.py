@@ -127,7 +127,7 @@ def prepare(
         plan=plan,
         region=region,
         captured=specialized.captured,
-        constant_outputs=problem.graph.constant_outputs,
+        constant_outputs=problem.sized.graph.constant_outputs,
         slab_pool=slab_pool,
         graphs=graphs,
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
@@ -149,7 +149,7 @@ def prepare_on_mesh(
         settings.budget_bytes,
         settings.options,
         outputs_in_bands=settings.destination.in_bands,
-        synchronized=synchronized_moments(model, problem.graph, settings.mesh),
+        synchronized=synchronized_moments(model, problem.sized.graph, settings.mesh),
     )
     rates = DeviceRates(signature.device.type)
     plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes, rates=rates)
@@ -157,7 +157,7 @@ def prepare_on_mesh(
     region = projected.planned.region
     if isinstance(settings.mesh, LiveMesh):
         region = projected.bands.region(settings.mesh.band, settings.backward_context)
-    return PreparedPlan(plan, region, specialized.captured, problem.graph.constant_outputs)
+    return PreparedPlan(plan, region, specialized.captured, problem.sized.graph.constant_outputs)
 
 
 def _recordable_graphs(
@@ -167,7 +167,7 @@ def _recordable_graphs(
     if not settings.options.cuda_graphs or device.type != "cuda":
         return None
     # Sharded weights are gathered anew for each pass, so their addresses change.
-    weights = () if settings.sharding else (node.name for node in problem.graph.nodes if node.kind in ("parameter", "buffer"))
+    weights = () if settings.sharding else (node.name for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer"))
     graphs = GraphCache.within(
         recordable_programs(region, training=plan.training),
         settings.budget_bytes - plan.total_bytes,

@@ -105,7 +105,7 @@ class PlanCache:
                 fitted = search(problem, model, signature, settings, self.plans.get(signature))
                 return prepare(fitted, specialized, model, signature, settings)
             finally:
-                problem.clear_memo()
+                problem.memo.clear()
 
 
 def _insert_bounded(entries: dict[CallSignature, ValueT], signature: CallSignature, value: ValueT, max_entries: int) -> None:

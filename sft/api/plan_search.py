@@ -138,14 +138,14 @@ class PlanSearch:
     def _fits_budget(self, fitted: FittedPlan) -> bool:
         """True if a plan fits together with its measured overhead."""
         projection = fitted.projected.projection
-        needed_bytes = fitted.problem.resident_bytes + projection.peak_bytes + projection.overhead_bytes
+        needed_bytes = fitted.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
         return needed_bytes <= self.settings.budget_bytes
 
     def _with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
         """The same problem with streamed weights."""
         settings, signature = self.settings, self.signature
         check_can_stream(settings.mesh, settings.sharding)
-        weights = weights_to_stream(self.model, problem.graph, signature.device, settings.options)
+        weights = weights_to_stream(self.model, problem.sized.graph, signature.device, settings.options)
         num_bytes = resident_bytes(
             self.model,
             settings.optimizer,
@@ -154,7 +154,7 @@ class PlanSearch:
             streamed=streamable_parameters(self.model),
         )
         check_optimizer_step(self.model, num_bytes, settings.budget_bytes)
-        return replace(problem, weights=weights, resident_bytes=num_bytes)
+        return replace(problem, resources=replace(problem.resources, weights=weights, resident_bytes=num_bytes))
 
     def _new_plan(self, problem: PlanningProblem) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
@@ -182,22 +182,22 @@ class PlanSearch:
 
     def _materialize(self, problem: PlanningProblem, plan: Plan | None) -> FittedPlan | None:
         """The region and projection of a plan's decisions; ``None`` if it is for other inputs."""
-        shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
-        if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
+        shapes = tuple(problem.sized.shapes[name] for name in problem.sized.graph.inputs)
+        if plan is None or plan.input_shapes != shapes or plan.training != problem.sized.training:
             return None
-        if plan.input_placements != problem.input_placements or plan.output_placements != problem.output_placements:
+        if plan.input_placements != problem.resources.input_placements or plan.output_placements != problem.resources.output_placements:
             return None
-        if (plan.streamed_weights > 0) != (problem.weights is not None):
+        if (plan.streamed_weights > 0) != (problem.resources.weights is not None):
             return None
         names = [name for segment in plan.segments for name in segment.nodes]
-        if sorted(names) != sorted(problem.operators):
+        if sorted(names) != sorted(problem.sized.operators):
             if self.signature.capture_key.autocast is not None:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
         _check_order(problem, names)
         if plan.repeat_budgets:
             problem = with_free_budgets(problem, plan.repeat_budgets)
-        schedule = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.training else None
+        schedule = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.sized.training else None
         projected = materialize(problem, tuple(segment.choice for segment in plan.segments), schedule)
         check_host(projected, self.settings.options.host_budget_bytes)
         check_device(problem, projected, self.settings.budget_bytes)
@@ -212,17 +212,19 @@ def _check_order(problem: PlanningProblem, names: Sequence[str]) -> None:
     """
     position = {name: number for number, name in enumerate(names)}
     for number, name in enumerate(names):
-        late = [operand for operand in problem.graph[name].operands if position.get(operand, -1) >= number]
+        late = [operand for operand in problem.sized.graph[name].operands if position.get(operand, -1) >= number]
         if late:
             raise InputError(f"the plan runs {name} before {late[0]}, which it reads; make a new one with sft.plan(model, ...)")
 
 
 def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch.device, *, cuda_graphs: bool) -> OverheadEstimator:
     """The estimator of device memory that plans of a problem take in addition to tensors."""
-    nodes = [node for node in problem.graph.nodes if node.kind in ("parameter", "buffer")]
+    nodes = [node for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer")]
     weights = {node.name: tensor_attribute(model, node.target) for node in nodes}
     plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
-    return OverheadEstimator(device, open_timing_cache(device), plain, num_streams=2 if cuda_graphs else 1, is_training=problem.training)
+    return OverheadEstimator(
+        device, open_timing_cache(device), plain, num_streams=2 if cuda_graphs else 1, is_training=problem.sized.training
+    )
 
 
 def _has_device_overhead(device: torch.device) -> bool:

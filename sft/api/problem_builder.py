@@ -25,6 +25,8 @@ from sft.common.errors import InputError, UnsupportedError
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.problem import PlanningProblem
+from sft.planner.resources import Resources
+from sft.planner.sized_graph import SizedGraph
 from sft.torch_runtime.profiling import table_folders
 
 __all__ = ["build_problem", "resolve_tensor"]
@@ -52,25 +54,28 @@ def build_problem(
     """
     captured, phases = specialized.captured, specialized.phases
     graph, device, options = phases.graph, signature.device, settings.options
-    problem = PlanningProblem(
+    sized = SizedGraph(
         phases=phases,
         requires_grad=_values_with_grad(model, signature, phases, captured.capture),
         channels_last=_channels_last_values(model, signature, graph, captured) - _outputs_in_files(settings.destination, graph),
         weights_in_layout=_weights_in_layout(model, graph),
+        splits_batch=signature.splits_batch,
+    )
+    resources = Resources(
+        sized=sized,
         resident_bytes=resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients),
         from_source=frozenset(name for name, is_read in zip(graph.inputs, signature.from_source, strict=True) if is_read),
         outputs_on_host=settings.destination.on_host,
-        splits_batch=signature.splits_batch,
         on_host=device.type in ("cpu", "meta"),
         host_budget_bytes=settings.host_budget_bytes(device),
         link=DeviceRates(device.type).link(options.link_bytes_per_second),
         skips_repeats=settings.skips_repeats,
         deterministic=signature.deterministic,
         backend=settings.backend or backend_for(options.backend, device, table_folders()),
-        shared=WeightedLRU() if shared is None else shared,
     )
+    problem = PlanningProblem(resources=resources, shared=WeightedLRU() if shared is None else shared)
     _check_sources(problem, options.batch_tile)
-    settings.destination.check([problem.dtypes[name] for name in graph.outputs])
+    settings.destination.check([problem.sized.dtypes[name] for name in graph.outputs])
     return problem
 
 
@@ -80,12 +85,12 @@ def _check_sources(problem: PlanningProblem, batch_tile: int | None) -> None:
     Raises:
         InputError: the model returns one, or it cannot be read in groups of batch elements.
     """
-    returned = sorted(problem.from_source.intersection(problem.graph.results))
+    returned = sorted(problem.resources.from_source.intersection(problem.sized.graph.results))
     if returned:
         raise InputError(f"{', '.join(returned)} is read strip by strip, but the model returns it whole; give it as a tensor")
-    if not problem.splits_batch and batch_tile is not None and batch_tile < problem.num_batch:
+    if not problem.sized.splits_batch and batch_tile is not None and batch_tile < problem.sized.num_batch:
         raise InputError(
-            f"batch_tile {batch_tile} takes {problem.num_batch} batch elements in parts, but a source or sink has no method "
+            f"batch_tile {batch_tile} takes {problem.sized.num_batch} batch elements in parts, but a source or sink has no method "
             "samples(batch); add one, or leave out batch_tile"
         )
 

@@ -14,7 +14,7 @@ from sft.api.outputs import OutputDestination
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape
 from sft.lower.context import Backend
-from sft.planner.options import OFFLOAD_STRATEGIES, Options
+from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.torch_runtime.host_memory import HostAllocator
 
@@ -70,5 +70,5 @@ class CompileSettings:
         On the CPU, device memory is host memory, so offloading saves no memory unless the options request it.
         """
         options = self.options
-        is_requested = options.host_budget is not None or options.host_folder is not None or options.strategy in OFFLOAD_STRATEGIES
+        is_requested = options.host_budget is not None or options.host_folder is not None or options.uses_host
         return 0 if device.type == "cpu" and not is_requested else options.host_budget_bytes

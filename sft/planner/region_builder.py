@@ -141,7 +141,7 @@ def _build_segment(
     full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
     scope = SegmentInfo(
         graph=problem.sized.graph,
-        rows=phases.rows,
+        specs=phases.rows,
         streamed=phases.streamed,
         names=choice.nodes,
         shapes=problem.sized.shapes,

@@ -150,7 +150,7 @@ class StagedModel:
         results = sum(forward.result_bytes.values())
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
-        kept = {roots[slot] for slot in forward.saved}
+        kept = {roots[slot] for slot in forward.residuals}
         loaded = sum(map(problem.sized.value_bytes, segment.from_source))  # for each pass
         return Stage(
             forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),

@@ -85,12 +85,12 @@ def test_the_problem_has_the_gradients_and_bytes_of_the_call() -> None:
     model = _model()
     model.get_submodule("0").requires_grad_(False)
     problem = _problem(model, _signature(model), _settings())
-    weights = {node.name for node in problem.graph.nodes if node.kind == "parameter" and node.target.startswith("0.")}
-    assert problem.training and weights and problem.requires_grad.isdisjoint({*weights, *problem.graph.inputs})
+    weights = {node.name for node in problem.sized.graph.nodes if node.kind == "parameter" and node.target.startswith("0.")}
+    assert problem.sized.training and weights and problem.sized.requires_grad.isdisjoint({*weights, *problem.sized.graph.inputs})
     grads = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert problem.resident_bytes == 4 * (sum(p.numel() for p in model.parameters()) + grads)
+    assert problem.resources.resident_bytes == 4 * (sum(p.numel() for p in model.parameters()) + grads)
     with torch.no_grad():
-        assert not _problem(model, _signature(model), _settings()).training
+        assert not _problem(model, _signature(model), _settings()).sized.training
 
 
 def test_a_streamed_input_that_the_model_returns_is_refused_by_the_problem() -> None:
@@ -109,7 +109,7 @@ def test_the_search_fits_the_budget_or_names_the_smallest() -> None:
     problem = _problem(model, signature, ample)
     plain, tiled = (search(problem, model, signature, settings) for settings in (ample, tight))
     assert isinstance(plain, FittedPlan) and plain.seconds is None
-    assert tiled.problem.resident_bytes + tiled.projected.projection.peak_bytes <= tight.budget_bytes
+    assert tiled.problem.resources.resident_bytes + tiled.projected.projection.peak_bytes <= tight.budget_bytes
     assert tiled.projected.projection.peak_bytes < plain.projected.projection.peak_bytes
     with pytest.raises(sft.BudgetError) as refusal:
         search(problem, model, signature, _settings("10KiB"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -113,7 +115,7 @@ def test_candidates_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
     num_panels = SizedGraph.num_panels
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: Any) -> int:
         nonlocal asked
         asked += 1
         return num_panels(*arguments)

@@ -36,16 +36,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import Graph
 from sft.analysis.ir.ops import Operator
+from sft.common.array_types import BoolArray, IntArray
 
-__all__ = ["BoolArray", "StripRanges", "constant_strips_backward", "constant_strips_forward", "is_constant_per_strip"]
-
-BoolArray = npt.NDArray[np.bool_]
-IntArray = npt.NDArray[np.int64]
+__all__ = ["StripRanges", "constant_strips_backward", "constant_strips_forward", "is_constant_per_strip"]
 
 
 class StripRanges(Protocol):

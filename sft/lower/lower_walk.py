@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from sft.analysis.tiling.independent_tiles import TileSchedule
 from sft.analysis.tiling.strips import NodeRows, StripSchedule
+from sft.common.array_types import IntArray
 from sft.common.interval import Interval
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import GradContribution, NodeContext, SegmentInfo
@@ -26,7 +24,6 @@ from sft.lower.strip_keys import BackwardFragment, ForwardFragment, Interner, Op
 
 __all__ = ["StripPrograms"]
 
-IntArray = npt.NDArray[np.int64]
 
 #: The parts of an operator in one pass have fewer slots than this.
 _SLOTS_PER_FRAGMENT = 1 << 20

@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import IntArray
 from sft.lower.program import Program
 from sft.runtime.streamed_inputs import input_buffer_bytes, input_strip_bytes
 from sft.runtime.strip_checkpoints import Checkpoints
@@ -29,7 +30,6 @@ from sft.runtime.tiled_layout import Sweep, TiledLayout
 
 __all__ = ["ProgramRuns", "SweepProfile", "SweepProfiles", "first_block_rows", "live_bytes_per_action", "profile_sweep"]
 
-Ints = npt.NDArray[np.int64]
 #: Programs, each with its number of runs.
 ProgramRuns = tuple[tuple[Program, int], ...]
 #: Maximum number of state pairs in a table over all values.
@@ -122,7 +122,7 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
     backward_runs = list(zip(joint, num_of_kind, strict=True))
 
-    def restore(strips: Ints, alive: Ints) -> int:
+    def restore(strips: IntArray, alive: IntArray) -> int:
         """Peak of strips that run forward to restore carried rows; counts their FLOPs and runs."""
         nonlocal flops
         programs = {int(k): segment.program("restore", int(first[k]), sweep) for k in np.unique(kinds[strips])}
@@ -169,7 +169,7 @@ class SweepProfiles:
         return profile
 
 
-def first_block_rows(frontier: Ints, kept: Ints) -> Ints:
+def first_block_rows(frontier: IntArray, kept: IntArray) -> IntArray:
     """First row of the cached blocks of each state, [value, state]; a state retains complete blocks.
 
     Args:
@@ -186,12 +186,12 @@ def first_block_rows(frontier: Ints, kept: Ints) -> Ints:
     return first_rows
 
 
-def _stack_rows(rows: list[Ints], length: int) -> Ints:
+def _stack_rows(rows: list[IntArray], length: int) -> IntArray:
     """Array with a row for each value; a segment that only reduces its source has none."""
     return np.stack(rows) if rows else np.zeros((0, length), dtype=np.int64)
 
 
-def _is_needed_later(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDArray[np.bool_]:
+def _is_needed_later(frontier: IntArray, kept: IntArray, states: IntArray, num_steps: int) -> npt.NDArray[np.bool_]:
     """For each value and strip, True if the next kept state needs the strip's block."""
     following = np.searchsorted(states, np.arange(1, num_steps + 1))
     exists = following < len(states)
@@ -201,7 +201,7 @@ def _is_needed_later(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -
     return exists[None, :] & (frontier[:, 1:] > kept[:, state])
 
 
-def _live_bytes_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Ints:
+def _live_bytes_before(frontier: IntArray, kept: IntArray, blocks: IntArray, lasting: IntArray) -> IntArray:
     """Bytes in the carry cache before each strip of the forward sweep."""
     num_steps = blocks.shape[1]
     total = np.zeros(num_steps, dtype=np.int64)
@@ -215,7 +215,7 @@ def _live_bytes_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) 
     return np.concatenate([[0], total[:-1]])
 
 
-def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: Ints) -> Ints:
+def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: IntArray, frontier: IntArray, begins: IntArray) -> IntArray:
     """Bytes in the carry cache before each action of the backward sweep, [..., action].
 
     Args:
@@ -231,13 +231,13 @@ def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: Ints, frontier: I
     ]
     change = np.zeros((*row_bytes.shape[:-1], num_actions + 1), dtype=np.int64)
     np.add.at(change.T, at, (sign * np.concatenate(sizes, axis=-1)).T)
-    live: Ints = np.cumsum(change, axis=-1)[..., :-1]
+    live: IntArray = np.cumsum(change, axis=-1)[..., :-1]
     return live
 
 
 # Segments of a plan, and the strip heights of a survey, have few distinct numbers of strips.
 @lru_cache(maxsize=64)
-def _state_changes(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints, Ints, Ints, Ints]:
+def _state_changes(checkpoints: Checkpoints, num_strips: int) -> tuple[int, IntArray, IntArray, IntArray, IntArray]:
     """Changes of the retained states in a backward sweep.
 
     Retained states form a stack. State ``h`` adds to the state below it, ``g``, the blocks of strips ``g..h-1`` whose rows it needs. Every
@@ -264,6 +264,6 @@ def _state_changes(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints
     return len(actions), at, sign, below, above
 
 
-def _chunks(indices: Ints) -> list[Ints]:
+def _chunks(indices: IntArray) -> list[IntArray]:
     """Chunks of the indices, which bound the size of tables over all values."""
     return [indices[start : start + _MAX_PAIRS] for start in range(0, len(indices), _MAX_PAIRS)]

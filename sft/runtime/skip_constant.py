@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sft.analysis.ir.axes import ROWS, Axes
-from sft.analysis.tiling.constant_strips import BoolArray, constant_strips_backward, constant_strips_forward, is_constant_per_strip
+from sft.analysis.tiling.constant_strips import constant_strips_backward, constant_strips_forward, is_constant_per_strip
+from sft.common.array_types import BoolArray, IntArray
 from sft.common.interval import Interval
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Port, PositionalFunction, Program, slots_of
@@ -42,7 +42,6 @@ from sft.runtime.tiled_layout import Sweep, TiledLayout
 
 __all__ = ["ConstantStripOps", "SimulatedStripOps", "SkipConstantStrips", "comparison_chunk_rows"]
 
-Ints = npt.NDArray[np.int64]
 
 #: Elements that are compared at a time; a row with more is compared by itself.
 _CHUNK_ELEMENTS = 1 << 20
@@ -141,7 +140,7 @@ class SkipConstantStrips(StripPolicy):
             num_bytes = max(num_bytes, extent + min(extent, comparison_chunk_rows(elements)) * (elements + 1))
         return num_bytes
 
-    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> Ints:
+    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> IntArray:
         num_bytes = np.array([_separate_grad_bytes(segment, program) for program in programs], dtype=np.int64)
         return num_bytes * segment.consecutive_signatures
 

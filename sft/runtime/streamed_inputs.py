@@ -17,8 +17,8 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from sft.common.array_types import BoolArray, IntArray
 from sft.common.interval import Interval
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Port
@@ -29,8 +29,6 @@ from sft.sources.strip_reader import reader_bytes_at
 
 __all__ = ["SweepDirection", "input_buffer_bytes", "input_strip_bytes", "open_loaders", "reads_skipped_strips", "row_read_order"]
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 #: Result of a sweep: outputs, states alone, or gradients.
 SweepDirection = Literal["forward", "restore", "backward"]
@@ -58,14 +56,14 @@ def row_read_order(
 
 def _strips_read(
     segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS
-) -> Iterator[tuple[str, Ints, Ints]]:
+) -> Iterator[tuple[str, IntArray, IntArray]]:
     """First and end row of each strip that is read, in order, by input."""
     num_steps = segment.schedule.num_steps
     if direction == "backward":
         actions = segment.checkpoints.actions(num_steps)
         steps = np.array([action.strip for action in actions], dtype=np.int64)
         restores = np.array([action.kind == "forward" for action in actions], dtype=bool)
-        strips_by_kind: list[tuple[StripKind, Bools]] = [("restore", restores), ("joint", ~restores)]
+        strips_by_kind: list[tuple[StripKind, BoolArray]] = [("restore", restores), ("joint", ~restores)]
     else:
         steps = np.arange(segment.num_sweep_strips(direction))
         strips_by_kind = [(direction, np.ones(len(steps), dtype=bool))]
@@ -127,7 +125,7 @@ def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: S
     return total
 
 
-def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, sweep: Sweep) -> Ints:
+def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: IntArray, sweep: Sweep) -> IntArray:
     """Bytes of the strips of inputs that are not resident, for each of some strips.
 
     Args:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import IntArray
 from sft.lower.program import Port, Program
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from sft.runtime.tiled_layout import Sweep, TiledLayout
 
 __all__ = ["ALL_STRIPS", "RUN_ALL_STRIPS", "StripPolicy", "StripSelection"]
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class StripPolicy:
         """Peak of the device's bytes while the strips of a sweep are selected."""
         return 0
 
-    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> Ints:
+    def separate_grad_bytes(self, segment: TiledLayout, programs: list[Program]) -> IntArray:
         """Bytes that each of these backward programs, one for each strip signature, may need for gradients of its own."""
         return np.zeros(len(programs), dtype=np.int64)
 

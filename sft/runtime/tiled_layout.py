@@ -19,6 +19,7 @@ import torch
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.independent_tiles import TileSchedule, distinct_steps
 from sft.analysis.tiling.strips import NodeRows, StripSchedule, StripStep
+from sft.common.array_types import IntArray
 from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
 from sft.lower.lower_strip import StripKind
@@ -29,8 +30,6 @@ from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.strip_policy import RUN_ALL_STRIPS, StripPolicy
 
 __all__ = ["Sweep", "TiledLayout"]
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class TiledLayout:
             self._rows[key] = self.scope_of(sweep).rows_read(step)
         return self._rows[key]
 
-    def rows_read(self, name: str, sweep: Sweep) -> tuple[Ints, Ints]:
+    def rows_read(self, name: str, sweep: Sweep) -> tuple[IntArray, IntArray]:
         """First and end row (exclusive) of a source that each strip of a sweep reads."""
         return self._lowering(sweep).rows_read(name)
 

@@ -10,14 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
-import numpy as np
-import numpy.typing as npt
-
+from sft.common.array_types import FloatArray
 from sft.solvers.chain import HostLink
 
 __all__ = ["Edge", "QuantizedEdge", "min_remaining_seconds", "quantize_edges"]
-
-_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +58,7 @@ class Edge:
     up_backward_bytes: int = 0
     host_bytes: int = 0
     movable: bool = True
-    backward_curve: _Floats | None = field(default=None, compare=False, repr=False)
+    backward_curve: FloatArray | None = field(default=None, compare=False, repr=False)
     bucket_bytes: int = 1
 
 

@@ -34,13 +34,11 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import FloatArray, IntArray
 from sft.solvers.chain import HostLink
 from sft.solvers.edges import Edge, QuantizedEdge, min_remaining_seconds, quantize_edges
 
 __all__ = ["FluidPath", "PathStep", "search_paths"]
-
-_Ints = npt.NDArray[np.int64]
-_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +71,14 @@ class _Labels:
     and ``parent`` (row at the edge's source) lead back; ``buckets`` is the memory of the last edge's backward.
     """
 
-    device: _Ints
-    down: _Ints
-    up: _Ints
-    host: _Ints
-    seconds: _Floats
-    via: _Ints
-    parent: _Ints
-    buckets: _Ints
+    device: IntArray
+    down: IntArray
+    up: IntArray
+    host: IntArray
+    seconds: FloatArray
+    via: IntArray
+    parent: IntArray
+    buckets: IntArray
 
     def __len__(self) -> int:
         return len(self.device)
@@ -114,7 +112,7 @@ class _SearchState:
     host_limit: float
     max_labels: int
     incumbent_seconds: float
-    estimates: Mapping[int, tuple[_Floats, int]]
+    estimates: Mapping[int, tuple[FloatArray, int]]
     least_after: dict[int, float] = field(default_factory=dict)
     slots: list[QuantizedEdge] = field(default_factory=list)
     nodes: dict[int, _Labels] = field(default_factory=dict)
@@ -143,7 +141,7 @@ def search_paths(
     max_labels: int = 2000,
     num_paths: int = 1,
     incumbent_seconds: float = inf,
-    estimates: Mapping[int, tuple[_Floats, int]] | None = None,
+    estimates: Mapping[int, tuple[FloatArray, int]] | None = None,
 ) -> list[FluidPath]:
     """Fastest paths from node ``start`` to node ``end``, best first; empty if none fits.
 
@@ -222,7 +220,7 @@ def _extend_labels(state: _SearchState, labels: _Labels, number: int, leaves: bo
     return _Labels(device, down, up, host, total, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64), buckets)
 
 
-def _backward_options(state: _SearchState, number: int, settled: _Ints, returning: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+def _backward_options(state: _SearchState, number: int, settled: IntArray, returning: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
     """For each label the buckets, the need in slots and the seconds of an edge's backward.
 
     A backward with a curve takes the memory that is free without a wait; if it does not fit there, the least memory that it can run in.
@@ -239,7 +237,7 @@ def _backward_options(state: _SearchState, number: int, settled: _Ints, returnin
     return buckets, -(-buckets * edge.bucket_bytes // state.slot_bytes), seconds
 
 
-def _link_backward(state: _SearchState, number: int, seconds: _Floats) -> _Ints:
+def _link_backward(state: _SearchState, number: int, seconds: FloatArray) -> IntArray:
     """Slots that the link can carry during an edge's backward."""
     slots = state.slots[number]
     if state.edges[number].backward_curve is None:
@@ -305,7 +303,7 @@ def _most_promising(state: _SearchState, node: int, labels: _Labels, max_labels:
     return np.flatnonzero(chosen)
 
 
-def _link_seconds(state: _SearchState, labels: _Labels) -> _Floats:
+def _link_seconds(state: _SearchState, labels: _Labels) -> FloatArray:
     """Least time of the link until the backward is back at the same cut."""
     down, up = np.maximum(labels.down, 0) / state.down_rate, np.maximum(labels.up, 0) / state.up_rate
     return np.maximum(down, up) if state.link.full_duplex else down + up
@@ -341,7 +339,7 @@ def _best_paths(state: _SearchState, end: int, num_paths: int) -> list[FluidPath
     ]
 
 
-def _min_loss_wait_seconds(state: _SearchState, labels: _Labels) -> _Floats:
+def _min_loss_wait_seconds(state: _SearchState, labels: _Labels) -> FloatArray:
     """Lower bound on the wait at the loss, for all labels."""
     down, up = labels.down / state.down_rate, labels.up / state.up_rate
     both = np.maximum(down, up) if state.link.full_duplex else down + up

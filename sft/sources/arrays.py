@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import Pixels, Size, check_level, check_region
 from sft.sources.normalize import Normalizer
-from sft.sources.source import BoolArray, check_rows, check_samples, equal_rows
+from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.views import resolve_mpp
 
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]

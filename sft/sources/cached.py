@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sft.common.array_types import BoolArray
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, Size
 from sft.sources.row_blocks import RowBlocks
-from sft.sources.source import BoolArray, image_equal_rows
+from sft.sources.source import image_equal_rows
 from sft.sources.views import RasterView
 
 __all__ = ["Cached"]

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.arrays import map_npy_file
 from sft.sources.host_arrays import HostArray, as_host_array, check_mapping, release_pages
-from sft.sources.source import BoolArray, check_rows, check_samples, equal_rows
+from sft.sources.source import check_rows, check_samples, equal_rows
 
 __all__ = ["LabelSource"]
 

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, read_strips
-from sft.sources.source import BoolArray, check_rows, image_equal_rows
+from sft.sources.source import check_rows, image_equal_rows
 
 __all__ = ["Normalized", "Normalizer", "load_tensor"]
 

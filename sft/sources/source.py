@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.host_arrays import HostArray, release_pages
 
 __all__ = [
-    "BoolArray",
     "RepeatingImage",
     "RepeatingSource",
     "Source",
@@ -163,8 +163,6 @@ def select_samples(source: _Batched, batch: Interval) -> _Batched:
     part: _Batched = split(batch)
     return part
 
-
-BoolArray = npt.NDArray[np.bool_]
 
 #: Rows of arrays are compared in pieces of so many bytes.
 _PIECE_BYTES = 1 << 20

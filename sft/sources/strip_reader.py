@@ -26,16 +26,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sft.common.array_types import ByteArray, IntArray
 from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.common.interval import Interval
 from sft.sources.source import Source
 
 __all__ = [
-    "ByteArray",
     "PrefetchFailure",
     "PrefetchState",
     "StripReader",
@@ -51,9 +50,6 @@ __all__ = [
 
 _JOIN_SECONDS = 5.0
 _EMPTY = Interval(0, 0)
-
-ByteArray = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
 
 
 def row_bytes(source: Source) -> int:
@@ -77,7 +73,7 @@ def reader_bytes(intervals: Sequence[Interval], num_row_bytes: int, num_buffers:
     return reader_bytes_at(ends[:, 0], ends[:, 1], num_row_bytes, num_buffers)
 
 
-def reader_bytes_at(start: Ints, stop: Ints, num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
+def reader_bytes_at(start: IntArray, stop: IntArray, num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
     """The same, of strips that begin and end at these rows."""
     start, stop = start[stop > start], stop[stop > start]
     tallest = int((stop - start).max(initial=0))

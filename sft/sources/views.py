@@ -9,11 +9,12 @@ from operator import index
 from types import TracebackType
 from typing import Any, Self
 
+from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.image import WHITE, Image, Pixels, Size, check_level, check_region, valid_mpp
 from sft.sources.row_blocks import RowBlocks
-from sft.sources.source import BoolArray, image_equal_rows
+from sft.sources.source import image_equal_rows
 
 __all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resolve_mpp"]
 

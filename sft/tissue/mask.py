@@ -19,11 +19,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, missing_extra
-from sft.sources.source import BoolArray
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.polygons import MaskArray, Regions
 

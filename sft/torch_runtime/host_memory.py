@@ -22,19 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sft.common.array_types import ByteArray
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError, InternalError, SourceError
 from sft.common.pinned_memory import lock_pages
 from sft.sources.host_arrays import release_pages
 from sft.sources.sink import allocate_blocks, free_space_text
 
-__all__ = ["ByteArray", "HostAllocator", "HostSlabPool", "SlabLease"]
-
-ByteArray = npt.NDArray[np.uint8]
+__all__ = ["HostAllocator", "HostSlabPool", "SlabLease"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS, Axes
-from sft.analysis.tiling.constant_strips import BoolArray
+from sft.common.array_types import BoolArray
 from sft.common.errors import SftError, SourceError
 from sft.common.interval import Interval
 from sft.lower.program import Program

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import Axes
-from sft.analysis.tiling.constant_strips import BoolArray
+from sft.common.array_types import BoolArray, ByteArray
 from sft.common.interval import Interval
 from sft.sources.source import check_rows, check_samples
-from sft.torch_runtime.host_memory import ByteArray, HostAllocator
+from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
 from sft.torch_runtime.input_streaming import PassReading, SourceStripLoader
 

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from sft.common.array_types import FloatArray
 from sft.planner.cost.tiling import Tiling
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import can_stream
 
 __all__ = ["BoundaryMemory", "BoundaryTracker", "UntiledMemory", "untiled_memory"]
 
-Floats = npt.NDArray[np.float64]
 
 #: Host buffers of a reader of a streamed value.
 _READ_BUFFERS = 2
@@ -35,8 +34,8 @@ class BoundaryMemory:
         link_seconds: link seconds of a step, over all runs.
     """
 
-    made_bytes: Floats
-    strip_bytes: Floats
+    made_bytes: FloatArray
+    strip_bytes: FloatArray
     link_seconds: float
 
 

@@ -22,6 +22,7 @@ from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Ref, map_refs
 from sft.analysis.tiling.independent_tiles import tile_lengths_at
 from sft.analysis.tiling.strips import StripSchedule
+from sft.common.array_types import FloatArray
 from sft.common.interval import Interval
 from sft.lower.lower_strip import emit_strip
 from sft.planner.cost.roofline import DeviceRates
@@ -35,10 +36,8 @@ from sft.runtime.tiled_layout import Sweep
 from sft.runtime.tiled_segment import TiledSegment
 from sft.sources.strip_reader import reader_bytes_at
 
-__all__ = ["Floats", "RunSampler", "RunSamples", "TiledCosts", "halo_shares", "structural_run_key"]
+__all__ = ["RunSampler", "RunSamples", "TiledCosts", "halo_shares", "structural_run_key"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 #: Weight of a memory profile in the shared cache in addition to its operators, in operators.
 _PROFILE_WEIGHT = 16
@@ -62,13 +61,13 @@ class RunSamples:
 
     names: tuple[str, ...]
     cuts: tuple[int, ...]
-    num_steps: Floats
-    peak: Floats
-    overhead: Floats
-    forward_flops: Floats
-    flops: Floats
-    states: Floats
-    restored_share: Floats
+    num_steps: FloatArray
+    peak: FloatArray
+    overhead: FloatArray
+    forward_flops: FloatArray
+    flops: FloatArray
+    states: FloatArray
+    restored_share: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +82,10 @@ class TiledCosts:
         is_allowed: true if no strip is restored too often.
     """
 
-    states: Floats
-    peaks: tuple[Floats, ...]
-    cost: Floats
-    read_bytes: Floats
+    states: FloatArray
+    peaks: tuple[FloatArray, ...]
+    cost: FloatArray
+    read_bytes: FloatArray
     is_allowed: npt.NDArray[np.bool_]
 
     @classmethod
@@ -145,7 +144,7 @@ class RunSampler:
         sampled_heights = np.array([strip_rows[index] for index in indices], dtype=np.float64)
         all_heights = np.array(strip_rows, dtype=np.float64)
 
-        def spread(key: str) -> Floats:
+        def spread(key: str) -> FloatArray:
             columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in samples])  # [sample, ...]
             flat = columns.reshape(len(sampled_heights), -1)
             out = np.array([np.interp(all_heights, sampled_heights, column) for column in flat.T])
@@ -245,7 +244,7 @@ class RunSampler:
         key = ("outline", run_key, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
         return problem.memoize_across_sizes(key, compute, weight=_PROFILE_WEIGHT + len(scope.names)), extents
 
-    def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
+    def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> FloatArray:
         """FLOPs of the operators before each cut, including halos that tiles in the middle recompute, [cut, height].
 
         The ratio to FLOPs without halos is computed at some of the cuts, and interpolated between them.

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from sft.common.array_types import FloatArray
 from sft.lower.concat import add_slices
 from sft.lower.program import Instruction, Program
 from sft.planner.plan import SegmentChoice
@@ -25,7 +25,6 @@ from sft.solvers.chain import HostLink
 
 __all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "input_pass_bytes", "num_calls", "source_bytes"]
 
-Floats = npt.NDArray[np.float64]
 
 #: FLOPs that the device could compute while one instruction is issued.
 _CALL_FLOPS = {"cpu": 5e5}
@@ -59,7 +58,7 @@ class DeviceRates:
             cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
         return cost
 
-    def overheads(self, calls: Floats, num_bytes: Floats) -> Floats:
+    def overheads(self, calls: FloatArray, num_bytes: FloatArray) -> FloatArray:
         """Overheads of many instructions, given the calls and the allocated bytes of each."""
         costs = calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from sft.analysis.tiling.independent_tiles import TileSchedule
 from sft.analysis.tiling.strips import StripSchedule
+from sft.common.array_types import FloatArray, IntArray
 from sft.planner.problem import PlanningProblem
 from sft.planner.search_limits import SearchLimits
 from sft.runtime.analytic_profile import first_block_rows, live_bytes_per_action
@@ -22,14 +22,11 @@ from sft.runtime.strip_checkpoints import Checkpoints
 
 __all__ = ["closed_form_rows", "deduplicate_frontiers", "num_restored", "state_shares"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
-
-def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequence[str]) -> tuple[IntArray, IntArray, IntArray]:
     """Distinct frontiers and first kept rows, [row, state], and for each value the index of its row."""
     index_of: dict[tuple[int, int], int] = {}
-    pairs: list[tuple[Ints, Ints]] = []
+    pairs: list[tuple[IntArray, IntArray]] = []
     row_of = np.empty(len(names), dtype=np.int64)
     for number, name in enumerate(names):
         pair = schedule.frontier[name], schedule.kept[name]
@@ -42,7 +39,9 @@ def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequenc
     return np.stack([frontier for frontier, _ in pairs]), np.stack([kept for _, kept in pairs]), row_of
 
 
-def closed_form_rows(policies: Sequence[Checkpoints], carried: Floats, gained: Floats, num_steps: Floats, *, training: bool) -> Floats:
+def closed_form_rows(
+    policies: Sequence[Checkpoints], carried: FloatArray, gained: FloatArray, num_steps: FloatArray, *, training: bool
+) -> FloatArray:
     """Rows of values kept for states if all strips were as those of the middle, [value, height, policy].
 
     Args:
@@ -57,20 +56,25 @@ def closed_form_rows(policies: Sequence[Checkpoints], carried: Floats, gained: F
     spaced = np.minimum(carried[..., None], gained[..., None] * every)
     inner = np.minimum(carried, gained)[..., None] * (every - 1)
     kept_rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
-    by_policy: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), kept_rows)
+    by_policy: FloatArray = np.where(slots > 0, carried[..., None] * (slots + 1), kept_rows)
     return by_policy if training else np.broadcast_to(carried[..., None] * 2, kept_rows.shape)
 
 
 # Runs of a network have few distinct heights.
 @lru_cache(maxsize=1024)
-def num_restored(policies: tuple[Checkpoints, ...], num_steps: int) -> Floats:
+def num_restored(policies: tuple[Checkpoints, ...], num_steps: int) -> FloatArray:
     """Strips that run forward once more to restore states, [policy]."""
     return np.array([policy.num_restored(num_steps) for policy in policies], dtype=np.float64)
 
 
 def state_shares(
-    problem: PlanningProblem, policies: Sequence[Checkpoints], rows: tuple[Ints, Ints, Ints], row_bytes: Ints, carried: Ints, gained: Ints
-) -> Floats:
+    problem: PlanningProblem,
+    policies: Sequence[Checkpoints],
+    rows: tuple[IntArray, IntArray, IntArray],
+    row_bytes: IntArray,
+    carried: IntArray,
+    gained: IntArray,
+) -> FloatArray:
     """Ratio of counted to closed-form state bytes, [policy]; ones where counting takes too long.
 
     Args:
@@ -100,19 +104,19 @@ def state_shares(
 
 
 def _held_state_bytes(
-    policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints, limits: SearchLimits
-) -> dict[int, Ints]:
+    policies: Sequence[Checkpoints], frontier: IntArray, kept: IntArray, row_bytes: IntArray, limits: SearchLimits
+) -> dict[int, IntArray]:
     """State bytes at some moments of a backward sweep, [..., moment], by index of the policy; policies that take too long are left out.
 
     Arguments are arrays of [value, state], and the bytes of a row, [..., value].
     """
     num_steps, begins = frontier.shape[1] - 1, first_block_rows(frontier, kept)
-    held_bytes: dict[int, Ints] = {}
+    held_bytes: dict[int, IntArray] = {}
 
-    def bytes_of(states: Iterable[int]) -> Ints:
+    def bytes_of(states: Iterable[int]) -> IntArray:
         at = sorted(states)
         below = np.concatenate([np.zeros((len(frontier), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
-        rows: Ints = row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0).sum(axis=1)
+        rows: IntArray = row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0).sum(axis=1)
         return rows
 
     for index, policy in enumerate(policies):

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from sft.common.array_types import FloatArray, IntArray
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import SegmentInfo
 from sft.lower.program import Instruction, Port, Slot
@@ -32,8 +32,6 @@ __all__ = ["ExtentsByAxis", "StripMemoryModel", "suffix_peaks"]
 #: columns, and rows if a strip is the full image. Values are listed without names, so that equal runs share a profile.
 ExtentsByAxis = Mapping[int, Sequence[int]]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 #: Columns of a storage follow those of a value if they differ by less than this, and by at most the storage's own number.
 _MAX_BORDER = 128
@@ -110,7 +108,7 @@ class StripMemoryModel:
         self._cells = np.searchsorted(self._ends, starts, side="right") * self._num_times + times
         self._storages, self._signs = storages, signs.astype(np.float64)
 
-    def peaks(self, extents: ExtentsByAxis) -> Floats:
+    def peaks(self, extents: ExtentsByAxis) -> FloatArray:
         """Peak bytes of each prefix, as if it were a program of its own.
 
         The value of the last operator before a cut crosses it: it is not counted among the carried rows.
@@ -126,16 +124,16 @@ class StripMemoryModel:
         alive = np.bincount(self._cells, weights=weights, minlength=(num_ends + 1) * num_times).reshape(num_ends + 1, num_times)[:num_ends]
         np.cumsum(alive, axis=0, out=alive)
         np.cumsum(alive, axis=1, out=alive)
-        peaks: Floats = alive.max(axis=1)[np.searchsorted(self._ends, self._cuts + 1)]
+        peaks: FloatArray = alive.max(axis=1)[np.searchsorted(self._ends, self._cuts + 1)]
         return peaks
 
-    def overheads(self, extents: ExtentsByAxis, rates: DeviceRates) -> Floats:
+    def overheads(self, extents: ExtentsByAxis, rates: DeviceRates) -> FloatArray:
         """Cost of the instructions of each prefix in addition to FLOPs; ``extents`` as in :meth:`peaks`."""
         sizes = self._sizes.at(extents)[: len(self._makers)]
-        num_bytes: Floats = np.bincount(self._makers, weights=sizes, minlength=len(self._owners)).astype(np.float64)
+        num_bytes: FloatArray = np.bincount(self._makers, weights=sizes, minlength=len(self._owners)).astype(np.float64)
         costs = rates.overheads(self._num_calls, num_bytes)
         total = np.concatenate([[0.0], np.cumsum(np.bincount(self._owners, weights=costs, minlength=1))])
-        overheads: Floats = total[np.minimum(self._cuts, len(total) - 1)]
+        overheads: FloatArray = total[np.minimum(self._cuts, len(total) - 1)]
         return overheads
 
     def ports(self, extents: ExtentsByAxis) -> list[tuple[Port, float]]:
@@ -154,11 +152,11 @@ class _StorageSizes:
         self._extents = self._as_arrays(extents)
         self._side_shapes = {slot.shape for port, slot in builder.ports.items() if port.role in ("side", "grad_side")}
         self._rows: list[tuple[float, list[tuple[int, int]]]] = []
-        self._base: Floats = np.zeros(0)
+        self._base: FloatArray = np.zeros(0)
         #: per axis: index of the value that each storage follows, and the constant offset
-        self._followed: list[tuple[Ints, Ints]] = []
+        self._followed: list[tuple[IntArray, IntArray]] = []
 
-    def _as_arrays(self, extents: ExtentsByAxis) -> list[tuple[int, Ints]]:
+    def _as_arrays(self, extents: ExtentsByAxis) -> list[tuple[int, IntArray]]:
         """Extents of all values per axis, with a final 1 for storages that follow no value."""
         return [(axis, np.array([*known, 1], dtype=np.int64)) for axis, known in extents.items()]
 
@@ -191,7 +189,7 @@ class _StorageSizes:
             self._followed.append((pairs[:, 0], pairs[:, 1]))
         self._rows.clear()
 
-    def at(self, extents: ExtentsByAxis) -> Floats:
+    def at(self, extents: ExtentsByAxis) -> FloatArray:
         """Bytes of all storages for these extents."""
         num_bytes = self._base
         for (_, known), (index, offset) in zip(self._as_arrays(extents), self._followed, strict=True):
@@ -230,7 +228,7 @@ def _first_positions(builder: ProgramBuilder, used: Sequence[Sequence[Slot]], in
     return first
 
 
-def suffix_peaks(instructions: Sequence[Instruction], index_of: Mapping[str, int], cuts: Iterable[int]) -> Floats:
+def suffix_peaks(instructions: Sequence[Instruction], index_of: Mapping[str, int], cuts: Iterable[int]) -> FloatArray:
     """Peak bytes in the storages of the operators from each cut on, while those operators run.
 
     Args:
@@ -268,5 +266,5 @@ def suffix_peaks(instructions: Sequence[Instruction], index_of: Mapping[str, int
     alive = np.bincount(cells, weights=weights, minlength=(len(ends) + 1) * (len(times) + 1)).reshape(len(ends) + 1, -1)[1:, :-1]
     alive = np.cumsum(np.cumsum(alive[::-1], axis=0)[::-1], axis=1)
     alive[np.array(times)[None, :] < ends[:, None]] = 0.0  # allocations by operators before the cut
-    peaks: Floats = alive.max(axis=1)[np.searchsorted(ends, cuts)]
+    peaks: FloatArray = alive.max(axis=1)[np.searchsorted(ends, cuts)]
     return peaks

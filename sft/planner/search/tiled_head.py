@@ -26,8 +26,8 @@ from functools import cached_property
 
 import numpy as np
 
+from sft.common.array_types import FloatArray
 from sft.common.errors import BudgetError
-from sft.planner.cost.height_sampling import Floats
 from sft.planner.offload_moves import drop_idle_copies
 from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import segment_borders
@@ -124,7 +124,7 @@ class TiledHeadOffload:
 class _RankedHead:
     """End of a head and the stage after it, with a score per strip height and state policy; the smallest is best."""
 
-    scores: Floats
+    scores: FloatArray
     grid: CandidateGrid
     position: int
     stage: int
@@ -318,6 +318,6 @@ class TiledHeadRecompute:
         return TiledHeadRecomputePlan(choices=choices, order=order, peak_bytes=peak_bytes, cost=cost)
 
 
-def _argmin_index(table: Floats) -> tuple[int, int]:
+def _argmin_index(table: FloatArray) -> tuple[int, int]:
     h, k = np.unravel_index(int(table.argmin()), table.shape)
     return int(h), int(k)

@@ -15,10 +15,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import BoolArray, FloatArray
 from sft.common.errors import SourceError
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels
-from sft.sources.source import BoolArray, image_equal_rows
+from sft.sources.source import image_equal_rows
 from sft.sources.views import RasterView
 from sft.wsi.data.transforms import ColourAffine
 
@@ -120,13 +121,11 @@ _LOGS: _Float32s = np.log10(np.maximum(np.arange(_RESPONSES + 1), 1) / _RESPONSE
 _POWERS: _Float32s = (10 ** (_MIN_LOG + np.arange(int((1 - _MIN_LOG) * _LOG_STEPS) + 1) / _LOG_STEPS)).astype(np.float32)
 
 
-_Floats = npt.NDArray[np.float64]
-
 #: Densities of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston, 2001).
-_HED: _Floats = np.array([[0.650, 0.704, 0.286], [0.072, 0.990, 0.105], [0.268, 0.570, 0.776]])
+_HED: FloatArray = np.array([[0.650, 0.704, 0.286], [0.072, 0.990, 0.105], [0.268, 0.570, 0.776]])
 #: What slides are brought to: directions of haematoxylin and eosin, and the 99th percentile of their amounts (Macenko et al., 2009).
-_REFERENCE: _Floats = np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]])
-_REFERENCE_MAX: _Floats = np.array([1.9705, 1.0308])
+_REFERENCE: FloatArray = np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]])
+_REFERENCE_MAX: FloatArray = np.array([1.9705, 1.0308])
 
 
 def fit_macenko(thumbnail: Pixels, name: str) -> ColourAffine:
@@ -170,9 +169,9 @@ def hed_shift(scales: npt.ArrayLike, shifts: npt.ArrayLike) -> ColourAffine:
     return ColourAffine.of((np.linalg.inv(mixing) @ factors @ mixing).T, np.asarray(shifts, np.float64) @ mixing)
 
 
-def _with_normal(stains: _Floats) -> _Floats:
+def _with_normal(stains: FloatArray) -> FloatArray:
     """Two unit stains, and the direction beside both."""
     unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
     normal = np.cross(unit[0], unit[1])
-    result: _Floats = np.vstack([unit, normal / max(float(np.linalg.norm(normal)), 1e-12)])
+    result: FloatArray = np.vstack([unit, normal / max(float(np.linalg.norm(normal)), 1e-12)])
     return result

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.array_types import BoolArray, Float32Array
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, Size
-from sft.sources.source import BoolArray, image_equal_rows
+from sft.sources.source import image_equal_rows
 from sft.sources.views import OneLevelView, RasterView
 
 __all__ = ["IDENTITY", "ColourAffine", "Recoloured", "Turned"]
 
-_Floats = npt.NDArray[np.float32]
 #: Pixels that are recoloured at a time: the working memory is some 50 times as many bytes.
 _PIECE_PX = 1 << 18
 #: Steps of the table of optical densities to intensities, per unit of density. Half a step is 0.06 grey levels.
@@ -117,7 +117,7 @@ class ColourAffine:
         mine, theirs = np.array(self.matrix), np.array(other.matrix)
         return ColourAffine.of(mine @ theirs, mine @ np.array(other.offset) + np.array(self.offset))
 
-    def apply(self, channels: Sequence[_Floats]) -> list[_Floats]:
+    def apply(self, channels: Sequence[Float32Array]) -> list[Float32Array]:
         """To planes of float32, one multiplication or addition after another."""
         results = []
         for row, shift in zip(self.matrix, self.offset, strict=True):
@@ -176,8 +176,8 @@ class Recoloured(RasterView):
         return np.stack(planes, axis=-1).astype(np.uint8, copy=False)
 
 
-_TO_DENSITY: _Floats = (-np.log((np.arange(256) + 1) / 256)).astype(np.float32)
-_TO_SHARE: _Floats = (np.arange(256) / 255).astype(np.float32)
+_TO_DENSITY: Float32Array = (-np.log((np.arange(256) + 1) / 256)).astype(np.float32)
+_TO_SHARE: Float32Array = (np.arange(256) / 255).astype(np.float32)
 _FROM_DENSITY: Pixels = np.clip(
     np.rint(256 * np.exp(-np.arange(int(_MAX_DENSITY * _DENSITY_STEPS) + 1) / _DENSITY_STEPS) - 1), 0, 255
 ).astype(np.uint8)

@@ -22,6 +22,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from PIL import Image as PillowImage
 
+from sft.common.array_types import Float32Array
 from sft.common.byte_units import format_bytes
 from sft.common.errors import InputError
 from sft.sources.image import Image, Pixels
@@ -36,7 +37,6 @@ from sft.wsi.train.experiment import Experiment, autocast_context, compile_model
 
 __all__ = ["Heatmap", "HeatmapMaker", "crop_places", "draw_overlay", "output_numbers"]
 
-_Floats = npt.NDArray[np.float32]
 #: The longest side of an overlay: viewers and JPEG end at 65,500 px, people long before.
 _OVERLAY_PX = 2048
 
@@ -96,7 +96,7 @@ class HeatmapMaker:
         source = experiment.feed.source(record)
         with torch.no_grad(), autocast_context(experiment.config):
             scores, maps = self._evidence.eval()(source)
-        evidence: _Floats = maps[0, output].float().cpu().numpy()
+        evidence: Float32Array = maps[0, output].float().cpu().numpy()
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
         part = safe_names(names)[output] if output < len(names) else name
@@ -115,7 +115,7 @@ class HeatmapMaker:
         files += self._cut_crops(image, evidence, stride_px, folder, part, num_crops, crop_px)
         return Heatmap(slide=record.name, output=name, score=scores[0, output].item(), files=tuple(files))
 
-    def saliency(self, record: SlideRecord, output: int, factor: int) -> _Floats:
+    def saliency(self, record: SlideRecord, output: int, factor: int) -> Float32Array:
         """The input's gradient of one output: its length over channels, and the mean of squares over blocks of ``factor`` px, rooted.
 
         Raises:
@@ -141,7 +141,7 @@ class HeatmapMaker:
         finally:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
-        blocks: _Floats = np.sqrt(np.concatenate(rows))
+        blocks: Float32Array = np.sqrt(np.concatenate(rows))
         return blocks
 
     def _allocate(self, descriptor: int, num_bytes: int, record: SlideRecord) -> None:
@@ -168,7 +168,7 @@ class HeatmapMaker:
         return files
 
     def _cut_crops(
-        self, image: Image, evidence: _Floats, stride_px: float, folder: Path, part: str, num_crops: int, crop_px: int
+        self, image: Image, evidence: Float32Array, stride_px: float, folder: Path, part: str, num_crops: int, crop_px: int
     ) -> list[Path]:
         width_px, height_px = min(crop_px, image.width_px), min(crop_px, image.height_px)
         files, rows = [], []
@@ -185,7 +185,7 @@ class HeatmapMaker:
         return files
 
 
-def crop_places(evidence: _Floats, num_crops: int, spacing: int) -> list[tuple[int, int]]:
+def crop_places(evidence: Float32Array, num_crops: int, spacing: int) -> list[tuple[int, int]]:
     """The highest positions of a map, none closer to another than ``spacing`` rows or columns.
 
     >>> crop_places(np.array([[5, 4, 0, 3]], np.float32), 2, 2)

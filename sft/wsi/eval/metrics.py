@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, confusion_matrix, mean_absolute_error, r2_score, roc_auc_score
 
+from sft.common.array_types import FloatArray
 from sft.wsi.model.tasks import Task
 from sft.wsi.train.optim import philox_generator
 
@@ -24,8 +25,7 @@ __all__ = [
     "patient_predictions",
 ]
 
-_Floats = npt.NDArray[np.float64]
-_Metric = Callable[[_Floats, _Floats], float]
+_Metric = Callable[[FloatArray, FloatArray], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def confusion_counts(task: Task, predictions: Sequence[Prediction]) -> npt.NDArr
     return counts
 
 
-def concordance_index(times: _Floats, events: _Floats, risks: _Floats) -> float:
+def concordance_index(times: FloatArray, events: FloatArray, risks: FloatArray) -> float:
     """Harrell's C (1982): the share of comparable pairs whose higher risk has the earlier event; ties of risk count half.
 
     Who is censored at the time of another's event has outlived it.
@@ -162,19 +162,19 @@ def _metrics(task: Task) -> dict[str, _Metric]:
     return {"c_index": lambda y, p: concordance_index(y[:, 0], y[:, 1], p[:, 0])}
 
 
-def _auc(truth: _Floats, scores: _Floats) -> float:
+def _auc(truth: FloatArray, scores: FloatArray) -> float:
     return float(roc_auc_score(truth, scores)) if 0 < truth.sum() < len(truth) else math.nan
 
 
-def _auprc(truth: _Floats, scores: _Floats) -> float:
+def _auprc(truth: FloatArray, scores: FloatArray) -> float:
     return float(average_precision_score(truth, scores)) if 0 < truth.sum() < len(truth) else math.nan
 
 
-def _balanced_accuracy(targets: _Floats, outputs: _Floats) -> float:
+def _balanced_accuracy(targets: FloatArray, outputs: FloatArray) -> float:
     return float(balanced_accuracy_score(targets[:, 0], outputs.argmax(1))) if len(np.unique(targets)) > 1 else math.nan
 
 
-def _dice(counts: _Floats, number: int) -> float:
+def _dice(counts: FloatArray, number: int) -> float:
     right, predicted, true = counts[:, 3 * number : 3 * number + 3].sum(0)
     return float(2 * right / (predicted + true)) if predicted + true else math.nan
 
@@ -186,7 +186,7 @@ def _column(metric: _Metric, number: int) -> _Metric:
 def _mean(metrics: Sequence[_Metric]) -> _Metric:
     """The mean over classes for which there is a number."""
 
-    def mean(targets: _Floats, outputs: _Floats) -> float:
+    def mean(targets: FloatArray, outputs: FloatArray) -> float:
         values = [value for value in (metric(targets, outputs) for metric in metrics) if not math.isnan(value)]
         return float(np.mean(values)) if values else math.nan
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from sft.common.array_types import FloatArray
 from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
-from sft.planner.cost.height_sampling import Floats, RunSampler, RunSamples, TiledCosts
+from sft.planner.cost.height_sampling import RunSampler, RunSamples, TiledCosts
 from sft.planner.cost.roofline import DeviceRates, source_bytes
 from sft.planner.cost.strip_memory import suffix_peaks
 from sft.planner.cost.tiling import Tiling
@@ -64,8 +65,8 @@ class UntiledCosts:
         flops: FLOPs of its forward and backward pass.
     """
 
-    peak: Floats
-    overhead: Floats
+    peak: FloatArray
+    overhead: FloatArray
     forward_flops: Mapping[str, int]
     flops: Mapping[str, int]
 
@@ -88,11 +89,11 @@ class Estimates:
         untiled: costs of the untiled operators.
     """
 
-    peak_bytes: Floats
-    cost: Floats
-    head_bytes: Floats
-    head_peak_bytes: Floats
-    head_cost: Floats
+    peak_bytes: FloatArray
+    cost: FloatArray
+    head_bytes: FloatArray
+    head_peak_bytes: FloatArray
+    head_cost: FloatArray
     untiled: UntiledCosts
 
     @property
@@ -165,7 +166,7 @@ def _tiled_costs(problem: PlanningProblem, tiling: Tiling, run: RunSamples, cut:
     )
 
 
-def _with_reading(problem: PlanningProblem, rates: DeviceRates, cost: Floats, read_bytes: Floats) -> Floats:
+def _with_reading(problem: PlanningProblem, rates: DeviceRates, cost: FloatArray, read_bytes: FloatArray) -> FloatArray:
     """Costs including the time of reading so many bytes of inputs."""
     if not problem.resources.from_source:
         return cost

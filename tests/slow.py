@@ -347,6 +347,6 @@ SAMPLED = {
     "test_skip_constant.py::test_a_band_of_background_is_left_out_exactly": 16,
     "test_fsdp.py::test_each_rank_has_images_of_its_own": 2,
     "test_streamed_optimizer.py::test_the_same_bits_as_torch": 3,
-    "test_lower_walk.py::test_a_strip_of_parts_is_the_strip_lowered_alone": 16,
+    "test_strip_programs.py::test_a_strip_of_parts_is_the_strip_lowered_alone": 16,
     "test_integer_tensors.py::test_whole_numbers_are_computed_with": 16,
 }

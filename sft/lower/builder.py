@@ -1,4 +1,4 @@
-"""Making programs: instructions are emitted one by one, then dead ones are dropped and frees placed."""
+"""Program builder: emits instructions one by one, then drops dead ones and places the frees."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _SLICE = aten.slice.Tensor
 
 @dataclass
 class ProgramBuilder:
-    """Collects instructions, then drops dead ones and places the frees.
+    """Collects the instructions, ports and results of a program.
 
     Attributes:
-        dtype: element type of new slots, unless told otherwise; that of the owner's value.
+        dtype: default element type of new slots: that of the owner's value.
         owner: the operator of the graph that the next instructions belong to.
-        keeps_torch_layouts: whether images are laid out as torch lays them, in order unless they are made of others that are not; else
-        channels
-            last.
-        makes_gradients: whether gradients of side tensors are made where they are first added to, and come out as results; else they are
-            ports.
+        keeps_torch_layouts: True if images have the memory layout that eager PyTorch gives them; otherwise they are channels last.
+        makes_gradients: True if the first addition to the gradient of a global tensor allocates it, as a result of the program; otherwise
+            such gradients are ports.
+        instructions: the operations so far.
+        ports: slots bound from outside.
+        results: slots for the caller.
     """
 
     dtype: torch.dtype
@@ -47,20 +48,29 @@ class ProgramBuilder:
     _num_slots: int = 0
 
     def slot(self, shape: Iterable[int], dtype: torch.dtype | None = None, root: int | None = None) -> Slot:
-        """A new slot; with ``root`` a view of that slot's storage."""
+        """A new slot; with ``root`` a view of the storage of that slot."""
         number = self._num_slots
         self._num_slots += 1
         return Slot(number, tuple(shape), dtype or self.dtype, number if root is None else root)
 
     def port(self, role: str, name: str, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
-        """The slot of a port, made at its first use."""
+        """The slot of a port, created at its first use."""
         key = Port(role, name)
         if key not in self.ports:
             self.ports[key] = self.slot(shape, dtype)
         return self.ports[key]
 
     def global_grad(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, value_dtype: torch.dtype) -> Slot:
-        """What the gradient of a side tensor is added to; one made here is laid out like the tensor, as autograd wants it."""
+        """The accumulator of the gradient of a global tensor.
+
+        If the builder makes gradients, the accumulator has the strides of the tensor, as autograd expects.
+
+        Args:
+            name: the tensor.
+            shape: its extents.
+            dtype: element type of the gradient.
+            value_dtype: element type of the tensor.
+        """
         key = Port("grad_side", name)
         if not self.makes_gradients:
             return self.port(key.role, name, shape, dtype)
@@ -70,7 +80,15 @@ class ProgramBuilder:
         return self.results[key]
 
     def emit_global_grad(self, name: str, first: Slot, owned: bool, value_dtype: torch.dtype) -> None:
-        """The same, begun with what would be added first: ``owned`` says that it may be handed on, if all of its storage is made here."""
+        """Start the accumulator of a gradient with its first contribution instead of zeros.
+
+        Args:
+            name: the tensor.
+            first: the first contribution.
+            owned: True if ``first`` may become the accumulator, provided that this program allocates all of its storage; otherwise it is
+                copied.
+            value_dtype: element type of the tensor.
+        """
         key = Port("grad_side", name)
         if owned and self.owns(first):
             self.results[key] = first
@@ -82,13 +100,13 @@ class ProgramBuilder:
         self.results[key] = self.call(copy_with_strides, first, like, shape=first.shape, dtype=first.dtype)
 
     def result(self, role: str, name: str, slot: Slot) -> None:
-        """Hand a slot to the caller."""
+        """Declare a slot a result."""
         self.results[Port(role, name)] = slot
 
     def owns(self, slot: Slot) -> bool:
-        """Whether a slot is all of a storage that was made here and is nobody's result yet."""
-        others = (*self.ports.values(), *self.results.values())
-        return slot.root == slot.number and all(slot.root != other.root for other in others)
+        """True if a slot is the root of a storage that this program allocated and that no result shares."""
+        border = (*self.ports.values(), *self.results.values())
+        return slot.root == slot.number and all(slot.root != other.root for other in border)
 
     def call(
         self,
@@ -124,7 +142,7 @@ class ProgramBuilder:
         has_many: bool,
         scratch_bytes: int = 0,
     ) -> None:
-        """Emit an operation whose results go to slots made before; ``has_many`` says whether it returns a tuple."""
+        """Emit an operation whose results go to existing slots; ``has_many`` is true if it returns a tuple."""
         if has_many and len(outputs) == 1:
             raise InternalError(f"{function}: a tuple of one result")
         self._append(function, arguments, keywords, outputs, scratch_bytes=scratch_bytes)
@@ -139,10 +157,19 @@ class ProgramBuilder:
         peak_bytes: int,
         flops: int,
     ) -> None:
-        """Emit a call that is a program itself: its caller knows the most bytes that it needs at once, results included, and its FLOPs."""
-        own = sum(out.num_bytes for out in outputs if out is not None)
-        scratch = max(0, peak_bytes - own)
-        self.instructions.append(Instruction(function, arguments, {}, outputs, writes, flops, own, scratch, self.owner))
+        """Emit a call that is a program itself, of known cost.
+
+        Args:
+            function: the callable.
+            arguments: positional arguments.
+            outputs: slots for the results.
+            writes: slots written in place.
+            peak_bytes: most bytes that it holds at once, results included.
+            flops: its floating-point operations.
+        """
+        num_bytes = sum(out.num_bytes for out in outputs if out is not None)
+        scratch_bytes = max(0, peak_bytes - num_bytes)
+        self.instructions.append(Instruction(function, arguments, {}, outputs, writes, flops, num_bytes, scratch_bytes, self.owner))
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
         """An uninitialised buffer, of images channels last unless layouts are left to torch."""
@@ -157,17 +184,17 @@ class ProgramBuilder:
         return self.call(torch.ops.aten.zero_.default, out, writes=out)
 
     def narrow(self, slot: Slot, dim: int, start: int, length: int) -> Slot:
-        """A view of ``length`` indices from ``start`` along ``dim``; the slot itself when that is all of them."""
+        """A view of ``length`` indices from ``start`` along ``dim``; the slot itself if these are all."""
         shape = slot.shape
         if start == 0 and length == shape[dim]:
             return slot
         out = self.slot((*shape[:dim], length, *shape[dim + 1 :]), slot.dtype, slot.root)
-        # Most instructions are these; a view has neither bytes nor FLOPs.
+        # Built directly, as most instructions are views: neither bytes nor FLOPs.
         self.instructions.append(Instruction(_SLICE, (slot, dim, start, start + length), {}, (out,), (), 0, 0, 0, self.owner))
         return out
 
     def narrow_axis(self, slot: Slot, axes: Axes, axis: int, start: int, length: int) -> Slot:
-        """The same along an axis of an image; the slot itself where it has no such axis."""
+        """A view along an axis of an image; the slot itself if it has no such axis."""
         dim = axes.dim(len(slot.shape), axis)
         return slot if dim is None else self.narrow(slot, dim, start, length)
 
@@ -176,7 +203,7 @@ class ProgramBuilder:
         return self.call(torch.ops.aten.copy_.default, destination, source, writes=destination)
 
     def cast(self, slot: Slot, dtype: torch.dtype) -> Slot:
-        """The tensor in another element type; the slot itself when that is its own."""
+        """The tensor in another element type; the slot itself if it has that type."""
         if slot.dtype == dtype:
             return slot
         return self.call(aten._to_copy.default, slot, shape=slot.shape, dtype=dtype, keywords={"dtype": dtype})
@@ -203,27 +230,30 @@ class ProgramBuilder:
         self.instructions.append(instruction)
 
     def prune(self, num_forward: int | None = None) -> int | None:
-        """Drop instructions that matter to nobody; returns how many of the first ``turn`` are left."""
+        """Drop dead instructions; returns how many of the first ``num_forward`` are left."""
         keep = self._prune()[0]
         return None if num_forward is None else sum(keep[:num_forward])
 
     def pruned_slots(self) -> list[list[Slot]]:
-        """Drop instructions that matter to nobody; returns what each of the others reads or writes in place."""
+        """Drop dead instructions; returns the slots that each live one reads or writes in place."""
         return self._prune()[1]
 
     def _prune(self) -> tuple[list[bool], list[list[Slot]]]:
-        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
+        external = {slot.root for slot in (*self.ports.values(), *self.results.values())}
         slots = [slots_of(instruction) for instruction in self.instructions]
-        keep = live_instructions(self.instructions, slots, wanted)
+        keep = live_instructions(self.instructions, slots, external)
         self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         return keep, [used for used, kept in zip(slots, keep, strict=True) if kept]
 
     def finish(self) -> Program:
-        """The program: dead instructions dropped, frees placed."""
+        """The program, without dead instructions and with frees."""
         return self.split(len(self.instructions))[0]
 
     def split(self, num_forward: int) -> tuple[Program, Program]:
-        """Two programs, before and from instruction ``turn``; what the second needs of the first is saved."""
+        """Two programs: the first ``num_forward`` instructions and the remaining ones.
+
+        Slots of the first that the second reads are residuals of the first.
+        """
         external = {slot.root for slot in self.ports.values()}
         results = {slot.root for slot in self.results.values()}
         slots = [slots_of(instruction) for instruction in self.instructions]
@@ -231,48 +261,47 @@ class ProgramBuilder:
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
         num_forward = sum(keep[:num_forward])
-        sized: dict[int, int] = {}
-        last: dict[int, int] = {}
+        storage_bytes: dict[int, int] = {}
+        last_use: dict[int, int] = {}
         members: dict[int, list[int]] = {}
         for position, (instruction, used) in enumerate(zip(live, slots, strict=True)):
             for slot in used:
-                last[slot.root] = position
+                last_use[slot.root] = position
             for out in instruction.outputs:
                 if out is not None:
                     root, number = out.root, out.number
-                    last[root] = position
+                    last_use[root] = position
                     if root == number:
-                        sized[number] = out.num_bytes
+                        storage_bytes[number] = out.num_bytes
                         members[number] = [number]
                     else:
                         members.setdefault(root, []).append(number)
-        dying: dict[int, list[int]] = {}
-        for root, position in last.items():
+        last_used_roots: dict[int, list[int]] = {}
+        for root, position in last_use.items():
             if root not in external and root not in results:
-                dying.setdefault(position, []).append(root)
-        placed = live
-        for position, roots in dying.items():
+                last_used_roots.setdefault(position, []).append(root)
+        for position, roots in last_used_roots.items():
             frees = tuple(sorted(number for root in roots for number in members[root]))
-            placed[position] = live[position].with_frees(frees, sum(sized.get(root, 0) for root in roots))
+            live[position] = live[position].with_frees(frees, sum(storage_bytes.get(root, 0) for root in roots))
         residuals: tuple[int, ...] = ()
-        if num_forward < len(placed):
-            made = {out.number for i in placed[:num_forward] for out in i.outputs if out is not None}
-            # A view keeps its storage; so does the root that a later free forgets.
+        if num_forward < len(live):
+            made = {out.number for i in live[:num_forward] for out in i.outputs if out is not None}
+            # A residual view keeps its storage alive; so does a root that a later instruction frees.
             residuals = tuple(sorted(made & {slot.number for used in slots[num_forward:] for slot in used}))
-        first = _build_program(placed[:num_forward], slots[:num_forward], self.ports, self.results, residuals)
-        return first, _build_program(placed[num_forward:], slots[num_forward:], self.ports, self.results, ())
+        first = _build_program(live[:num_forward], slots[:num_forward], self.ports, self.results, residuals)
+        return first, _build_program(live[num_forward:], slots[num_forward:], self.ports, self.results, ())
 
 
 def copy_with_strides(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of another tensor."""
+    """A copy of ``value`` with the strides of ``like``."""
     return torch.empty_like(like, dtype=value.dtype).copy_(value)
 
 
 def restride_as(value: torch.Tensor, like: torch.Tensor) -> None:
-    """Give a tensor the strides of another that has its elements in the same places.
+    """Give a tensor the strides of another one with the same memory order.
 
-    Extents of 1 may have any stride, and kernels give them others than parameters have: autograd takes it for the same layout, but
-    ``DistributedDataParallel`` warns of it.
+    Dimensions of extent 1 may have any stride, and kernels choose other strides than parameters have. Autograd accepts that as the same
+    layout, but ``DistributedDataParallel`` warns about it.
     """
     strides = like.stride()
     if value.stride() != strides and is_in_program_layout(value) and is_in_program_layout(like):
@@ -291,14 +320,14 @@ def _build_program(
         bytes_now += instruction.num_bytes
         peak = max(peak, bytes_now + instruction.scratch_bytes)
         bytes_now -= instruction.freed_bytes
-    made = {out.number: out for i in instructions for out in i.outputs if out is not None}
-    given = {port: slot for port, slot in results.items() if slot.number in made}
+    outputs = {out.number: out for i in instructions for out in i.outputs if out is not None}
+    own_results = {port: slot for port, slot in results.items() if slot.number in outputs}
     touched = {slot.root for used in slots for slot in used}
     return Program(
         instructions=tuple(instructions),
         ports={port: slot for port, slot in ports.items() if slot.root in touched},
-        results=given,
-        result_bytes={port: made[slot.root].num_bytes for port, slot in given.items()},
+        results=own_results,
+        result_bytes={port: outputs[slot.root].num_bytes for port, slot in own_results.items()},
         residuals=residuals,
         peak_bytes=peak,
         end_bytes=bytes_now,
@@ -309,11 +338,11 @@ def _build_program(
 def _count_flops(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]
 ) -> int:
-    """What ``torch.utils.flop_counter`` counts for the operation: its own formulas, on our shapes."""
+    """FLOPs by the formulas of ``torch.utils.flop_counter``, on the shapes of slots."""
     formula = _flop_formula(function) if type(function) is OpOverload else None
     if formula is None:
         return 0
-    # The registered formula takes tensors; what it wraps takes shapes.
+    # The registered formula takes tensors; the function that it wraps takes shapes.
     shapes = tuple(a.shape if isinstance(a, Slot) else a for a in arguments)
     out = tuple(None if slot is None else slot.shape for slot in outputs)
     return int(formula(*shapes, out_shape=out[0] if len(out) == 1 else out))

@@ -1,7 +1,7 @@
-"""Joining parts of many values, and adding parts of many gradients, in one instruction each.
+"""Concatenation of slices of many tensors, and addition of slices of many gradients, in one instruction each.
 
-A dense block concatenates what all its layers have made, in front of every layer (Huang et al. 2017). A view and an addition for each part
-would be instructions in the square of its depth.
+In a dense block every layer reads the concatenation of the outputs of all previous layers (Huang et al. 2017). A view and an addition for
+each slice would make the number of instructions quadratic in the depth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DimSlice", "add_slices", "cat_slices", "cat_slices_into", "dim_slice
 
 
 class DimSlice(NamedTuple):
-    """Some indices of a tensor along a dimension."""
+    """A range of indices of a tensor along a dimension."""
 
     dim: int
     start: int
@@ -26,50 +26,50 @@ class DimSlice(NamedTuple):
 
 
 def dim_slices(axes: Axes, slot: Slot, first_row: int, num_rows: int, first_column: int, num_columns: int) -> tuple[DimSlice, ...]:
-    """Where rows and columns lie in a slot, counted from its first ones; of an axis that is meant as a whole there is no span."""
+    """The slices of a slot for a block of rows and columns, counted from the slot's first; a full axis needs no slice."""
     shape = slot.shape
     rows, columns = axes.dim(len(shape), ROWS), axes.dim(len(shape), COLUMNS)
-    found: tuple[DimSlice, ...] = ()
+    slices: tuple[DimSlice, ...] = ()
     if rows is not None and (first_row or num_rows != shape[rows]):
-        found = (DimSlice(rows, first_row, num_rows),)
+        slices = (DimSlice(rows, first_row, num_rows),)
     if columns is not None and (first_column or num_columns != shape[columns]):
-        found += (DimSlice(columns, first_column, num_columns),)
-    return found
+        slices += (DimSlice(columns, first_column, num_columns),)
+    return slices
 
 
 def cat_slices(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]], dim: int) -> torch.Tensor:
-    """Concatenate a part of each tensor.
+    """Concatenate a slice of each tensor.
 
     Args:
-        tensors: what they are parts of.
-        spans: where each lies in its tensor; of dimensions that are not named all.
-        dim: along which they are concatenated.
+        tensors: the tensors.
+        spans: the slices of each; dimensions without a slice are taken in full.
+        dim: the dimension of the concatenation.
     """
     return torch.cat(_narrow_each(tensors, spans), dim)
 
 
 def cat_slices_into(out: torch.Tensor, tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]], dim: int) -> None:
-    """The same into a tensor."""
+    """Concatenate a slice of each tensor into ``out``."""
     torch.cat(_narrow_each(tensors, spans), dim, out=out)
 
 
 def add_slices(
-    total: torch.Tensor, places: Sequence[Sequence[DimSlice]], tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]]
+    total: torch.Tensor, targets: Sequence[Sequence[DimSlice]], tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]]
 ) -> None:
-    """Add a part of each tensor to a part of ``total``, in order.
+    """Add a slice of each tensor to a slice of ``total``, in order.
 
     Args:
-        total: is added to.
-        places: where in it each is added.
-        tensors: what the addends are parts of.
-        spans: where each lies in its tensor.
+        total: the accumulator.
+        targets: for each tensor, the slices of ``total`` to add to.
+        tensors: the tensors.
+        spans: the slices of each.
     """
-    for place, tensor, part in zip(places, tensors, spans, strict=True):
-        _narrow(total, place).add_(_narrow(tensor, part))
+    for target, tensor, span in zip(targets, tensors, spans, strict=True):
+        _narrow(total, target).add_(_narrow(tensor, span))
 
 
 def _narrow_each(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]]) -> list[torch.Tensor]:
-    return [_narrow(tensor, part) for tensor, part in zip(tensors, spans, strict=True)]
+    return [_narrow(tensor, span) for tensor, span in zip(tensors, spans, strict=True)]
 
 
 def _narrow(tensor: torch.Tensor, spans: Sequence[DimSlice]) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""What a lowering rule sees of the step it is lowered for.
+"""Interfaces of the lowering: the view that a rule has of its operator in one step, and the protocol of kernel backends.
 
-One :class:`StepLowering` lowers one step: it walks the operators forwards, asking each one's rule for its new rows, then
-backwards, asking for the gradients of what the rows were computed from. Values live in buffers ``[held)`` that begin with the
-rows carried from earlier steps; a gradient buffer spans the same rows, collects contributions from the step's readers and from
-the following step, and passes on two parts: the new rows' gradient to the operator that made them, the carried rows' gradient to
-the step before. That is backpropagation through time with the carried rows as the hidden state.
+:class:`SegmentInfo` holds the facts that all steps of a segment share. A lowering (:mod:`sft.lower.lower_strip`,
+:mod:`sft.lower.lower_whole`) makes a :class:`NodeContext` for each operator and step, and passes it to the operator's rule
+(:mod:`sft.lower.rules.base`). The rule emits instructions and reports gradients as :class:`GradContribution`.
 
-What the lowering asks of a backend: to run parts of a program in another way than by ATen's operators.
+Names of tensors:
 
-A backend sees a program after it was lowered, as a list of ATen calls, and may put its own calls in their place. The lowering knows
-nothing else of it.
+- *streamed* values come in strips. The buffer of one holds the rows carried from earlier steps, then the new rows of this step.
+- *global* values do not: parameters, buffers, and reductions over the image. Each is one full tensor.
+
+A :class:`Backend` sees a lowered program as a list of ATen calls and may replace some by its own kernels.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = ["Backend", "GradContribution", "NodeContext", "SegmentInfo", "accumul
 
 
 class Backend(Protocol):
-    """Replaces instructions of a program."""
+    """A kernel backend: replaces instructions of a lowered program."""
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
-        """Exchange instructions of the emitter.
+        """Replace instructions of the builder.
 
         Args:
-            emitter: holds the lowered program.
+            builder: holds the lowered program.
             laid_out: ports bound to images that are channels-last.
-            training: whether a backward pass follows.
-            turn: number of instructions of the first of two halves.
+            training: True if a backward pass follows.
+            num_forward: number of instructions of the forward half, if the program will be split.
 
         Returns:
-            The same number afterwards.
+            ``num_forward`` after the replacement.
         """
 
 
@@ -56,8 +56,8 @@ class GradContribution(NamedTuple):
         slot: the gradient.
         rows: its rows, for a streamed value.
         columns: its columns, for a streamed value.
-        owned: whether the slot's storage is nobody else's, so that it may be written to.
-        channels: which channels of the slot it is; ``None`` for all.
+        owned: True if no other slot needs the storage, so that it may be overwritten.
+        channels: the channels of the slot that it consists of; ``None`` for all.
     """
 
     slot: Slot
@@ -68,17 +68,18 @@ class GradContribution(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what sums over the image are kept: a half type would round each strip's share."""
+    """Element type of sums over the image: fp32 for half types, which would round the sum of each strip."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def grad_dtype_of(graph: Graph, streamed: Collection[str], name: str) -> torch.dtype:
-    """Element type in which a value's gradient is summed up.
+    """Element type in which the gradient of a value is accumulated.
 
-    Whole values get a share from every strip. A streamed value gets one or two, so its own type does, with one exception. The gradient
-    of what a norm over the image reads arrives in two parts that nearly cancel. Rounding the first to float16 moves all pixels the same
-    way where the gradient is constant over the image (as behind a global pool), and their sum by a multiple of what eager PyTorch's
-    rounding does. (In bfloat16 the rounding of the activations hides it.)
+    A global value gets a contribution from every strip, so its gradient is accumulated in :func:`accumulation_dtype`. A streamed value
+    gets one or two contributions, so its own type suffices, with one exception. The gradient of the input of a norm over the image is the
+    sum of two terms that nearly cancel. If the gradient is constant over the image (as after a global pool), rounding the first term to
+    float16 moves all pixels in the same direction, and their sum by a multiple of the rounding error of eager PyTorch. (In bfloat16 the
+    rounding of the activations hides it.)
     """
     dtype = getattr(torch, graph[name].dtype)
     assert isinstance(dtype, torch.dtype)
@@ -88,26 +89,27 @@ def grad_dtype_of(graph: Graph, streamed: Collection[str], name: str) -> torch.d
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentInfo:
-    """What does not change from step to step of a segment.
+    """Facts that all steps of a segment share.
 
     Attributes:
         graph: the model.
-        rows: the operator table's row of each operator.
+        specs: the operator's entry in the operator table, by operator.
         streamed: values that come in strips.
         names: the segment's operators in order.
-        shapes: whole shapes of every value of the graph for this input size (the whole batch).
+        shapes: full shape of every value of the graph for this input size and the full batch.
         requires_grad: values that need a gradient.
-        outputs: the segment's values that others need.
+        outputs: the segment's values that are read outside.
         sources: streamed values from outside.
-        in_layout: sources that already are channels last, and tensors that are not streamed whose gradients are wanted as they are made:
-            in order, those of two or three axes channels last (other than parameters it is all, nobody asks how theirs lie).
-        batch: batch elements to a walk.
+        in_program_layout: sources that already are channels last, and global tensors whose gradient may stay in the layout in which
+            programs compute it: contiguous, or channels last with two or three axes. All global tensors except parameters are among them.
+        batch: batch elements of a sweep.
         per_sample: global values with an entry for each batch element, in their first dimension.
-        columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
-            carries nothing: it computes its own halo.
-        keeps_torch_layouts: whether images are laid out as torch lays them; else all are made channels last. Of segments that run whole.
-        backend: runs parts of programs in its own way; ``None`` for ATen alone.
-        deterministic: whether sums must be made in an order that ATen's own derivatives do not keep on the device.
+        columns: the columns that the panel computes and reads, for every streamed value and operator of the segment. A panel carries no
+            columns: it computes its own halo.
+        keeps_torch_layouts: True if images have the memory layout of eager PyTorch; otherwise all are channels last. For untiled segments
+            only.
+        backend: replaces instructions by kernels; ``None`` for ATen alone.
+        deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
     """
 
     graph: Graph
@@ -127,14 +129,14 @@ class SegmentInfo:
     deterministic: bool = False
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
-    #: of these columns alone, so it must not be handed on by `replace`
+    #: Cache for these columns only: `init=False`, so that `replace` starts a new one.
     _columns_read: dict[str, dict[str, OperandRead]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def windows(self, name: str) -> tuple[Window, ...]:
         """The sliding window of a convolution or a pool, for each axis."""
         if name not in self._windows:
-            found = [window_of(self.graph[name], axis) for axis in range(self.axes.count)]
-            self._windows[name] = tuple(window for window in found if window is not None)
+            windows = [window_of(self.graph[name], axis) for axis in range(self.axes.count)]
+            self._windows[name] = tuple(window for window in windows if window is not None)
             assert len(self._windows[name]) == self.axes.count
         return self._windows[name]
 
@@ -144,12 +146,12 @@ class SegmentInfo:
         return self.graph.axes
 
     def block_shape(self, name: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        """Shape of so many rows and columns of a streamed value for one walk."""
+        """Shape of a block of rows and columns of a streamed value in one sweep."""
         shape = self.axes.with_extent(self.shapes[name], ROWS, num_rows)
         return (self.batch, *self.axes.with_extent(shape, COLUMNS, num_columns)[1:])
 
     def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
-        """Shape of ``num_rows`` rows of a streamed value for one walk of one panel."""
+        """Shape of ``num_rows`` rows of a streamed value in one sweep over one panel."""
         return self.block_shape(name, num_rows, len(self.columns[name].new))
 
     def extent(self, name: str, axis: int) -> int:
@@ -157,20 +159,20 @@ class SegmentInfo:
         return self.axes.extent(self.shapes[name], axis)
 
     def has_columns(self, name: str) -> bool:
-        """Whether an operator has anything to do in this panel; one far from all that the panel is for has not."""
+        """True if an operator computes or reads columns in this panel; false if it is too far from the panel's outputs."""
         return bool(self.columns[name].new) if name in self.streamed else bool(self.columns[name].reads)
 
     def rows_read(self, step: StripStep) -> dict[str, Interval]:
         """The rows of each operand that a step reads."""
-        found: dict[str, Interval] = {}
+        rows_read: dict[str, Interval] = {}
         for rows in step.nodes:
             if rows.reads and self.has_columns(rows.name):
                 for read in rows.reads:
-                    found[read.operand] = found.get(read.operand, Interval(0, 0)).hull(read.rows)
-        return found
+                    rows_read[read.operand] = rows_read.get(read.operand, Interval(0, 0)).hull(read.rows)
+        return rows_read
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what one walk sees of a whole value."""
+        """Shape of a global value in one sweep."""
         shape = self.shapes[name]
         return (self.batch, *shape[1:]) if name in self.per_sample else shape
 
@@ -183,20 +185,35 @@ class SegmentInfo:
         return dtype
 
     def columns_read(self, name: str) -> dict[str, OperandRead]:
-        """Which columns an operator reads of each streamed operand."""
-        found = self._columns_read.get(name)
-        if found is None:
-            found = self._columns_read[name] = _by_operand(self.columns[name].reads)
-        return found
+        """The columns that an operator reads, by streamed operand."""
+        reads = self._columns_read.get(name)
+        if reads is None:
+            reads = self._columns_read[name] = _by_operand(self.columns[name].reads)
+        return reads
 
     def grad_dtype(self, name: str) -> torch.dtype:
-        """Element type in which a value's gradient is summed up."""
+        """Element type in which the gradient of a value is accumulated."""
         return grad_dtype_of(self.graph, self.streamed, name)
 
 
 @dataclass
 class NodeContext:
-    """One operator in one step, as its lowering rule sees it; ``keeps`` says whether a backward pass of the step follows."""
+    """One operator in one step, as its lowering rule sees it.
+
+    Attributes:
+        scope: the segment.
+        builder: takes the instructions.
+        node: the operator.
+        rows: the rows that it computes, holds and reads in the step.
+        values: the buffer of each streamed value, and the buffer's first row.
+        global_slots: global values computed by this program.
+        zero_rows: rows of zeros above and below the buffer of each value.
+        destination: the slot for the new rows, if the rule can compute in place.
+        overwrite: the operand's buffer, if this operator is its last reader and may overwrite it.
+        has_backward: True if the forward pass of an untiled segment leaves residuals for a backward pass.
+        saved: slots and facts that the rule's forward pass leaves for its backward pass.
+        contributions: gradients of operands reported so far.
+    """
 
     scope: SegmentInfo
     builder: ProgramBuilder
@@ -217,7 +234,7 @@ class NodeContext:
 
     @property
     def new_rows(self) -> int:
-        """Rows that the step adds to the value."""
+        """Number of rows that the step computes."""
         return len(self.rows.new)
 
     @property
@@ -227,40 +244,40 @@ class NodeContext:
 
     @property
     def covers_image(self) -> bool:
-        """Whether the step is the whole image, so that the operator can be called as it stands."""
+        """True if the step covers the full image, so that the operator can be called without explicit padding."""
         return self._covers(self.rows, ROWS) and self.is_full_width
 
     @property
     def is_full_width(self) -> bool:
-        """Whether the panel is as wide as the image."""
+        """True if the panel is as wide as the image."""
         columns = self.scope.columns.get(self.node.name)
         return columns is None or self._covers(columns, COLUMNS)
 
-    def _covers(self, part: NodeRows, axis: int) -> bool:
+    def _covers(self, span: NodeRows, axis: int) -> bool:
         scope, name = self.scope, self.node.name
-        return all(len(read.rows) == scope.extent(read.operand, axis) for read in part.reads) and (
-            name not in scope.streamed or len(part.new) == scope.extent(name, axis)
+        return all(len(read.rows) == scope.extent(read.operand, axis) for read in span.reads) and (
+            name not in scope.streamed or len(span.new) == scope.extent(name, axis)
         )
 
     def read_of(self, operand: str) -> OperandRead:
-        """Which rows of a streamed operand are read."""
+        """The rows that are read of a streamed operand."""
         return self._rows_read[operand]
 
     def columns_of(self, operand: str) -> OperandRead:
-        """Which columns of a streamed operand are read."""
+        """The columns that are read of a streamed operand."""
         return self.scope.columns_read(self.node.name)[operand]
 
     def has_empty_read(self, operand: str) -> bool:
-        """Whether all that is read of an operand lies in the padding."""
+        """True if only padding of an operand is read."""
         return not (self.read_of(operand).rows and self.columns_of(operand).rows)
 
     def spans(self, operand: str) -> list[tuple[Interval, Interval]]:
-        """For each axis what is computed, and what is read of a streamed operand."""
+        """For each axis, the interval that is computed and the interval that is read of a streamed operand."""
         shape, source = self.scope.shapes[self.node.name], self.scope.shapes[operand]
         columns = self.scope.columns[self.node.name].new
-        parts = [(self.rows.new, self.read_of(operand).rows), (columns, self.columns_of(operand).rows)]
-        rest = zip(self.scope.axes.of(shape)[2:], self.scope.axes.of(source)[2:], strict=True)
-        return [*parts, *((Interval(0, out), Interval(0, extent)) for out, extent in rest)][: self.scope.axes.count]
+        tiled = [(self.rows.new, self.read_of(operand).rows), (columns, self.columns_of(operand).rows)]
+        full = zip(self.scope.axes.of(shape)[2:], self.scope.axes.of(source)[2:], strict=True)
+        return [*tiled, *((Interval(0, out), Interval(0, extent)) for out, extent in full)][: self.scope.axes.count]
 
     def strip(self, operand: str) -> Slot:
         """The rows and columns read of a streamed operand: a view of its buffer."""
@@ -270,7 +287,7 @@ class NodeContext:
         return slot
 
     def buffer_slices(self, operand: str) -> tuple[Slot, tuple[DimSlice, ...]]:
-        """The buffer of a streamed operand, and where in it the rows and columns lie that are read."""
+        """The buffer of a streamed operand, and the slices of it that are read."""
         scope = self.scope
         rows, columns = self._rows_read[operand].rows, scope.columns_read(self.node.name)[operand].rows
         num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
@@ -281,7 +298,7 @@ class NodeContext:
         return slot, dim_slices(scope.graph.axes, slot, rows.start - first_row, num_rows, first_column, num_columns)
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
-        """A view of part of a streamed value along an axis."""
+        """A view of a streamed value along an axis."""
         return self.builder.narrow_axis(slot, self.scope.axes, axis, start, length)
 
     def _columns(self, operand: str, strip: Slot) -> Slot:
@@ -289,7 +306,7 @@ class NodeContext:
         return self.narrow(strip, COLUMNS, columns.start - self.scope.columns[operand].new.start, len(columns))
 
     def zero_padded_strip(self, operand: str) -> Slot | None:
-        """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
+        """The rows read with their zero padding as one view, if the operand's buffer has rows of zeros; else ``None``."""
         read = self.read_of(operand)
         low, high = self.zero_rows.get(operand, (0, 0))
         if self.has_empty_read(operand) or low < read.pad_low or high < read.pad_high or not (low or high):
@@ -299,29 +316,29 @@ class NodeContext:
         return self._columns(operand, self.narrow(slot, ROWS, start, read.pad_low + len(read.rows) + read.pad_high))
 
     def operand_slot(self, value: Any) -> Any:
-        """An argument with its references replaced: strips, whole tensors, or the plain value."""
+        """An argument with its reference resolved: a strip, a global tensor, or the plain value."""
         name = value.name if type(value) is Ref else next(refs_in(value), None)
         if name is None:
             return value
         return self.strip(name) if name in self.scope.streamed else self.global_slot(name)
 
     def global_slot(self, name: str) -> Slot:
-        """A tensor that is not streamed: a parameter, a buffer, a global value."""
+        """The full tensor of a parameter, a buffer or a global value."""
         if name in self.global_slots:
             return self.global_slots[name]
         return self.builder.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
 
     def global_grad(self, name: str) -> Slot:
-        """What the gradient of a side tensor is added to."""
+        """The accumulator of the gradient of a global tensor."""
         scope = self.scope
         return self.builder.global_grad(name, self.global_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what the walk sees of a whole value."""
+        """Shape of a global value in one sweep."""
         return self.scope.global_shape(name)
 
     def is_per_sample(self, name: str) -> bool:
-        """Whether a whole value has an entry for each batch element."""
+        """True if a global value has an entry for each batch element."""
         return name in self.scope.per_sample
 
     def dtype_of(self, value: Any) -> torch.dtype:
@@ -330,7 +347,7 @@ class NodeContext:
         return self.scope.dtype_of(name)
 
     def needs_grad(self, value: Any) -> bool:
-        """Whether the tensor that an argument refers to needs a gradient."""
+        """True if the tensor that an argument refers to needs a gradient."""
         return any(name in self.scope.requires_grad for name in refs_in(value))
 
     def add_grad(self, value: Any, slot: Slot, *, owned: bool, channels: Interval | None = None) -> None:
@@ -338,9 +355,9 @@ class NodeContext:
 
         Args:
             value: the argument.
-            slot: the gradient, of the rows and columns read (streamed) or of the whole tensor.
-            owned: whether the slot's storage is nobody else's, so that it may be written to.
-            channels: which of the slot's it is; ``None`` for all.
+            slot: the gradient, of the rows and columns read (streamed) or of the full tensor.
+            owned: True if no other slot needs the storage, so that it may be overwritten.
+            channels: the channels of the slot that it consists of; ``None`` for all.
         """
         (name,) = refs_in(value)
         rows = columns = None

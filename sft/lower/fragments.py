@@ -1,10 +1,13 @@
-"""Programs put together from parts: the instructions of one operator in one pass.
+"""Program fragments: the instructions of one operator in one pass, linked into programs.
 
-What :meth:`sft.lower.builder.ProgramBuilder.finish` does for one list of instructions is done here for lists that have most parts in
-common: dead instructions dropped, frees placed, bytes summed up. Which instructions of a part are dead depends on the rest of the program
-through one thing alone: which storages that the part writes are needed behind it. Where storages are freed depends on which of those that
-the part touches nobody touches behind it. A part remembers what it came to for each of these; so a program costs a few sets for each
-operator, and not several objects for each instruction.
+:func:`link_fragments` does for a sequence of fragments what :meth:`sft.lower.builder.ProgramBuilder.finish` does for one list of
+instructions: drop dead instructions, place frees, sum up bytes. Programs of one sweep share most fragments, so each fragment caches its
+results by the only two facts of the remaining program that they depend on:
+
+- dead instructions: which storages written by the fragment are needed after it;
+- frees: which storages touched by the fragment are not touched after it.
+
+So linking costs a few set operations for each operator instead of several objects for each instruction.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ __all__ = ["FragmentBuilder", "ProgramFragment", "concatenate_fragments", "link_
 
 @dataclass
 class FragmentBuilder(ProgramBuilder):
-    """Collects the instructions of a part.
+    """Collects the instructions of a fragment.
 
     Attributes:
-        port_numbers: of the slots of ports, the same for all parts.
+        port_numbers: slot number of each port, shared by all fragments.
     """
 
     port_numbers: dict[Port, int] = field(default_factory=dict)
 
     def port(self, role: str, name: str, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
-        """The slot of a port, made at its first use in the part."""
+        """The slot of a port, created at its first use in the fragment."""
         key = Port(role, name)
         slot = self.ports.get(key)
         if slot is None:
@@ -42,7 +45,13 @@ class FragmentBuilder(ProgramBuilder):
 
 @dataclass(frozen=True, slots=True)
 class _FragmentWithFrees:
-    """Instructions with their frees, the most bytes that they hold above what was there before, and the bytes that stay."""
+    """Instructions with their frees.
+
+    Attributes:
+        instructions: the operations.
+        peak_bytes: most bytes alive above the start.
+        retained_bytes: bytes alive at the end above the start.
+    """
 
     instructions: tuple[Instruction, ...]
     peak_bytes: int
@@ -50,21 +59,21 @@ class _FragmentWithFrees:
 
 
 class _LiveFragment:
-    """The instructions of a part that are not dead, given what is needed behind it.
+    """The live instructions of a fragment, for one set of storages needed after it.
 
     Attributes:
         touched: the storages that they read or write.
-        members: for each storage the numbers of the results that lie in it.
-        sizes: bytes of the storages that they make.
+        members: for each storage, the numbers of the outputs that share it.
+        sizes: bytes of the storages that they allocate.
         flops: counted floating-point operations.
     """
 
-    __slots__ = ("_instructions", "_last", "_placed", "flops", "members", "sizes", "touched")
+    __slots__ = ("_instructions", "_last", "_with_frees", "flops", "members", "sizes", "touched")
 
     def __init__(self, instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]]) -> None:
         self._instructions = tuple(instructions)
         self._last: dict[int, int] = {}
-        self._placed: dict[tuple[tuple[int, int, tuple[int, ...]], ...], _FragmentWithFrees] = {}
+        self._with_frees: dict[tuple[tuple[int, int, tuple[int, ...]], ...], _FragmentWithFrees] = {}
         members: dict[int, list[int]] = {}
         self.sizes: dict[int, int] = {}
         for position, (instruction, used) in enumerate(zip(instructions, slots, strict=True)):
@@ -80,13 +89,13 @@ class _LiveFragment:
         self.members = tuple((root, tuple(numbers)) for root, numbers in members.items())
         self.flops = sum(instruction.flops for instruction in instructions)
 
-    def placed(self, dying: Sequence[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _FragmentWithFrees:
-        """The same with frees of the storages that are touched here last."""
+    def with_frees(self, dying: Sequence[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _FragmentWithFrees:
+        """The instructions with frees of the storages in ``dying``, which are touched here last."""
         key = tuple([(root, sizes.get(root, 0), members[root]) for root in dying])
-        found = self._placed.get(key)
-        if found is None:
-            found = self._placed[key] = self._place_frees(key)
-        return found
+        fragment = self._with_frees.get(key)
+        if fragment is None:
+            fragment = self._with_frees[key] = self._place_frees(key)
+        return fragment
 
     def _place_frees(self, dying: Iterable[tuple[int, int, tuple[int, ...]]]) -> _FragmentWithFrees:
         instructions = list(self._instructions)
@@ -105,13 +114,13 @@ class _LiveFragment:
 
 
 class ProgramFragment:
-    """What an operator does in one pass of a strip, with what lies outside as slots.
+    """The instructions of one operator in one pass of a strip; values of other operators are slots.
 
     Attributes:
-        instructions: in order.
-        ports: those that it uses.
-        results: those that it makes.
-        written: the storages that it makes or writes into.
+        instructions: the operations, in order.
+        ports: the ports that it uses.
+        results: the results that it makes.
+        written: the storages that it allocates or writes into.
     """
 
     __slots__ = ("_live", "_slots", "instructions", "ports", "results", "written")
@@ -120,72 +129,72 @@ class ProgramFragment:
         self.instructions = tuple(builder.instructions)
         self.ports, self.results = builder.ports, builder.results
         self._slots = [slots_of(instruction) for instruction in self.instructions]
-        made = (out.root for i in self.instructions for out in i.outputs if out is not None)
-        self.written = frozenset((*made, *(slot.root for i in self.instructions for slot in i.writes)))
+        allocated = (out.root for i in self.instructions for out in i.outputs if out is not None)
+        self.written = frozenset((*allocated, *(slot.root for i in self.instructions for slot in i.writes)))
         self._live: dict[frozenset[int], _LiveFragment | None] = {}
 
-    def live(self, wanted: frozenset[int]) -> _LiveFragment | None:
-        """The instructions that matter, given which of the storages written here are needed behind; ``None`` where there are none."""
-        if wanted not in self._live:
-            keep = live_instructions(self.instructions, self._slots, wanted)
-            chosen = [i for i, kept in enumerate(keep) if kept]
-            live = _LiveFragment([self.instructions[i] for i in chosen], [self._slots[i] for i in chosen]) if chosen else None
-            self._live[wanted] = live
-        return self._live[wanted]
+    def live(self, needed: frozenset[int]) -> _LiveFragment | None:
+        """The live instructions if the storages in ``needed``, all written here, are needed afterwards; ``None`` if all are dead."""
+        if needed not in self._live:
+            is_live = live_instructions(self.instructions, self._slots, needed)
+            indices = [i for i, kept in enumerate(is_live) if kept]
+            live = _LiveFragment([self.instructions[i] for i in indices], [self._slots[i] for i in indices]) if indices else None
+            self._live[needed] = live
+        return self._live[needed]
 
 
-def concatenate_fragments(parts: Sequence[ProgramFragment], dtype: torch.dtype) -> ProgramBuilder:
-    """All instructions of the parts, as if they had been emitted one after the other."""
+def concatenate_fragments(fragments: Sequence[ProgramFragment], dtype: torch.dtype) -> ProgramBuilder:
+    """A builder with all instructions of the fragments, as if emitted one after the other."""
     builder = ProgramBuilder(dtype=dtype)
-    for part in parts:
-        builder.instructions += part.instructions
-        builder.ports.update(part.ports)
-        builder.results.update(part.results)
+    for fragment in fragments:
+        builder.instructions += fragment.instructions
+        builder.ports.update(fragment.ports)
+        builder.results.update(fragment.results)
     numbers = [slot.number for slot in builder.ports.values()]
     numbers += [out.number for i in builder.instructions for out in i.outputs if out is not None]
     builder._num_slots = max(numbers, default=-1) + 1
     return builder
 
 
-def link_fragments(parts: Sequence[ProgramFragment]) -> Program:
-    """The program of the parts in a row: dead instructions dropped, frees placed."""
+def link_fragments(fragments: Sequence[ProgramFragment]) -> Program:
+    """The program of the fragments in order, without dead instructions and with frees."""
     ports: dict[Port, Slot] = {}
     results: dict[Port, Slot] = {}
-    for part in parts:
-        if part.ports:
-            ports.update(part.ports)
-        if part.results:
-            results.update(part.results)
-    lasting = {slot.root for slot in ports.values()}
-    lasting.update(slot.root for slot in results.values())
-    needed = set(lasting)  # what is touched behind, and what lasts
-    alive: list[tuple[_LiveFragment, list[int]]] = []
-    for part in reversed(parts):
-        live = part.live(part.written & needed)
+    for fragment in fragments:
+        if fragment.ports:
+            ports.update(fragment.ports)
+        if fragment.results:
+            results.update(fragment.results)
+    external = {slot.root for slot in ports.values()}
+    external.update(slot.root for slot in results.values())
+    needed = set(external)  # storages touched later, and those that outlive the program
+    live_fragments: list[tuple[_LiveFragment, list[int]]] = []
+    for fragment in reversed(fragments):
+        live = fragment.live(fragment.written & needed)
         if live is not None:
-            alive.append((live, [root for root in live.touched if root not in needed]))
+            live_fragments.append((live, [root for root in live.touched if root not in needed]))
             needed.update(live.touched)
-    alive.reverse()
+    live_fragments.reverse()
     members: dict[int, tuple[int, ...]] = {}
     sizes: dict[int, int] = {}
     instructions: list[Instruction] = []
     bytes_now = peak = flops = 0
-    for live, dying in alive:
+    for live, dying in live_fragments:
         for root, numbers in live.members:
             members[root] = members[root] + numbers if root in members else numbers
         sizes.update(live.sizes)
-        placed = live.placed(dying, members, sizes)
-        instructions += placed.instructions
-        peak = max(peak, bytes_now + placed.peak_bytes)
-        bytes_now += placed.retained_bytes
+        scheduled = live.with_frees(dying, members, sizes)
+        instructions += scheduled.instructions
+        peak = max(peak, bytes_now + scheduled.peak_bytes)
+        bytes_now += scheduled.retained_bytes
         flops += live.flops
-    given = {port: slot for port, slot in results.items() if slot.number in members.get(slot.root, ())}
-    touched = set[int]().union(*[live.touched for live, _ in alive])
+    live_results = {port: slot for port, slot in results.items() if slot.number in members.get(slot.root, ())}
+    touched = set[int]().union(*[live.touched for live, _ in live_fragments])
     return Program(
         instructions=tuple(instructions),
         ports={port: slot for port, slot in ports.items() if slot.root in touched},
-        results=given,
-        result_bytes={port: sizes[slot.root] for port, slot in given.items()},
+        results=live_results,
+        result_bytes={port: sizes[slot.root] for port, slot in live_results.items()},
         residuals=(),
         peak_bytes=peak,
         end_bytes=bytes_now,

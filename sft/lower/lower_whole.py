@@ -1,14 +1,13 @@
-"""BatchNorms that a segment runs whole, in training: torch's own call in the place of their parts.
+"""Lowering of an untiled segment: a forward program, and a backward program that reads the residuals of the first.
 
-Strips need a norm in parts (:mod:`sft.analysis.passes.decompose_norms`), and each part reads the image, or writes one, once more. Where
-all of an image is at hand, and with it all parts of a norm, the call that plain PyTorch makes does the same in fewer passes over memory,
-and so does its derivative. It is emitted where the moments stand, as running statistics may follow at once, before the affine map; these
-still follow moments, so that a stage that runs twice makes them once (:mod:`sft.planner.stages`), and plans that cut there compute the
-same bits.
+The segment runs on full tensors, as in eager PyTorch. Its programs allocate all gradients themselves, as results; the caller's
+accumulators are not used.
 
-Lowering a segment that runs whole: two programs, of which the second needs what the first keeps.
-
-Nothing is added to what the caller holds: gradients are made here, and handed on. A norm whose parts are all inside is one call.
+**BatchNorm in training is one call.** Strips need a norm decomposed (:mod:`sft.analysis.passes.decompose_norms`) into moments, scale and
+shift, and an affine map, each of which reads or writes the image once more. If the segment contains all of them, the call of eager PyTorch
+computes the same in fewer passes over memory, and so does its derivative. It is emitted in place of the moments, since running statistics
+may directly follow them, before the affine map. Running statistics still read moments: a stage that runs twice updates them once
+(:mod:`sft.planner.stages`), and plans that cut there compute the same bits.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ __all__ = ["BATCH_NORM_FUNCTIONS", "WholeBatchNormRule", "find_whole_batch_norms
 
 aten = torch.ops.aten
 
-#: In half precision the parts are computed wide, and rounded elsewhere than in torch's kernel.
+#: In half precision the decomposed norm computes in fp32, and rounds at other points than torch's kernel.
 _NORM_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeBatchNormRule(Rule):
-    """One of them; it lowers its affine map.
+    """A BatchNorm that runs as one call, stored as the rule of its affine map.
 
     Attributes:
-        weight: argument of the norm; ``None`` where it has none.
-        bias: likewise.
-        eps: likewise.
-        moments: the node whose place it takes.
-        is_followed: whether running statistics follow the moments, so that they are needed.
-        left_out: the nodes that nothing stands for: the others.
+        weight: argument of the norm, if any.
+        bias: argument of the norm, if any.
+        eps: argument of the norm.
+        moments: the node in whose place the call is emitted.
+        is_followed: True if running statistics read the moments, so that they are computed.
+        absorbed: the other nodes of the norm, which are not lowered.
     """
 
     weight: Any
     bias: Any
     eps: float
     moments: str
-    is_followed: bool
-    left_out: frozenset[str]
+    has_running_statistics: bool
+    absorbed: frozenset[str]
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, scope = ctx.builder, ctx.scope
         image, weight, bias = (ctx.operand_slot(value) for value in (ctx.node.argument("self"), self.weight, self.bias))
         out, mean, deviation = builder.slot(ctx.out_shape), builder.slot((image.shape[1],)), builder.slot((image.shape[1],))
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
-        if self.is_followed:
+        if self.has_running_statistics:
             moments = builder.slot(scope.shapes[self.moments])
             builder.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
             ctx.global_slots[self.moments] = moments
@@ -95,7 +94,7 @@ class WholeBatchNormRule(Rule):
 
 
 def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The image normalised, and what the derivative needs: the means and one over the deviations."""
+    """The normalised image, and the mean and the reciprocal of the standard deviation of each channel, which the derivative reads."""
     out, mean, deviation = aten.native_batch_norm.default(image, weight, bias, None, None, True, 0.0, eps)
     return out, mean, deviation
 
@@ -103,25 +102,22 @@ def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
 def _batch_norm_with_moments(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and the moments: what running statistics become that forget all that was before."""
+    """As :func:`_batch_norm`, and the moments: running statistics of momentum 1 receive them."""
     count = image.numel() // image.shape[1]
     moments = image.new_zeros((1, image.shape[1], 3))
     mean, variance = moments[0, :, 0], moments[0, :, 1]
     out, saved_mean, deviation = aten.native_batch_norm.default(image, weight, bias, mean, variance, True, 1.0, eps)
-    variance.mul_((count - 1) / count)  # they follow the unbiased variance
+    variance.mul_((count - 1) / count)  # running variances are unbiased
     moments[..., 2].fill_(count)
     return out, saved_mean, deviation, moments
 
 
-#: What is called forwards.
+#: The forward calls.
 BATCH_NORM_FUNCTIONS = (_batch_norm, _batch_norm_with_moments)
 
 
 def find_whole_batch_norms(scope: SegmentInfo) -> dict[str, WholeBatchNormRule]:
-    """The BatchNorms of a segment that can be run so, by their affine maps.
-
-    A backend has kernels of its own for the parts.
-    """
+    """The BatchNorms of a segment that can run as one call, by affine map; none with a backend, which has kernels for decomposed norms."""
     if scope.backend is not None:
         return {}
     norms = ((name, _match_batch_norm(scope, scope.graph[name])) for name in scope.names if scope.graph[name].target == "sft.affine")
@@ -134,22 +130,22 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
     if type(image) is not Ref or scale_shift.target != "sft.scale_shift" or graph.users[scale_shift.name] != (affine.name,):
         return None
     if not scope.streamed.issuperset((affine.name, image.name)):
-        return None  # images of another number of samples
+        return None  # an image with another number of samples
     moments = graph[scale_shift.argument("moments").name]
     if moments.target != "sft.moments" or moments.argument("self") != image or moments.argument("per_sample"):
         return None
-    places, shape = {name: place for place, name in enumerate(scope.names)}, scope.shapes[affine.name]
-    if not places.keys() >= {moments.name, scale_shift.name} or moments.argument("groups") != scale_shift.argument("channels"):
+    positions, shape = {name: position for position, name in enumerate(scope.names)}, scope.shapes[affine.name]
+    if not positions.keys() >= {moments.name, scale_shift.name} or moments.argument("groups") != scale_shift.argument("channels"):
         return None
     followers = [user for user in graph.users[moments.name] if user != scale_shift.name]
     if any(graph[user].target not in ("sft.running_mean", "sft.running_var") for user in followers):
-        return None  # others may be differentiated
+        return None  # another reader may be differentiated
     if len(shape) not in CHANNELS_LAST:
-        return None  # torch's kernel lays its result out anew, which projections do not see where others keep an operand's layout
+        return None  # torch's kernel chooses a new layout, which the projection of later operators that keep a layout does not see
     if math.prod(shape) <= shape[1]:
-        return None  # the variance of one element is none that could be made biased again
+        return None  # the unbiased variance of one element is undefined
     operands = [scale_shift.argument(key) for key in ("weight", "bias")]
-    if any(places.get(ref.name, -1) > places[moments.name] for ref in operands if ref is not None):
+    if any(positions.get(ref.name, -1) > positions[moments.name] for ref in operands if ref is not None):
         return None
     dtypes = {scope.dtype_of(name) for name in (affine.name, image.name, moments.name, *(ref.name for ref in operands if ref is not None))}
     if len(dtypes) > 1 or not dtypes.issubset(_NORM_DTYPES):
@@ -160,13 +156,13 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
         bias=bias,
         eps=scale_shift.argument("eps"),
         moments=moments.name,
-        is_followed=bool(followers),
-        left_out=frozenset((scale_shift.name, affine.name)),
+        has_running_statistics=bool(followers),
+        absorbed=frozenset((scale_shift.name, affine.name)),
     )
 
 
 def lower_whole(scope: SegmentInfo, step: StripStep, *, training: bool) -> tuple[Program, Program | None]:
-    """The two programs of a segment that keeps everything: forward and, when training, backward."""
+    """The programs of an untiled segment: forward and, when training, backward."""
     lowering = WholeLowering.of(scope, step, has_backward=training)
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
@@ -179,7 +175,7 @@ def lower_whole(scope: SegmentInfo, step: StripStep, *, training: bool) -> tuple
 
 
 class WholeLowering(StripLowering):
-    """Lowers all of a segment at once."""
+    """Lowers a segment on full tensors."""
 
     untiled: ClassVar[bool] = True
 
@@ -187,26 +183,26 @@ class WholeLowering(StripLowering):
         super().__init__(scope, has_backward=has_backward)
         norms = find_whole_batch_norms(scope)
         self._rules.update(norms)
-        self._left_out = frozenset[str]().union(*(norm.left_out for norm in norms.values()))
-        self._instead = {norm.moments: name for name, norm in norms.items()}
+        self._absorbed = frozenset[str]().union(*(norm.absorbed for norm in norms.values()))
+        self._affine_of_moments = {norm.moments: name for name, norm in norms.items()}
 
     def forward_of(self, name: str) -> None:
-        """Compute one operator; a norm is computed where its moments are."""
-        if name not in self._left_out:
-            super().forward_of(self._instead.get(name, name))
+        """Emit one operator; a norm of one call is emitted in place of its moments."""
+        if name not in self._absorbed:
+            super().forward_of(self._affine_of_moments.get(name, name))
 
-    def add_to_global_grad(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
-        """Add to the gradient of a tensor from outside that is not streamed, or begin it."""
-        builder, scope, slot = self.builder, self.scope, contribution_slot(self.builder, patch)
+    def add_to_global_grad(self, ctx: NodeContext, name: str, term: GradContribution) -> None:
+        """Add a contribution to the gradient of a global tensor from outside; the first one may become the accumulator."""
+        builder, scope, slot = self.builder, self.scope, contribution_slot(self.builder, term)
         is_first = Port("grad_side", name) not in builder.results
         if is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
-            is_laid_out = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
-            builder.emit_global_grad(name, slot, patch.owned and patch.channels is None and is_laid_out, scope.dtype_of(name))
+            is_in_layout = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
+            builder.emit_global_grad(name, slot, term.owned and term.channels is None and is_in_layout, scope.dtype_of(name))
         else:
             builder.add_into(ctx.global_grad(name), slot)
 
     def write_gradients(self, gradients: Mapping[str, Sequence[GradContribution]]) -> None:
-        """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""
+        """Emit the gradients of sources and of global tensors from outside as results; zeros if they have no contribution."""
         scope = self.scope
         for name in scope.sources:
             if name in gradients:
@@ -217,10 +213,10 @@ class WholeLowering(StripLowering):
                     shape, dtype = scope.global_shape(name), scope.grad_dtype(name)
                     self.builder.global_grad(name, shape, dtype, scope.dtype_of(name))
 
-    def _emit_source_gradient(self, name: str, patches: Sequence[GradContribution]) -> None:
-        """Hand the gradient of a whole source to the caller."""
+    def _emit_source_gradient(self, name: str, contributions: Sequence[GradContribution]) -> None:
+        """Emit the gradient of a source as a result."""
         rows = Interval(0, self.scope.extent(name, ROWS))
-        inside = [patch for patch in patches if patch.rows and patch.columns]
+        inside = [term for term in contributions if term.rows and term.columns]
         total, owned = sum_contributions(self.scope, self.builder, name, rows, inside, self.scope.grad_dtype(name))
         if not (owned and self.builder.owns(total)):
             total = self.builder.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
@@ -228,8 +224,8 @@ class WholeLowering(StripLowering):
 
 
 def _is_weight_grad_in_layout(shape: Sequence[int]) -> bool:
-    """Whether the gradient of a weight is made channels last, or in order where it is no weight of a convolution.
+    """True if torch computes the gradient of a weight channels last (convolutions), or contiguous (other weights).
 
-    In double precision torch makes those of convolutions of volumes in order, which is the same for few shapes.
+    In double precision torch computes those of 3-d convolutions contiguous, which equals channels last for few shapes only.
     """
     return len(shape) < 5 or shape[1] == 1 or math.prod(shape[2:]) == 1

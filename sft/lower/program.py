@@ -1,13 +1,17 @@
-"""Flat programs: one straight list of tensor operations with explicit allocations and frees.
+"""Flat programs: a straight list of tensor operations with explicit allocations and frees.
 
-A program is what a strip of the schedule is lowered to, once per step signature. Nothing is decided while it runs: every
-operation, every shape, and the instruction after which each storage dies are known beforehand. So its peak in bytes is a sum
-over the list, the same list on meta tensors is a dry run, and the same list on real tensors is the execution.
+A strip of the schedule is lowered to a program, once per step signature. A program takes no decisions while it runs: every operation,
+every shape, and the instruction after which each storage is freed are known beforehand. So its peak in bytes is a sum over the list. The
+same list on meta tensors is a dry run; on real tensors it is the execution.
 
-A :class:`Slot` names a tensor of the program. Slots that share a storage share a ``root``. Slots bound from outside (parameters,
-strips of the input, gradient accumulators) are *ports*: they belong to the caller and are never counted or freed here. Slots
-that leave the program (rows for the row store, carried gradients) are *results*: counted when allocated, and the caller's after.
-Programs are made by an emitter (``sft.lower.builder``).
+A :class:`Slot` names a tensor of the program. Slots that share a storage share a ``root``. Two kinds of slot cross the border:
+
+- *ports*: bound from outside (parameters, strips of the input, gradient accumulators). The caller owns them; a program neither counts nor
+  frees them.
+- *results*: rows for the row store, gradients of carried rows. A program counts them when it allocates them; the caller owns them
+  afterwards.
+
+A program builder (:mod:`sft.lower.builder`) makes programs.
 """
 
 from __future__ import annotations
@@ -37,7 +41,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a program: its number, its shape, its element type, and the slot that owns its storage."""
+    """A tensor of a program.
+
+    Attributes:
+        number: its number in the program.
+        shape: its extents.
+        dtype: its element type.
+        root: number of the slot that owns its storage; its own number unless it is a view.
+    """
 
     number: int
     shape: tuple[int, ...]
@@ -46,18 +57,32 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a storage that holds just this tensor."""
+        """Bytes of a storage for this tensor alone."""
         return self.dtype.itemsize * prod(self.shape)
 
 
 class Port(NamedTuple):
-    """A tensor that crosses the program's border. A tuple, as it is looked up more often than anything else.
+    """A tensor that crosses the program's border. A named tuple, because ports are the most frequent dictionary keys.
 
-    ``role`` is one of: ``source`` (rows of a value from outside), ``side`` (a whole tensor: parameter, buffer, global value),
-    ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``
-    (a running sum over the image), ``grad_out`` (rows of an output's gradient), ``grad_carry`` (gradient of carried rows, in
-    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to, or made),
-    ``origin`` (no tensor: batch element, row and column of the first element that the step adds to the value, or that it reduces).
+    Attributes:
+        role: one of the roles below.
+        name: the value of the graph.
+
+    =============== ===============================================================================================
+    role            tensor
+    =============== ===============================================================================================
+    ``source``      rows of a streamed value from outside the segment
+    ``side``        a full tensor: parameter, buffer or global value
+    ``carry``       carried rows to load
+    ``append``      rows for the row store
+    ``out``         rows of an output to write
+    ``partial``     a running reduction over the image
+    ``grad_out``    rows of an output's gradient
+    ``grad_carry``  gradient of carried rows: in from the next strip, out to the previous one
+    ``grad_source`` rows of a source's gradient, added to
+    ``grad_side``   gradient of a full tensor: added to (port) or made (result)
+    ``origin``      no tensor: batch element, row and column of the first element that the step computes or reduces
+    =============== ===============================================================================================
     """
 
     role: str
@@ -66,15 +91,15 @@ class Port(NamedTuple):
 
 @runtime_checkable
 class PositionalFunction(Protocol):
-    """A function of a program that is told where the strip lies (an ``origin`` port), and can say what it makes of that."""
+    """A program function that depends on the strip's position (an ``origin`` port) and can compare positions."""
 
     def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
-        """Whether it makes the same of the same rows at both places."""
+        """True if the function computes the same from the same rows at both origins."""
         ...
 
 
 class _DevicePlaceholder:
-    """Stands in an instruction for the device that the program runs on."""
+    """Placeholder in an instruction for the device that the program runs on."""
 
     def __repr__(self) -> str:
         return "DEVICE"
@@ -83,27 +108,27 @@ class _DevicePlaceholder:
 DEVICE = _DevicePlaceholder()
 
 
-def load_rows(destination: torch.Tensor, dim: int, pieces: list[tuple[int, Interval, torch.Tensor]]) -> None:
-    """Gather carried rows, which lie along ``dim``: copy each piece of a block to its offset."""
-    for offset, rows, block in pieces:
+def load_rows(destination: torch.Tensor, dim: int, blocks: list[tuple[int, Interval, torch.Tensor]]) -> None:
+    """Gather carried rows along ``dim``: copy the given rows of each block to their offset."""
+    for offset, rows, block in blocks:
         destination.narrow(dim, offset, len(rows)).copy_(block.narrow(dim, rows.start, len(rows)))
 
 
 class Instruction(NamedTuple):
-    """One operation. A tuple, as planning makes hundreds of thousands, and a frozen dataclass of as many fields takes four times as long.
+    """One operation. A named tuple, as planning makes hundreds of thousands: a frozen dataclass of as many fields takes four times as long.
 
     Attributes:
-        function: what is called.
-        arguments: positional arguments; tensors stand as slots, lists of tensors as tuples of slots.
+        function: the callable.
+        arguments: positional arguments; tensors are slots, lists of tensors are tuples of slots.
         keywords: keyword arguments, likewise.
-        outputs: slots for the results, ``None`` where a result is not made or not wanted.
+        outputs: slots for the results, ``None`` for a result that is not computed or not used.
         writes: slots written in place.
         flops: counted floating-point operations.
         num_bytes: bytes of the storages that it allocates.
-        scratch_bytes: bytes that it needs besides while it runs.
+        scratch_bytes: temporary bytes while it runs, on top of its results.
         owner: the operator of the graph that it belongs to.
-        frees: slots to forget afterwards.
-        freed_bytes: bytes that forgetting them returns.
+        frees: slots to free afterwards.
+        freed_bytes: bytes that these frees return.
     """
 
     function: Callable[..., Any]
@@ -119,7 +144,7 @@ class Instruction(NamedTuple):
     freed_bytes: int = 0
 
     def with_frees(self, frees: tuple[int, ...], freed_bytes: int) -> Instruction:
-        """The same, which forgets slots afterwards; as ``replace`` does it, in a third of the time."""
+        """A copy with these frees; takes a third of the time of ``_replace``."""
         return Instruction(
             self.function,
             self.arguments,
@@ -140,12 +165,12 @@ class Program:
     """A list of instructions and its border.
 
     Attributes:
-        instructions: in order.
+        instructions: the operations, in order.
         ports: slots to bind before running.
-        results: slots that are the caller's after running.
-        saved: slots that stay alive for a second program (the backward half of a whole segment), by number.
+        results: slots that the caller owns after running.
+        residuals: numbers of the slots that stay alive for a second program (the backward half of an untiled segment).
         peak_bytes: most bytes alive above the start, results included.
-        end_bytes: bytes alive at the end above the start: results and saved slots, less what the first half saved.
+        end_bytes: bytes alive at the end above the start: results and residuals, less the residuals of the first half.
         flops: counted floating-point operations.
         result_bytes: bytes of each result's storage.
     """
@@ -160,27 +185,36 @@ class Program:
     flops: int
 
     def retained_peak_bytes(self) -> int:
-        """Most bytes alive above the start where what the first half saved outlasts the second: only its own storages are freed."""
-        own = {out.number: out.num_bytes for i in self.instructions for out in i.outputs if out is not None and out.root == out.number}
+        """Most bytes alive above the start if the residuals of the first half outlive this program, which frees its own storages alone."""
+        outputs = [out for i in self.instructions for out in i.outputs if out is not None]
+        own_bytes = {out.number: out.num_bytes for out in outputs if out.root == out.number}
         now = peak = 0
         for instruction in self.instructions:
             now += instruction.num_bytes
             peak = max(peak, now + instruction.scratch_bytes)
-            now -= sum(own.get(number, 0) for number in instruction.frees)
+            now -= sum(own_bytes.get(number, 0) for number in instruction.frees)
         return peak
 
 
 def carried_dim(program: Program, slot: Slot) -> int | None:
-    """The dimension along which a port's rows come in pieces, by the call that loads them, whichever it is."""
+    """The dimension along which a port's rows are loaded from blocks, read off the call that loads them."""
     for instruction in program.instructions:
         if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
             return int(instruction.arguments[1])
     return None
 
 
-def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]], wanted: Collection[int]) -> list[bool]:
-    """Which instructions matter to the wanted storages, found from the end; those that make and write nothing are checks, and stay."""
-    needed = set(wanted)
+def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]], roots: Collection[int]) -> list[bool]:
+    """Liveness of each instruction, from the end: true if a storage of ``roots`` depends on it.
+
+    Instructions without results and writes are checks; they stay alive.
+
+    Args:
+        instructions: the operations, in order.
+        slots: for each, the slots that it reads or writes (:func:`slots_of`).
+        roots: the storages needed after the last instruction.
+    """
+    needed = set(roots)
     keep = [False] * len(instructions)
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
@@ -202,18 +236,18 @@ def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Seque
 
 def slots_of(instruction: Instruction) -> list[Slot]:
     """All slots that an instruction reads or writes in place."""
-    found = []
+    slots = []
     for value in instruction.arguments:
         kind = type(value)
         if kind is Slot:
-            found.append(value)
+            slots.append(value)
         elif kind is tuple or kind is list:
-            found += [item for item in value if type(item) is Slot]
+            slots += [item for item in value if type(item) is Slot]
     for value in instruction.keywords.values():
         kind = type(value)
         if kind is Slot:
-            found.append(value)
+            slots.append(value)
         elif kind is tuple or kind is list:
-            found += [item for item in value if type(item) is Slot]
-    found += instruction.writes
-    return found
+            slots += [item for item in value if type(item) is Slot]
+    slots += instruction.writes
+    return slots

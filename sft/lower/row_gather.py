@@ -1,9 +1,9 @@
-"""Rows of a strip put together from its others, as paddings by the image itself are.
+"""Gathers of rows along an axis: by runs of rows (reflect, replicate and circular padding), and the upload of index tables.
 
-An index would say it in one call. On a GPU its upload waits for everything before it, and cannot be recorded in a CUDA graph; and the
-adjoint adds in any order. What paddings gather are a few runs of rows: in order, backwards, or one row again and again.
+:class:`RowGather` stores a gather as a few runs of rows: ascending, descending, or one row repeated. An index tensor would do in one call,
+but on a GPU its upload waits for all queued work and cannot be recorded in a CUDA graph, and its adjoint adds in no fixed order.
 
-Small tables that a program computes on the host when it runs: indices and weights of the rows that a strip reads.
+:func:`upload_table` copies a small host table (indices, weights) that a program computes while it runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["RowGather", "RowRun", "upload_table"]
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows that are next to each other.
+    """A run of rows: ``first, first + step, ...``.
 
     Attributes:
         first: the first row read.
-        count: rows made.
-        step: from a row read to the next: 1, -1, or 0.
+        count: number of rows gathered.
+        step: difference between consecutive rows: 1, -1, or 0 for one row repeated.
     """
 
     first: int
@@ -37,7 +37,7 @@ class RowRun:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The lowest row read, and how many there are."""
+        """The lowest row read, and the number of rows read."""
         if self.step == 0:
             return self.first, 1
         return (self.first if self.step > 0 else self.first - self.count + 1), self.count
@@ -45,17 +45,17 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class RowGather:
-    """Which rows of a strip make another.
+    """A gather of rows of a strip into another strip.
 
     Attributes:
-        runs: in the order of the rows made.
+        runs: the runs, in the order of the gathered rows.
     """
 
     runs: tuple[RowRun, ...]
 
     @classmethod
     def of(cls, index: Iterable[int]) -> RowGather:
-        """The runs of an index.
+        """The gather of the rows of an index.
 
         >>> [(run.first, run.count, run.step) for run in RowGather.of([2, 1, 0, 1, 2, 3, 3, 3]).runs]
         [(2, 3, -1), (1, 3, 1), (3, 2, 0)]
@@ -75,43 +75,43 @@ class RowGather:
 
     @property
     def length(self) -> int:
-        """Rows made."""
+        """Number of gathered rows."""
         return sum(run.count for run in self.runs)
 
     @property
     def scratch_rows(self) -> int:
-        """Most rows that stand beside what is read and made: a run backwards is turned round first, and sums of a row are one."""
+        """Most temporary rows at once: a descending run is flipped into a copy, and the adjoint of a repeated row sums into one row."""
         return max((1 if run.step == 0 else run.count for run in self.runs if run.step != 1), default=0)
 
-    def takes_all_of(self, count: int) -> bool:
-        """Whether it makes just what it reads, of so many rows."""
+    def is_identity(self, count: int) -> bool:
+        """True if it gathers ``count`` rows in their order."""
         return self.runs == (RowRun(0, count, 1),)
 
-    def made(self, value: Tensor, dim: int) -> Tensor:
-        """The rows made, in the layout of those read."""
+    def gather(self, value: Tensor, dim: int) -> Tensor:
+        """The gathered rows, in the memory layout of ``value``."""
         out = _empty_rows_like(value, dim, self.length)
         start = 0
         for run in self.runs:
-            part = value.narrow(dim, *run.rows)
-            out.narrow(dim, start, run.count).copy_(part.flip(dim) if run.step < 0 else part)
+            rows = value.narrow(dim, *run.rows)
+            out.narrow(dim, start, run.count).copy_(rows.flip(dim) if run.step < 0 else rows)
             start += run.count
         return out
 
     def adjoint(self, grad: Tensor, dim: int, length: int) -> Tensor:
-        """The gradient of ``length`` rows read, given that of the rows made."""
+        """The gradient of the ``length`` rows read, from that of the gathered rows."""
         out = _empty_rows_like(grad, dim, length).zero_()
         start = 0
         for run in self.runs:
-            part = grad.narrow(dim, start, run.count)
+            rows = grad.narrow(dim, start, run.count)
             if run.step <= 0:
-                part = part.sum(dim, keepdim=True) if run.step == 0 else part.flip(dim)
-            out.narrow(dim, *run.rows).add_(part)
+                rows = rows.sum(dim, keepdim=True) if run.step == 0 else rows.flip(dim)
+            out.narrow(dim, *run.rows).add_(rows)
             start += run.count
         return out
 
 
 def _empty_rows_like(value: Tensor, dim: int, length: int) -> Tensor:
-    """Room for so many rows, in the layout of a strip."""
+    """An uninitialised tensor of ``length`` rows in the memory layout of ``value``."""
     if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
         shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
         return torch.empty((shape[0], *shape[2:], shape[1]), dtype=value.dtype, device=value.device).movedim(-1, 1)
@@ -119,9 +119,9 @@ def _empty_rows_like(value: Tensor, dim: int, length: int) -> Tensor:
 
 
 def upload_table(table: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of ``table`` on ``device``, as ``dtype`` if one is given.
+    """A copy of ``table`` on ``device``, as ``dtype`` if given.
 
-    The host does not wait for it: a copy from pageable memory would hold it until all that a GPU has queued is done, at every strip.
+    The copy is asynchronous. A copy from pageable memory would block the host at every strip until the GPU has finished all queued work.
     """
     host = torch.from_numpy(np.ascontiguousarray(table)).to(dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and _can_pin_memory() else host.to(device)
@@ -129,7 +129,7 @@ def upload_table(table: npt.NDArray[Any], device: torch.device, dtype: torch.dty
 
 @functools.cache
 def _can_pin_memory() -> bool:
-    """Whether there is page-locked memory: not without a GPU, where programs are traced for one, and not in every sandbox."""
+    """True if page-locked memory is available: not without a GPU (where programs for a GPU may be traced), nor in every sandbox."""
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError:

@@ -1,4 +1,7 @@
-"""Running reductions over the image: what a walk begins with, adds to, and makes the global value of."""
+"""Running reductions: the accumulator of a reduction over the image, from its initial value to the global value.
+
+A sweep initialises the accumulator (fp64), each strip updates it, and a last program computes the global value from it.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ def _reduction_rule(scope: SegmentInfo, name: str) -> ReductionRule:
 
 
 def partial_shape(scope: SegmentInfo, name: str) -> tuple[int, ...]:
-    """Shape of the running reduction (fp64) behind a global value, for one walk."""
+    """Shape of the accumulator (fp64) of a global value in one sweep."""
     return _reduction_rule(scope, name).partial_shape(scope, scope.graph[name])
 
 
 def partial_start(scope: SegmentInfo, name: str) -> float:
-    """What a running reduction holds before its first strip."""
+    """Initial value of the accumulator of a global value."""
     return _reduction_rule(scope, name).start(scope.graph[name])
 
 
 def partial_additive(scope: SegmentInfo, name: str) -> AdditivePart | None:
-    """Which part of a running reduction is a sum; ``None`` where a strip cannot count several times."""
+    """The entries of the accumulator that are sums over strips; ``None`` if a strip cannot be counted several times."""
     return _reduction_rule(scope, name).additive(scope.graph[name])
 
 
 def lower_finish(scope: SegmentInfo, name: str) -> Program:
-    """The program that turns a running reduction over the image into the global value."""
+    """The program that computes the global value from its accumulator after the last strip."""
     builder = ProgramBuilder(dtype=scope.dtype_of(name))
     running = builder.port("partial", name, partial_shape(scope, name), torch.float64)
     out = builder.port("out", name, scope.global_shape(name), scope.dtype_of(name))

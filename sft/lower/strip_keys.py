@@ -1,6 +1,7 @@
-"""What is known of the strips of one walk: what each operator does in some of them, by number, and the parts that it came to.
+"""Cache keys of the strips of one sweep, and the program fragments stored under them.
 
-Whatever strips have in common has a number; so what an operator's part depends on is a short tuple (``sft.lower.lower_walk``).
+Facts that strips share (rows of a value, work of an operator, buffers, gradients) are interned as small integers. So the key of a
+fragment is a short tuple of integers (:mod:`sft.lower.strip_programs`).
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ __all__ = ["BackwardFragment", "ForwardFragment", "Interner", "OperatorFragments
 
 @dataclass(frozen=True, slots=True)
 class ValueStripKey:
-    """What one value does in some steps.
+    """The rows of one value, relative to its first row, in all steps with equal rows.
 
     Attributes:
-        number: that no other value, and no other doing of this one, has.
-        has_no_work: whether there is nothing to do.
-        appends: whether rows go to the row store.
-        paddings: borders that it wants of its operands' buffers.
+        number: unique number of this value and these rows.
+        has_no_work: True if the operator computes and reads no rows.
+        appends: True if rows go to the row store.
+        zero_row_requests: for operands that the operator reads with padding: the operand, rows of zeros above and below.
     """
 
     number: int
     has_no_work: bool
     appends: bool
-    paddings: tuple[tuple[str, int, int], ...]
+    zero_row_requests: tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StripKey:
-    """What all programs of a step have in common.
+    """Facts that all programs of a step share.
 
     Attributes:
-        index: which step.
-        rows: of each value.
-        borders: rows of zeros above and below values.
+        index: number of the step.
+        rows: the key of each value's rows.
+        zero_rows: rows of zeros above and below the buffers of values.
         read: the rows that are read of each source.
-        keys: what the work of each operator depends on, in any direction, besides slots; those that are idle have none.
-        nodes: what has been asked for of the schedule.
+        keys: the work of each operator as a number, without slots; operators without work have none.
+        nodes: rows of values in this step, cached from the schedule.
     """
 
     index: int
@@ -57,48 +58,51 @@ class StripKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardFragment:
-    """An operator's forward part and what it leaves for others.
+    """The forward fragment of an operator, and the slots that it leaves for readers and for its backward pass.
 
     Attributes:
-        number: that no other has.
-        part: the instructions, where there are any.
-        value: the number of its value's buffer.
-        whole: a running reduction.
-        context: what its rule has put aside for the backward pass, with the buffers that it wrote into.
+        number: its unique number.
+        fragment: the instructions, if any.
+        buffer: the number of its value's buffer, if the value is streamed.
+        global_slot: the accumulator, if the operator is a reduction.
+        context: the rule's saved facts for the backward pass, its destination and its overwritten operand.
     """
 
     number: int
-    part: ProgramFragment | None
-    value: int | None
-    whole: Slot | None
+    fragment: ProgramFragment | None
+    buffer: int | None
+    global_slot: Slot | None
     context: tuple[dict[str, Any], Slot | None, Slot | None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardFragment:
-    """An operator's backward part and the gradients of what it reads, as numbers of patches."""
+    """The backward fragment of an operator, and the numbers of the gradients that it contributes to its operands."""
 
-    part: ProgramFragment | None
-    patches: tuple[tuple[str, int], ...]
+    fragment: ProgramFragment | None
+    contributions: tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
 class OperatorFragments:
-    """One operator of the segment, with its parts so far.
+    """One operator of the segment, with its cached fragments.
 
     Attributes:
         name: the operator.
         reads: the streamed values that it reads, each once.
-        reduced: the global values that it reads of operators in the segment.
-        leaves: whether its own output depends on whether outputs are written.
-        needs_grad: whether it is differentiated.
-        is_inactive: whether the panel has nothing for it.
+        global_reads: the global values that it reads and that the segment computes.
+        has_outputs: True if its fragment depends on whether outputs are written.
+        needs_grad: True if it is differentiated.
+        is_inactive: True if it has no columns in the panel.
+        forward: forward fragments by work, writing of outputs, and operands.
+        append: fragments that copy rows to the row store, by work and buffer.
+        backward: backward fragments by forward fragment and gradients of the value.
     """
 
     name: str
     reads: tuple[str, ...]
-    reduced: tuple[str, ...]
-    leaves: bool
+    global_reads: tuple[str, ...]
+    has_outputs: bool
     needs_grad: bool
     is_inactive: bool
     forward: dict[tuple[Any, ...], ForwardFragment] = field(default_factory=dict)
@@ -107,16 +111,21 @@ class OperatorFragments:
 
 
 class Interner:
-    """Numbers for things, from 0 on, in the order in which they are first asked for; equal things have one."""
+    """Numbers equal values consecutively from 0.
+
+    >>> interner = Interner()
+    >>> [interner.number_of(value) for value in "abca"], interner.values
+    ([0, 1, 2, 0], ['a', 'b', 'c'])
+    """
 
     def __init__(self) -> None:
-        self.things: list[Any] = []
-        self._of: dict[Hashable, int] = {}
+        self.values: list[Any] = []
+        self._numbers: dict[Hashable, int] = {}
 
-    def of(self, thing: Hashable) -> int:
-        """The number of a thing."""
-        number = self._of.get(thing)
+    def number_of(self, value: Hashable) -> int:
+        """The number of a value; a new one if no equal value has been numbered."""
+        number = self._numbers.get(value)
         if number is None:
-            number = self._of[thing] = len(self.things)
-            self.things.append(thing)
+            number = self._numbers[value] = len(self.values)
+            self.values.append(value)
         return number

@@ -23,9 +23,9 @@ from sft.common.array_types import IntArray
 from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
 from sft.lower.lower_strip import StripKind
-from sft.lower.lower_walk import StripPrograms
 from sft.lower.program import Port, Program
 from sft.lower.running_reductions import lower_finish
+from sft.lower.strip_programs import StripPrograms
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.strip_policy import RUN_ALL_STRIPS, StripPolicy
 

@@ -22,11 +22,11 @@ from tests.helpers.models import seeded
 def test_runs_are_the_index(index: list[int], dim: int, channels: int, is_last: bool) -> None:
     gather = RowGather.of(index)
     assert [run.first + run.step * at for run in gather.runs for at in range(run.count)] == index
-    assert gather.takes_all_of(6) == (index == list(range(6)))
+    assert gather.is_identity(6) == (index == list(range(6)))
     value = torch.randn(2, channels, 6, 6, dtype=torch.float64)
     value = value.to(memory_format=torch.channels_last) if is_last else value
     dim %= 4
-    made = gather.made(value, dim)
+    made = gather.gather(value, dim)
     assert torch.equal(made, value.index_select(dim, torch.tensor(index)))
     assert made.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
     grad = torch.randn_like(made)

@@ -1,6 +1,7 @@
-"""Our own operators on whole tensors, written in torch: what a node with a ``sft.`` target computes.
+"""Functions of the library's own operators (``sft.`` targets) on full tensors, written in PyTorch.
 
-They are traced like ATen's, so that their derivatives are torch's.
+They are traced like ATen operators (:mod:`sft.lower.joint_traces`), so autograd provides their derivatives. Parameter names are the names
+of the nodes' arguments.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sft.lower.custom_ops import layouts, losses, statistics, windows
-from sft.lower.custom_ops import statistics as products
 
 __all__ = ["BY_SHAPE", "FUNCTIONS"]
 
-#: By target.
+#: The function of each target.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.moments": statistics.moments,
     "sft.moment_mean": statistics.moment_mean,
@@ -35,8 +35,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expand_channels": layouts.expand_channels,
     "sft.pixel_unshuffle": layouts.pixel_unshuffle,
     "sft.pixel_shuffle": layouts.pixel_shuffle,
-    "sft.contract_pixels": products.contract_pixels,
-    "sft.mix_channels": products.mix_channels,
+    "sft.contract_pixels": statistics.contract_pixels,
+    "sft.mix_channels": statistics.mix_channels,
     "sft.spatial_side_input": layouts.spatial_side_input,
     "sft.max_unpool1d": windows.max_unpool1d,
     "sft.border_rows": windows.border_rows,
@@ -58,7 +58,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten.select_scatter.default": layouts.select_scatter,
 }
 
-#: Of them those that call the same operators on any device. A network has many of them at different numbers of channels.
+#: Targets whose functions make the same calls on every device, so that tracing them is cheap (:func:`sft.lower.op_recorder.record_ops`).
+#: A network has many of them, at different numbers of channels.
 BY_SHAPE = frozenset(
     {
         "sft.moment_mean",

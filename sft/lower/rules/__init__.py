@@ -1,4 +1,4 @@
-"""How each row of the operator table runs on a strip and is differentiated: forward and backward as ATen calls."""
+"""Lowering rules: the table from operators to their forward and backward ATen calls, on strips and on full tensors."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _RULES: dict[str, Rule] = {
     "moments": MomentsRule(),
 }
 _ACTIVATION, _TRACED, _WHOLE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule()
-#: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
+#: Reductions of full images without an accumulator; all others run as torch's own operator.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMeanRule(), "moments": WholeMomentsRule()}
-#: Rules that hold on strips and on untiled tensors alike. Packages above this one add theirs with `register_rule`.
+#: Rules for strips and full tensors alike, by target. Packages above this one add theirs with `register_rule`.
 _STRIP_OR_WHOLE_RULES: dict[str, Rule] = {
     "sft.dropout": DropoutRule(),
     "sft.mask": RandomMaskRule(),
@@ -88,7 +88,7 @@ def rule_of(scope: SegmentInfo, node: Node, *, untiled: bool) -> Rule:
             return _ACTIVATION
         return _TRACED
     if untiled and row.name == "resampling" and scope.deterministic:
-        return _RULES["resampling"]  # torch's own derivative adds in any order
+        return _RULES["resampling"]  # torch's own derivative adds in no fixed order
     if untiled and row.name in ("resampling", "adaptive_max", "circular_pad", "spatial_side_input"):
         return _WHOLE
     if untiled and row.role == "reduce":

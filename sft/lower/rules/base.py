@@ -1,8 +1,11 @@
-"""What a lowering rule is.
+"""Lowering rules: how one family of operators is computed and differentiated on a strip, or on a full tensor.
 
-``forward`` returns the slot of the new rows. It may write them into ``ctx.destination`` (the tail of the buffer behind the
-carried rows) or over ``ctx.overwrite`` (an operand nobody else reads) where the operator has an in-place form; otherwise the
-caller copies. ``backward`` takes the gradient of the new rows and reports gradients of the operands.
+A rule sees the gradient of the *new* rows only. The gradient of carried rows is handled around it, in :mod:`sft.lower.lower_strip`: the
+rule reports the gradient of all operand rows that it read, and the lowering passes the carried ones on to the previous strip.
+
+- ``forward(ctx)`` returns the slot of the new rows. An operator with an in-place form may write them into ``ctx.destination`` (the rows of
+  the buffer after the carried rows) or over ``ctx.overwrite`` (an operand without further readers). Otherwise the lowering copies them.
+- ``backward(ctx, grad, owned)`` takes the gradient of the new rows and reports gradients of the operands with ``ctx.add_grad``.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ __all__ = ["AdditivePart", "ReductionRule", "Rule"]
 
 @dataclass(frozen=True, slots=True)
 class AdditivePart:
-    """Which part of a running value is a sum over strips, so that a strip that counts ``m`` times adds ``m`` times as much.
+    """The entries of an accumulator that are sums over strips: a strip counted ``m`` times adds ``m`` times as much.
 
     Attributes:
-        columns: entries along the last dimension; ``None`` for all of the value.
-        is_logarithm: whether the value is the logarithm of the sum.
+        columns: indices along the last dimension; ``None`` for all entries.
+        is_logarithm: True if the accumulator holds the logarithm of the sum.
     """
 
     columns: tuple[int, ...] | None = None
@@ -36,11 +39,11 @@ class Rule(ABC):
     """The lowering of one family of operators.
 
     Attributes:
-        saves_input: whether the backward reads the streamed operands' values.
-        saves_output: whether the backward reads the operator's own value.
-        in_place: whether ``forward`` can write into a destination.
-        overwrites: whether ``forward`` can write over its only operand.
-        accepts_wide_grad: whether ``backward`` takes the gradient of a whole value in a wider type than the value's.
+        saves_input: True if the backward reads the values of streamed operands.
+        saves_output: True if the backward reads the operator's own value.
+        in_place: True if ``forward`` can write into a destination.
+        overwrites: True if ``forward`` can overwrite its only operand.
+        accepts_wide_grad: True if ``backward`` takes the gradient of a global value in a wider type than the value's.
     """
 
     saves_input: ClassVar[bool] = True
@@ -55,27 +58,27 @@ class Rule(ABC):
 
     @abstractmethod
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        """Emit the gradients of the operands; ``owned`` says whether ``grad`` may be overwritten."""
+        """Emit the gradients of the operands; ``owned`` is true if ``grad`` may be overwritten."""
 
 
 class ReductionRule(Rule):
-    """A reduction over the image: strips change a running one (fp64), which becomes the global value once all of them are seen.
+    """A reduction over the image: each strip updates an accumulator (fp64), from which the global value is computed after the last strip.
 
-    ``forward`` changes the running reduction, the ``partial`` port, and returns it.
+    ``forward`` updates the accumulator, the ``partial`` port, and returns it.
     """
 
     def partial_shape(self, scope: SegmentInfo, node: Node) -> tuple[int, ...]:
-        """Shape of the running reduction for one walk."""
+        """Shape of the accumulator in one sweep."""
         return scope.global_shape(node.name)
 
     def start(self, node: Node) -> float:
-        """What it holds before the first strip."""
+        """Initial value of the accumulator."""
         return 0.0
 
     def additive(self, node: Node) -> AdditivePart | None:
-        """Which part of it is a sum, where how often a strip counts changes nothing else; ``None`` where that is not so."""
+        """The entries that are sums, if counting a strip several times changes these alone; ``None`` otherwise."""
         return None
 
     def finish(self, scope: SegmentInfo, builder: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
-        """Emit what makes the global value of it."""
+        """Emit the computation of the global value from the accumulator."""
         builder.copy(out, running)

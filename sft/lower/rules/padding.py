@@ -47,13 +47,13 @@ class PadRule(Rule):
         for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
             extent, (low, _) = ctx.scope.extent(operand, axis), row.amounts(node, axis)
             gather = RowGather.of(_source_row(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
-            if not gather.takes_all_of(count):
+            if not gather.is_identity(count):
                 dim = ctx.scope.axes.dim(len(value.shape), axis)
                 assert dim is not None
                 ctx.saved["gathered"].append((dim, gather, value.shape))
                 shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
                 scratch_bytes = gather.scratch_rows * (value.num_bytes // value.shape[dim])
-                value = ctx.builder.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
+                value = ctx.builder.call(gather.gather, value, dim, shape=shape, scratch_bytes=scratch_bytes)
         return value if ctx.saved["gathered"] else ctx.builder.call(aten.clone.default, value, shape=value.shape)
 
     def _constant(self, ctx: NodeContext, row: PadSpec, operand: str) -> Slot:

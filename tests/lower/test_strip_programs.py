@@ -101,4 +101,4 @@ def test_rules_are_asked_once_for_what_strips_have_in_common() -> None:
     lowered_alone = sum(num_passes) * len(segment.scope.names)
     # Strips differ while rows arrive at one layer after the other; what a layer does differs for its first and last rows alone.
     assert len(first) == 14 and len(programs) == 42
-    assert segment._lowering(walk).num_parts < lowered_alone / 4
+    assert segment._lowering(walk).num_fragments < lowered_alone / 4

@@ -1,10 +1,16 @@
-"""Programs of the strips of a segment, made of parts that strips have in common.
+"""Programs of all strips of one sweep, linked from cached fragments.
 
-A walk has few strips in its middle that differ, and many at its ends: while rows arrive at ever deeper operators, and again when no more
-arrive. There each strip is a program of its own, though most of its operators do in it just what they do in other strips. What an
-operator emits depends on its own rows and reads (``signatures`` of the schedule), on the slots of what it reads and, backwards, on the
-gradients that reached it: that is what a part is remembered by. Slots are numbered by operator and pass, so that operators which do the
-same in two strips name the same slots, whatever happens elsewhere. The rules are asked when a part is new (``sft.lower.lower_strip``).
+In the middle of a sweep nearly all strips are alike. At its ends each strip is a different program: rows first have to reach ever deeper
+operators, and at the end no new rows arrive. Even there most operators do exactly what they do in other strips. So programs are linked
+from fragments (:mod:`sft.lower.fragments`), one for each operator and pass, and a rule is called only for a new fragment
+(:mod:`sft.lower.lower_strip`). The key of a fragment (:mod:`sft.lower.strip_keys`) is all that its instructions depend on:
+
+- the operator's own rows and reads (``signatures`` of the schedule),
+- the slots of its operands,
+- backward, the gradients that reached it.
+
+Slots are numbered by operator and pass. Operators that do the same in two strips therefore use the same slots, whatever the other
+operators do.
 """
 
 from __future__ import annotations
@@ -25,15 +31,15 @@ from sft.lower.strip_keys import BackwardFragment, ForwardFragment, Interner, Op
 __all__ = ["StripPrograms"]
 
 
-#: The parts of an operator in one pass have fewer slots than this.
+#: Slot numbers reserved for the fragments of an operator in one pass.
 _SLOTS_PER_FRAGMENT = 1 << 20
 
 
 class StripPrograms:
-    """Lowers the strips of one walk's geometry.
+    """Lowers the strips of a sweep.
 
     Args:
-        scope: what does not change from strip to strip.
+        scope: the segment.
         schedule: the strips.
     """
 
@@ -44,8 +50,8 @@ class StripPrograms:
         self._place = {name: place for place, name in enumerate((*scope.names, *scope.sources))}
         self._ports: dict[Port, int] = {}
         self._rows: dict[str, dict[Hashable, ValueStripKey]] = {name: {} for name in schedule.names}
-        #: what is remembered by number: what operators do, buffers with the place of their first row, and gradients
-        self._works, self._values, self._patches = Interner(), Interner(), Interner()
+        #: Interned facts: work of operators, buffers with the offset of their first row, gradients.
+        self._works, self._buffers, self._gradients = Interner(), Interner(), Interner()
         self._sources: dict[tuple[str, int, int], tuple[ProgramFragment, int]] = {}
         self._num_rows = self._num_forward = 0
         self._lowering = StripLowering(scope)
@@ -53,85 +59,85 @@ class StripPrograms:
         self._spans: dict[str, tuple[IntArray, IntArray]] = {}
 
     @property
-    def num_parts(self) -> int:
-        """How many parts the rules have been asked for."""
-        own = (len(operator.forward) + len(operator.append) + len(operator.backward) for operator in self._operators)
-        return len(self._sources) + sum(own)
+    def num_fragments(self) -> int:
+        """Number of fragments lowered by rules so far."""
+        counts = (len(operator.forward) + len(operator.append) + len(operator.backward) for operator in self._operators)
+        return len(self._sources) + sum(counts)
 
     def rows_read(self, name: str) -> tuple[IntArray, IntArray]:
-        """First row, and the one behind the last, that each step reads of a source."""
+        """Start and stop of the rows that each step reads of a source."""
         if name not in self._spans:
             self._spans[name] = self.schedule.rows_read(name, [reader for reader in self.scope.names if self.scope.has_columns(reader)])
         return self._spans[name]
 
     def lower(self, kind: StripKind, index: int) -> Program:
-        """The program of a strip; see :func:`sft.lower.lower_strip.lower_strip`, which makes the same of one alone."""
+        """The program of a strip; equal, instruction for instruction, to that of :func:`sft.lower.lower_strip.lower_strip`."""
         step = self._step(index)
-        outputs, rows = kind == "forward", kind != "joint"
-        parts: list[ProgramFragment] = []
-        values: dict[str, int] = {}
+        write_outputs, write_rows = kind == "forward", kind != "joint"
+        fragments: list[ProgramFragment] = []
+        buffers: dict[str, int] = {}
         global_slots: dict[str, Slot] = {}
-        done: dict[str, ForwardFragment] = {}
+        forward_fragments: dict[str, ForwardFragment] = {}
         for name in self.scope.sources:
-            part, values[name] = self._source(step, name)
-            parts.append(part)
+            fragment, buffers[name] = self._source(step, name)
+            fragments.append(fragment)
         for operator in self._operators:
             name = operator.name
             work = step.keys.get(name)
             if work is None:
                 continue
-            writes = outputs and operator.leaves
-            key = (work, writes, *[values.get(operand) for operand in operator.reads])
-            if operator.reduced:
-                key += tuple(operand in global_slots for operand in operator.reduced)
-            found = operator.forward.get(key)
-            if found is None:
-                found = operator.forward[key] = self._new_forward(step, operator, writes, values, global_slots)
-            done[name] = found
-            if found.part is not None:
-                parts.append(found.part)
-            if found.value is not None:
-                values[name] = found.value
-                if rows and step.rows[name].appends:
-                    parts.append(self._append(step, operator, found.value))
-            if found.whole is not None:
-                global_slots[name] = found.whole
+            writes = write_outputs and operator.has_outputs
+            key = (work, writes, *[buffers.get(operand) for operand in operator.reads])
+            if operator.global_reads:
+                key += tuple(operand in global_slots for operand in operator.global_reads)
+            forward = operator.forward.get(key)
+            if forward is None:
+                forward = operator.forward[key] = self._new_forward(step, operator, writes, buffers, global_slots)
+            forward_fragments[name] = forward
+            if forward.fragment is not None:
+                fragments.append(forward.fragment)
+            if forward.buffer is not None:
+                buffers[name] = forward.buffer
+                if write_rows and step.rows[name].appends:
+                    fragments.append(self._append(step, operator, forward.buffer))
+            if forward.global_slot is not None:
+                global_slots[name] = forward.global_slot
         if kind == "joint":
-            self._differentiate(step, parts, values, global_slots, done)
+            self._differentiate(step, fragments, buffers, global_slots, forward_fragments)
         if self.scope.backend is None:
-            return link_fragments(parts)
-        builder = concatenate_fragments(parts, self.scope.dtype_of(self.scope.names[0]))
+            return link_fragments(fragments)
+        builder = concatenate_fragments(fragments, self.scope.dtype_of(self.scope.names[0]))
         apply_backend(self.scope, builder)
         return builder.finish()
 
     def _differentiate(
         self,
         step: StripKey,
-        parts: list[ProgramFragment],
-        values: Mapping[str, int],
+        fragments: list[ProgramFragment],
+        buffers: Mapping[str, int],
         global_slots: Mapping[str, Slot],
-        done: Mapping[str, ForwardFragment],
+        forward_fragments: Mapping[str, ForwardFragment],
     ) -> None:
-        """Add the backward parts."""
+        """Append the backward fragments."""
         gradients: dict[str, list[int]] = {}
         for operator in reversed(self._operators):
-            forward = done.get(operator.name)
+            forward = forward_fragments.get(operator.name)
             if forward is None or not operator.needs_grad:
                 continue
             key = (forward.number, *gradients.pop(operator.name, ()))
-            found = operator.backward.get(key)
-            if found is None:
-                found = operator.backward[key] = self._new_backward(step, operator, key[1:], values, global_slots, forward)
-            if found.part is not None:
-                parts.append(found.part)
-            for operand, patch in found.patches:
-                arrived = gradients.get(operand)
-                if arrived is None:
-                    gradients[operand] = [patch]
+            backward = operator.backward.get(key)
+            if backward is None:
+                backward = operator.backward[key] = self._new_backward(step, operator, key[1:], buffers, global_slots, forward)
+            if backward.fragment is not None:
+                fragments.append(backward.fragment)
+            for operand, contribution in backward.contributions:
+                contributions = gradients.get(operand)
+                if contributions is None:
+                    gradients[operand] = [contribution]
                 else:
-                    arrived.append(patch)
+                    contributions.append(contribution)
 
-    # -- what strips have in common -----------------------------------------------------------------------------------
+    # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _operator(self, name: str, inside: frozenset[str]) -> OperatorFragments:
         scope = self.scope
@@ -139,8 +145,8 @@ class StripPrograms:
         return OperatorFragments(
             name=name,
             reads=tuple(operand for operand in operands if operand in scope.streamed),
-            reduced=tuple(operand for operand in operands if operand in inside and operand not in scope.streamed),
-            leaves=name in scope.outputs or name not in scope.streamed,
+            global_reads=tuple(operand for operand in operands if operand in inside and operand not in scope.streamed),
+            has_outputs=name in scope.outputs or name not in scope.streamed,
             needs_grad=name in scope.requires_grad,
             is_inactive=not scope.has_columns(name),
         )
@@ -156,21 +162,21 @@ class StripPrograms:
         nodes: dict[str, NodeRows] = {}
         zero_rows: dict[str, tuple[int, int]] = {}
         for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
-            found = self._rows[name].get(signature)
-            if found is None:
+            key = self._rows[name].get(signature)
+            if key is None:
                 nodes[name] = self.schedule.node_rows(name, index)
-                found = self._rows[name][signature] = self._new_rows(nodes[name])
-            rows[name] = found
-            if found.paddings:
-                StripLowering.reserve_zero_rows(zero_rows, found.paddings)
+                key = self._rows[name][signature] = self._new_rows(nodes[name])
+            rows[name] = key
+            if key.zero_row_requests:
+                StripLowering.reserve_zero_rows(zero_rows, key.zero_row_requests)
         keys: dict[str, int] = {}
         for operator in self._operators:
-            own = rows[operator.name]
-            if not own.has_no_work:
-                work: tuple[Hashable, ...] = (own.number, *[rows[operand].number for operand in operator.reads])
+            key = rows[operator.name]
+            if not key.has_no_work:
+                work: tuple[Hashable, ...] = (key.number, *[rows[operand].number for operand in operator.reads])
                 if zero_rows:
                     work += tuple([zero_rows.get(name) for name in (operator.name, *operator.reads)])
-                keys[operator.name] = self._works.of(work)
+                keys[operator.name] = self._works.number_of(work)
         return StripKey(index=index, rows=rows, zero_rows=zero_rows, read=self._read(index), keys=keys, nodes=nodes)
 
     def _new_rows(self, rows: NodeRows) -> ValueStripKey:
@@ -183,70 +189,70 @@ class StripPrograms:
         has_no_work = operator.is_inactive or not (rows.available if is_streamed else rows.reads)
         lowering = self._lowering
         lowering.rows = {} if operator.is_inactive else {name: rows}
-        return ValueStripKey(self._num_rows, has_no_work, bool(rows.appended), lowering.paddings(name))
+        return ValueStripKey(self._num_rows, has_no_work, bool(rows.appended), lowering.zero_row_requests(name))
 
     def _read(self, index: int) -> dict[str, Interval]:
-        """The rows of each source that a step reads."""
+        """The rows that a step reads of each source."""
         spans = {name: self.rows_read(name) for name in self.scope.sources}
         return {name: Interval(int(start[index]), int(stop[index])) for name, (start, stop) in spans.items()}
 
-    # -- new parts ----------------------------------------------------------------------------------------------------
+    # -- new fragments ------------------------------------------------------------------------------------------------
 
     def _source(self, step: StripKey, name: str) -> tuple[ProgramFragment, int]:
-        """The part that brings the rows of a source, and the number of its buffer."""
+        """The fragment that loads the rows of a source, and the number of its buffer."""
         read, first = step.read[name], self._first(step, name)
         key = (name, read.start - first, read.stop - first)
-        found = self._sources.get(key)
-        if found is None:
+        source = self._sources.get(key)
+        if source is None:
             lowering = self._enter(step, self.scope.names[0], self._place[name], backward=False)
             lowering.load_source(name)
             slot, row = lowering.values[name]
-            found = self._sources[key] = (ProgramFragment(lowering.builder), self._values.of((slot, row - first)))
-        return found
+            source = self._sources[key] = (ProgramFragment(lowering.builder), self._buffers.number_of((slot, row - first)))
+        return source
 
     def _new_forward(
-        self, step: StripKey, operator: OperatorFragments, writes: bool, values: Mapping[str, int], global_slots: Mapping[str, Slot]
+        self, step: StripKey, operator: OperatorFragments, writes: bool, buffers: Mapping[str, int], global_slots: Mapping[str, Slot]
     ) -> ForwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=False)
-        self._give(lowering, step, operator, operator.reads, values, global_slots)
+        self._load_operands(lowering, step, operator, operator.reads, buffers, global_slots)
         lowering.write_outputs, lowering.write_rows = writes, False
         lowering.forward_of(name)
         self._num_forward += 1
         value, ctx = lowering.values.get(name), lowering.contexts.get(name)
         return ForwardFragment(
             number=self._num_forward,
-            part=_built_fragment(lowering.builder),
-            value=None if value is None else self._values.of((value[0], value[1] - self._first(step, name))),
-            whole=lowering.global_slots.get(name),
+            fragment=_built_fragment(lowering.builder),
+            buffer=None if value is None else self._buffers.number_of((value[0], value[1] - self._first(step, name))),
+            global_slot=lowering.global_slots.get(name),
             context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
         )
 
-    def _append(self, step: StripKey, operator: OperatorFragments, value: int) -> ProgramFragment:
-        """The part that hands over the rows that later strips need: what computes them is the same where none are handed over."""
-        key = (step.keys[operator.name], value)
-        found = operator.append.get(key)
-        if found is None:
+    def _append(self, step: StripKey, operator: OperatorFragments, buffer: int) -> ProgramFragment:
+        """The fragment that copies rows for later strips to the row store; separate, as the computing fragment does not depend on it."""
+        key = (step.keys[operator.name], buffer)
+        fragment = operator.append.get(key)
+        if fragment is None:
             name = operator.name
             lowering = self._enter(step, name, self._place[name], backward=False)
             lowering.builder._num_slots += _SLOTS_PER_FRAGMENT // 2
-            self._give(lowering, step, operator, (name,), {name: value}, {})
+            self._load_operands(lowering, step, operator, (name,), {name: buffer}, {})
             lowering.append(name)
-            found = operator.append[key] = ProgramFragment(lowering.builder)
-        return found
+            fragment = operator.append[key] = ProgramFragment(lowering.builder)
+        return fragment
 
     def _new_backward(
         self,
         step: StripKey,
         operator: OperatorFragments,
-        patches: Sequence[int],
-        values: Mapping[str, int],
+        gradients: Sequence[int],
+        buffers: Mapping[str, int],
         global_slots: Mapping[str, Slot],
         forward: ForwardFragment,
     ) -> BackwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=True)
-        self._give(lowering, step, operator, (name, *operator.reads), values, global_slots)
+        self._load_operands(lowering, step, operator, (name, *operator.reads), buffers, global_slots)
         if forward.context is not None:
             saved, destination, overwrite = forward.context
             lowering.contexts[name] = NodeContext(
@@ -259,17 +265,17 @@ class StripPrograms:
                 zero_rows=lowering.zero_rows,
                 destination=destination,
                 overwrite=overwrite,
-                # A rule may add to what it finds there.
+                # Copied, as a rule may add entries.
                 saved={key: dict(value) if isinstance(value, dict) else value for key, value in saved.items()},
             )
-        found = lowering.backward_of(name, [self._patch(step, name, number) for number in patches])
+        contributions = lowering.backward_of(name, [self._contribution(step, name, number) for number in gradients])
         return BackwardFragment(
-            part=_built_fragment(lowering.builder),
-            patches=tuple((operand, self._patch_number(step, operand, patch)) for operand, patch in found),
+            fragment=_built_fragment(lowering.builder),
+            contributions=tuple((operand, self._contribution_number(step, operand, term)) for operand, term in contributions),
         )
 
     def _enter(self, step: StripKey, owner: str, place: int, *, backward: bool) -> StripLowering:
-        """The lowering, ready for one operator."""
+        """The lowering, reset for one operator and pass."""
         lowering, dtype = self._lowering, self.scope.dtype_of(owner)
         lowering.builder = FragmentBuilder(
             dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS_PER_FRAGMENT
@@ -278,51 +284,51 @@ class StripPrograms:
         lowering.read, lowering.zero_rows = step.read, step.zero_rows
         return lowering
 
-    def _give(
+    def _load_operands(
         self,
         lowering: StripLowering,
         step: StripKey,
         operator: OperatorFragments,
         names: Sequence[str],
-        values: Mapping[str, int],
+        buffers: Mapping[str, int],
         global_slots: Mapping[str, Slot],
     ) -> None:
-        """Give the lowering the rows and buffers of some values in this step."""
-        # Of what it reads the lowering looks at the rows where it is one value, which it may write over.
+        """Provide the lowering with the rows, buffers and global slots of an operator's operands in this step."""
+        # An operand's rows matter only if it is the single one, which may be overwritten.
         for name in (operator.name, *operator.reads[: len(operator.reads) == 1]):
             if self.scope.has_columns(name):
                 lowering.rows[name] = self._node(step, name)
         for name in names:
-            if name in values:
-                slot, offset = self._values.things[values[name]]
+            if name in buffers:
+                slot, offset = self._buffers.values[buffers[name]]
                 lowering.values[name] = (slot, offset + self._first(step, name))
-        lowering.global_slots.update({name: global_slots[name] for name in operator.reduced if name in global_slots})
+        lowering.global_slots.update({name: global_slots[name] for name in operator.global_reads if name in global_slots})
 
     def _node(self, step: StripKey, name: str) -> NodeRows:
-        """What a value does in a step."""
+        """The rows of a value in a step."""
         rows = step.nodes.get(name)
         if rows is None:
             rows = step.nodes[name] = self.schedule.node_rows(name, step.index)
         return rows
 
     def _first(self, step: StripKey, name: str) -> int:
-        """The first row that is held of a value."""
+        """The first row of a value's buffer."""
         return self.schedule.first_row(name, step.index)
 
-    def _patch_number(self, step: StripKey, name: str, patch: GradContribution) -> int:
-        """The number of a gradient, its rows counted from the first that is held."""
-        if patch.rows is None:
-            return self._patches.of(patch)
-        return self._patches.of(
-            GradContribution(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned, patch.channels)
+    def _contribution_number(self, step: StripKey, name: str, term: GradContribution) -> int:
+        """The number of a contribution, with rows relative to the first row of the value."""
+        if term.rows is None:
+            return self._gradients.number_of(term)
+        return self._gradients.number_of(
+            GradContribution(term.slot, term.rows.shift(-self._first(step, name)), term.columns, term.owned, term.channels)
         )
 
-    def _patch(self, step: StripKey, name: str, number: int) -> GradContribution:
-        """The gradient of that number in this step."""
-        patch: GradContribution = self._patches.things[number]
-        if patch.rows is None:
-            return patch
-        return GradContribution(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned, patch.channels)
+    def _contribution(self, step: StripKey, name: str, number: int) -> GradContribution:
+        """The contribution of a number, with rows of this step."""
+        term: GradContribution = self._gradients.values[number]
+        if term.rows is None:
+            return term
+        return GradContribution(term.slot, term.rows.shift(self._first(step, name)), term.columns, term.owned, term.channels)
 
 
 def _empty_rows(name: str) -> NodeRows:
@@ -331,5 +337,5 @@ def _empty_rows(name: str) -> NodeRows:
 
 
 def _built_fragment(builder: ProgramBuilder) -> ProgramFragment | None:
-    """What was emitted, if anything was."""
+    """The emitted fragment; ``None`` if it is empty."""
     return ProgramFragment(builder) if builder.instructions or builder.results or builder.ports else None

@@ -52,7 +52,7 @@ def compile(
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             if ``optimizer`` is given, inputs, outputs, and all memory of the step. Default: `None` (11 GiB, or the budget of a given
             ``plan``).
-        device: where to run; the model is moved there. Default: the model's device.
+        device: device of the computation, to which the model is moved. Default: the model's device.
         optimizer: its state counts in the budget: the present state, or before its first step the projected one. Alternatively the bytes
             of the state.
         output: destination of the outputs of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be

@@ -167,7 +167,7 @@ class _CompiledShardedModule(CompiledModule):
 
 
 def _refuse_copies(engine: Engine) -> None:
-    """Refuse to copy a model whose weights are in a file.
+    """Refuse to copy a model with weights in a file.
 
     Raises:
         InputError: the file belongs to one model.

@@ -84,7 +84,7 @@ class Engine:
     Attributes:
         settings: the arguments, with the model's sharding.
         plan_cache: captures and prepared plans.
-        rank_context: this rank on the mesh; ``None`` until the first call there.
+        rank_context: this rank on the mesh; ``None`` before the first call.
         last_plan: plan of the last call, or of the shapes given to ``compile``.
         last_reading: statistics of the last call's streamed inputs.
         last_skipping: statistics of the last call's constant strips.

@@ -91,7 +91,7 @@ class ResolvedInput:
     Attributes:
         tensor: the tensor, if it is resident.
         source: the source, if it is read strip by strip.
-        version_guard: the tensor that the source reads, whose version is checked before the backward pass.
+        version_guard: the tensor that the source reads; its version is checked before the backward pass.
         make_sink: makes the sink of the source's gradient, if that is requested.
     """
 

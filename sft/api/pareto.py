@@ -42,7 +42,7 @@ class PlanningSession:
         compile_arguments: other arguments of `sft.compile`, except plan, budget and options.
 
     Attributes:
-        plain: the plan that keeps all activations, whatever its bytes.
+        plain: the plan that keeps all activations, for an unlimited budget.
 
     Raises:
         InputError: an argument is wrong.

@@ -44,7 +44,7 @@ class PlanCache:
     Attributes:
         captures: captures of the model.
         prepared: prepared plans by signature, the most recent last.
-        plans: plans by signature, also those whose prepared plan was evicted.
+        plans: plans by signature, also after their prepared plan was evicted.
     """
 
     def __init__(self, model: nn.Module, settings: CompileSettings) -> None:

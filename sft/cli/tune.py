@@ -1,6 +1,6 @@
 """``python -m sft tune``: measure on this machine's GPU which kernels are faster than PyTorch's own operators.
 
-Without a model it measures the standard networks defined here, whose layers most networks have.
+Without a model it measures the standard networks defined here; most networks have the same layers.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ class TuneRequest:
     Attributes:
         models: models with their inputs, on the meta device or any other.
         dtypes: element types to measure.
-        options: options of the plans whose programs are inspected.
+        options: options of the plans that provide the programs.
         budget: budget of these plans.
         folder: folder of the table; ``None`` for the one that ``backend="auto"`` reads.
         again: whether to measure known classes again.
-        limit_seconds: time limit; another run continues from there.
+        limit_seconds: time limit; another run continues the measurement.
     """
 
     models: Sequence[tuple[nn.Module, tuple[ExampleInput, ...]]]

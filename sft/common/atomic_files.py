@@ -1,7 +1,7 @@
 """Atomic writes: a file is complete or absent, also when the process fails while writing it.
 
 The data go to a temporary file in the target's folder, are flushed to the disk, and the file is renamed onto the target. A failure leaves
-the target unchanged and removes the temporary file; a crash leaves at most a file whose name begins with ``.partial-``.
+the target unchanged and removes the temporary file; a crash leaves at most a file with a name that begins with ``.partial-``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def atomic_write(
     refusal: type[SourceError] = SourceError,
     remedy: str = "Make room, or name a file in a folder that can be written.",
 ) -> Iterator[Path]:
-    """Yield a temporary path in the folder of ``path``; the file that the block writes there replaces ``path`` if the block succeeds.
+    """Yield a temporary path in the folder of ``path``; the file that the block writes to it replaces ``path`` if the block succeeds.
 
     Args:
         path: the file.

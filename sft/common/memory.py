@@ -76,10 +76,10 @@ def measure_peak(device: torch.device | str = "cpu") -> Iterator[Peak]:
     """Measure the peak of the device memory that the block allocates.
 
     Blocks nest, and each counts from its own start. Tensors that exist before the block do not count, not even as
-    the result of an in-place operator; only what such a tensor grows by (``resize_``, ``out=``) does.
+    the result of an in-place operator; only their growth (``resize_``, ``out=``) does.
 
-    To meter a dry run, use ``device="meta"``: it counts meta tensors, and fake tensors of whatever device they claim.
-    Enter the ``FakeTensorMode`` outside this block, else its shape propagation counts as the program's work.
+    To meter a dry run, use ``device="meta"``: it counts meta tensors, and fake tensors of any claimed device.
+    Enter the ``FakeTensorMode`` outside this block; inside, its shape propagation would count as the program's work.
 
     >>> import torch
     >>> with measure_peak() as peak:

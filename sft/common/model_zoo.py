@@ -53,7 +53,7 @@ def import_library(module: str) -> ModuleType:
 
 
 def _drop_orphan_modules(before: Collection[str]) -> None:
-    """Remove modules whose package failed to import from ``sys.modules``: a new package would not have them as attributes."""
+    """Remove the modules of packages that failed to import from ``sys.modules``: a new package would not have them as attributes."""
     for name in set(sys.modules).difference(before):
         parts = name.split(".")
         if any(".".join(parts[:end]) not in sys.modules for end in range(1, len(parts))):

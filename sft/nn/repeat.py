@@ -51,7 +51,7 @@ class Repeat(nn.Module):
     """A chain of ``num_blocks`` blocks of one structure, each with its own weights.
 
     It computes the same as ``nn.Sequential(*[make_block() for _ in range(num_blocks)])``, with the same gradients and running statistics,
-    and draws the same random numbers for its weights. The block is traced once, whatever the number, and the backward pass follows a
+    and draws the same random numbers for its weights. The block is traced once for any number, and the backward pass follows a
     checkpointing schedule that fits the budget: it says which activations are stored, dropped and recomputed.
 
     >>> net = Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 50, budget="5KiB")
@@ -62,7 +62,7 @@ class Repeat(nn.Module):
     >>> net.plan_for(x).num_forwards > 50
     True
 
-    The parameters of all blocks are stacked: ``block`` is the module of one block whose parameters and buffers have an additional leading
+    The parameters of all blocks are stacked: ``block`` is the module of one block; its parameters and buffers have an additional leading
     dimension, and optimizers, ``state_dict``, ``requires_grad_`` and ``train()`` work on these. Non-persistent buffers are constants shared
     by all blocks. :meth:`unstacked` returns the blocks as plain modules.
 

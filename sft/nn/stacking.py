@@ -1,4 +1,4 @@
-"""Stacking of equal blocks into one module, whose parameters and persistent buffers have a leading dimension for the block.
+"""Stacking of equal blocks into one module: its parameters and persistent buffers have a leading dimension for the block.
 
 Non-persistent buffers are constants shared by all blocks.
 """

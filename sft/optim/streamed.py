@@ -5,7 +5,7 @@ It has two modes with the same bits:
 - *Fused*, the default: a block's parameters are updated during the backward pass, while they are in the window, with gradients that exist
   only for that moment. Optimizer state streams through its own window. The results form the next generation of the weights, which
   :meth:`~StreamedOptimizer.step` makes current. Until then no weight has changed: a failing backward pass or a
-  :meth:`~StreamedOptimizer.zero_grad` discards it. (Source: the Scorch thesis, section 4, whose update is immediately in place.)
+  :meth:`~StreamedOptimizer.zero_grad` discards it. (Source: the Scorch thesis, section 4, with immediate updates in place.)
 - *Two-phase*: gradients are accumulated in host memory, and ``step`` sweeps over the blocks again. Accumulation over several backward
   passes and clipping need this mode, since no update can begin before the last gradient is known.
 

@@ -29,7 +29,7 @@ __all__ = ["HALF_DTYPES", "MASTER_KEY", "RecordOptimizer"]
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 #: Name of the fp32 copy of a half-precision parameter in the state.
 MASTER_KEY = "master"
-#: Keys in a file's metadata: the number of updates of its weights, and the rank whose share of the state it has.
+#: Keys in a file's metadata: the number of updates of its weights, and the rank that owns its share of the state.
 _UPDATED, _SHARE, _ALONE = "updates", "share", "0/1"
 
 
@@ -363,7 +363,7 @@ class RecordOptimizer:
                 self.blocks.rebind()
 
     def _share_metadata(self) -> dict[str, str]:
-        """Metadata with the rank whose share of the state is committed, if it is not the complete state."""
+        """Metadata with the rank that owns the committed share of the state, if it is not the complete state."""
         return {_SHARE: self._share()} if self._group.num_ranks > 1 else {}
 
     def undo(self) -> None:

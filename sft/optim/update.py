@@ -246,7 +246,7 @@ class KernelUpdate:
     """An update by a kernel if one computes identical results, otherwise by ATen.
 
     The kernels take contiguous fp32 parameters, gradients and state on a device that runs kernels. AdamW's excludes AMSGrad, and a
-    learning rate or epsilon that is a tensor, whose arithmetic has the tensor's type.
+    learning rate or epsilon that is a tensor, since its arithmetic has the tensor's type.
 
     Attributes:
         update: the update rule.

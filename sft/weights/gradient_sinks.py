@@ -1,4 +1,4 @@
-"""Gradient sinks: consumers of the gradients of blocks whose weights are streamed.
+"""Gradient sinks: consumers of the gradients of blocks with streamed weights.
 
 An optimizer for streamed weights consumes them block by block. Without one they are accumulated on the host and returned to autograd.
 """
@@ -78,7 +78,7 @@ class HostGradients:
     """Gradients of one backward pass, gathered in host memory for autograd to put into ``.grad``.
 
     Args:
-        num_blocks: number of blocks whose gradients of one name are stacked; ``None`` if every block has names of its own.
+        num_blocks: number of blocks, if gradients of one name are stacked over them; ``None`` if every block has its own names.
     """
 
     def __init__(self, num_blocks: int | None = None) -> None:

@@ -1,11 +1,11 @@
 """Weight streaming: blocks pass through a window on the device, prefetched before their use.
 
 The order in which a network reads its blocks is known in advance; that list is the *plan* (a pass without one records it). A thread follows
-the plan and copies blocks into the window's slots while earlier ones are in use. Among the free slots it evicts the one whose block is read
-again last (Belady, 1966: the fewest copies, and possible since the plan is known). A block in a slot is a copy of the store's, so eviction
-costs no write. Blocks that the plan will read are *claimed*: their slots are not evicted before use. A read that is not the plan's next
-one gives up all claims and fetches its block itself; the thread resumes at the point where the plan matches again. Source: the Scorch
-thesis, section 3.2 (streaming plan, streaming budget, demand fetch); the eviction rule is ours.
+the plan and copies blocks into the window's slots while earlier ones are in use. Among the free slots it evicts the one with the latest
+next read (Belady, 1966: the fewest copies, and possible since the plan is known). A block in a slot is a copy of the store's, so eviction
+costs no write. Blocks that the plan will read are *claimed*: their slots are not evicted before use. A read that is not the plan's next one
+gives up all claims and fetches its block itself; the thread resumes at the point where the plan matches again. Source: the Scorch thesis,
+section 3.2 (streaming plan, streaming budget, demand fetch); the eviction rule is ours.
 
 The window is one buffer, allocated by the computing thread. On CUDA copies run on a separate stream, with events in both directions: the
 computation waits for the copy of the block that it reads, a copy waits for the computation that last read the slot. No device-wide wait.
@@ -309,7 +309,7 @@ class StreamPass:
         self._ahead = self._position
 
     def _reserve(self, block: int, position: int) -> _WindowSlot | None:
-        """Assign a slot to the read at a position of the plan: an empty slot, or the free one whose block is read again last.
+        """Assign a slot to the read at a position of the plan: an empty slot, or the free one with the latest next read.
 
         Returns ``None`` if no slot is free.
         """
@@ -364,7 +364,7 @@ class StreamPass:
                 self._changed.notify_all()
 
     def _claim(self) -> _WindowSlot | None:
-        """Claim planned reads whose blocks are loaded, up to the first that is not; returns its slot, if one is free."""
+        """Claim planned reads of loaded blocks, up to the first that is not loaded; returns its slot, if one is free."""
         has_advanced = False
         empty_slot = None
         while not (self._stopped or self._is_lost) and self._ahead < len(self._plan):

@@ -1,4 +1,4 @@
-"""Sweeps over budgets: rows are what `sft.plan` says, within every budget, and the model is captured once."""
+"""Sweeps over budgets: rows agree with `sft.plan`, within every budget, and the model is captured once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _model() -> nn.Module:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is captured."""
+    """The models that are captured."""
     seen: list[object] = []
     capture: Callable[..., Any] = sft.api.capture_cache.capture  # type: ignore[attr-defined]  # imported there
 
@@ -41,7 +41,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def test_rows_are_what_plans_say(captured: list[object], tmp_path: Path) -> None:
+def test_rows_match_the_plans(captured: list[object], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model = _model()
     rows = sft.pareto(model, _SHAPE, num_budgets=3, strategies=_STRATEGIES, path=tmp_path / "front.png")
@@ -65,7 +65,7 @@ def test_rows_are_what_plans_say(captured: list[object], tmp_path: Path) -> None
     assert row.seconds == row.estimated_seconds == plan.estimated_seconds and row.projected_seconds is None
 
 
-def test_given_budgets_are_taken_and_strategies_that_cannot_are_left_out() -> None:
+def test_given_budgets_are_used_and_infeasible_strategies_are_left_out() -> None:
     with remembered_captures():
         plain_bytes = sft.plan(_model(), _SHAPE, options=sft.Options(strategy="none")).total_bytes
         budgets: list[int | str] = [plain_bytes - 1, f"{plain_bytes}B", plain_bytes]

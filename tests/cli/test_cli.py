@@ -1,4 +1,4 @@
-"""``python -m sft``, called as a function: what it prints, writes and returns."""
+"""``python -m sft``, called as a function: its output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class Refused(nn.Module):
-    """Has a gradient of its own; the command line makes it by its name."""
+    """A module with its own gradient; the command line builds it by name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         doubled: torch.Tensor = _Doubled.apply(x)  # type: ignore[no-untyped-call]  # as torch leaves it
@@ -53,7 +53,7 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert "self-check" in capsys.readouterr().out
 
 
-def test_doctor_says_no_where_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_if_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.cli.doctor.compile", lambda model, *_, **__: nn.Sequential(model, nn.Identity()).half())
     assert main(["doctor"]) == 1
     assert "FAILED" in capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_plan_may_stream_the_weights(capsys: pytest.CaptureFixture[str]) -> No
 
 
 class Labelled(nn.Module):
-    """Token ids, an image and labels, to a loss."""
+    """Token ids, an image and labels, reduced to a loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files are replaced whole or stay as they were, and nothing is left beside them."""
+"""Files are replaced atomically or unchanged, and no temporary file remains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sft.wsi.run.folder import RunFolder
 
 
 class _Lost(Exception):
-    """Raised while writing; no failure of a disk."""
+    """Raised while writing; not a disk failure."""
 
 
 def _names(folder: Path) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_block_that_writes_nothing_is_refused(old: Path) -> None:
     assert old.read_text() == "old"
 
 
-def test_a_folder_is_made_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_missing_folder_is_made_only_on_request(tmp_path: Path) -> None:
     target = tmp_path / "no" / "plan.json"
     with pytest.raises(SourceError, match=r"plan\.json: No such file"), atomic_write(target) as part:
         part.write_text("new")
@@ -87,14 +87,14 @@ def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
     assert _names(tmp_path) == [target.name]
 
 
-def test_an_error_of_the_kind_that_is_asked_for_passes(old: Path) -> None:
+def test_an_error_of_the_requested_class_passes(old: Path) -> None:
     with pytest.raises(SourceError, match=r"^cannot read the slide$"), atomic_write(old):
         raise SourceError("cannot read the slide")
     with pytest.raises(RunFolderError, match=r"cannot write .*cannot read the slide"), atomic_write(old, refusal=RunFolderError):
         raise SourceError("cannot read the slide")
 
 
-def test_a_run_folder_says_that_it_is_one(tmp_path: Path) -> None:
+def test_errors_of_a_run_folder_name_the_run_folder(tmp_path: Path) -> None:
     write_text(tmp_path / "new" / "plan.txt", "a plan")
     assert _names(tmp_path / "new") == ["plan.txt"]
     (tmp_path / "file").write_text("")
@@ -102,7 +102,7 @@ def test_a_run_folder_says_that_it_is_one(tmp_path: Path) -> None:
         write_text(tmp_path / "file" / "plan.txt", "a plan")
 
 
-def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+def test_partial_files_of_a_crash_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{PARTIAL_MARK}0.png").write_text("half")
     (tmp_path / f"{PARTIAL_MARK}best-1").mkdir()
     (tmp_path / f"{PARTIAL_MARK}best-1" / "weights").write_text("half")
@@ -117,7 +117,7 @@ def test_a_path_without_a_name(path: str) -> None:
         raise AssertionError("the block runs")
 
 
-def test_a_run_folder_that_cannot_be_written_holds_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_folder_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -127,8 +127,8 @@ def test_a_run_folder_that_cannot_be_written_holds_nothing_new(tmp_path: Path, m
     assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".probe")]
 
 
-def test_a_folder_of_others_files_is_no_run_folder(tmp_path: Path) -> None:
-    """A run would write over a table of that name, or a page."""
+def test_a_folder_of_foreign_files_is_no_run_folder(tmp_path: Path) -> None:
+    """A run would overwrite a table or page of that name."""
     (tmp_path / "splits.csv").write_text("a table")
     (tmp_path / ".hidden").write_text("")
     with pytest.raises(RunFolderError, match=r"holds other files \(splits.csv\).* Give a new one with --run"), RunFolder(tmp_path):

@@ -1,4 +1,4 @@
-"""Records read back from JSON: what was written, or a refusal with its place."""
+"""Dataclasses parsed from JSON: the written value, or an error with its place."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -45,7 +45,7 @@ _NUMBERS = st.floats(allow_nan=False)
         first=st.none() | _LEAVES,
     )
 )
-def test_what_was_written_is_read(tree: Tree) -> None:
+def test_json_round_trip(tree: Tree) -> None:
     assert dataclass_from_dict(Tree, parse_json_object(json.dumps(asdict(tree)))) == tree
 
 
@@ -67,13 +67,13 @@ def test_what_was_written_is_read(tree: Tree) -> None:
         ({"more": 1}, "Tree has the unknown 'more'"),
     ],
 )
-def test_what_is_none_is_refused_with_its_place(change: dict[str, Any], message: str) -> None:
+def test_invalid_fields_are_refused_with_their_place(change: dict[str, Any], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
         dataclass_from_dict(Tree, {"leaves": [], **change})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", '{"a": ', "[" * 100_000, '{"a": ' * 100_000])
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_text_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(sft.InputError):
         parse_json_object(text)
 
@@ -94,7 +94,7 @@ def test_what_is_no_json_is_refused(text: str) -> None:
         (("mesh",), {"ranks": []}),
     ],
 )
-def test_a_damaged_plan_is_refused_where_it_is_read(path: tuple[Any, ...], value: Any) -> None:
+def test_a_damaged_plan_is_refused_when_parsed(path: tuple[Any, ...], value: Any) -> None:
     data = json.loads(sft.plan(nn.Conv2d(3, 2, 3), (1, 3, 16, 16)).to_json())
     part = data
     for step in path[:-1]:

@@ -248,7 +248,7 @@ def test_meter_holds_nothing_alive() -> None:
     assert (peak.num_bytes, peak.current_bytes) == (1001 * FLOAT, 0)
 
 
-def test_what_may_be_a_copy_is_looked_at_and_what_is_none_costs_nothing() -> None:
+def test_possible_copies_are_inspected_and_views_cost_no_time() -> None:
     base = torch.ones(6, 9)
     with torch.inference_mode(), measure_peak() as peak:  # composites arrive as they were called
         views = base[1:].relu_(), base.t(), base.contiguous(), base.reshape(9, 6)
@@ -258,7 +258,7 @@ def test_what_may_be_a_copy_is_looked_at_and_what_is_none_costs_nothing() -> Non
     assert all(view.untyped_storage().data_ptr() == base.data_ptr() for view in views) and len(copies) == 2
 
 
-def test_meta_and_cpu_are_metered_apart() -> None:
+def test_meta_and_cpu_are_metered_separately() -> None:
     with measure_peak("meta") as meta, measure_peak("cpu") as cpu:
         on_meta = torch.empty(100_000, 100_000, 3, device="meta")
         small = torch.empty(3)

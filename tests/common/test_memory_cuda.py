@@ -72,7 +72,7 @@ def test_nested_cuda_blocks_share_one_counter(allocator: _FakeAllocator) -> None
     assert sft.common.memory._CudaMeter._open == []
 
 
-def test_what_was_asked_for_is_told_from_the_blocks(allocator: _FakeAllocator) -> None:
+def test_requested_bytes_differ_from_allocator_blocks(allocator: _FakeAllocator) -> None:
     with measure_peak("cuda") as outer:
         allocator.allocate(100, 512)
         allocator.allocate(-100, -512)
@@ -82,7 +82,7 @@ def test_what_was_asked_for_is_told_from_the_blocks(allocator: _FakeAllocator) -
     assert (outer.num_bytes, outer.requested_bytes) == (512, 100)
 
 
-def test_on_the_cpu_a_block_is_what_was_asked_for() -> None:
+def test_on_the_cpu_requested_and_allocated_bytes_are_equal() -> None:
     with measure_peak() as peak:
         torch.empty(100)
     assert peak.num_bytes == peak.requested_bytes == 400

@@ -1,4 +1,4 @@
-"""Models of other packages by name: also beside a torchvision that was built for another torch, and with errors that say what to change."""
+"""Models of other packages by name: also with a torchvision built for another torch, and with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _name(text: str) -> ModelName:
     return ModelName(text=text, place="model.backbone", options_place="model.options", libraries=("no_such_library",))
 
 
-def test_other_failures_of_an_import_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_import_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sft_test_broken.py").write_text("raise RuntimeError('operator torchvision::roi_align does not exist')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match="roi_align"):
@@ -122,7 +122,7 @@ def test_other_failures_of_an_import_are_told(tmp_path: Path, monkeypatch: pytes
         ("builtins:dict", "made a dict"),
     ],
 )
-def test_what_is_no_model_is_refused(text: str, message: str) -> None:
+def test_names_of_no_model_are_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         _name(text).factory().make({})
 

@@ -1,4 +1,4 @@
-"""What a model holds, by one walk: as PyTorch's own walks find it."""
+"""Snapshots of a model agree with PyTorch's own traversals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.models import chain, seeded
 
 
 class _Tied(nn.Module):
-    """A module at two places, a weight at two, a buffer at two, and what is none."""
+    """A module at two paths, a weight at two, a buffer at two, and entries that are None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Tied(nn.Module):
         self.inner.register_buffer("counts", counts)
 
 
-def test_the_walk_finds_what_torch_finds() -> None:
+def test_the_snapshot_has_the_modules_and_tensors_of_torch() -> None:
     model = seeded(_Tied).float()
     contents = ModuleSnapshot(model)
     assert contents.named_modules == list(model.named_modules(remove_duplicate=False))
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_first_tensor_that_has_any() -> None:
     assert ModuleSnapshot(model).dtype == torch.bfloat16 and ModuleSnapshot(model).device.type == "meta"
 
 
-def test_a_module_that_is_in_itself_is_entered_once() -> None:
+def test_a_module_that_contains_itself_is_visited_once() -> None:
     model = chain(nn.Conv2d(3, 4, 1), nn.ReLU())
     model[1].around = model
     assert [name for name, _ in ModuleSnapshot(model).named_modules] == ["", "0", "1"]

@@ -1,4 +1,4 @@
-"""Losses inside the compiled model: neither the output nor its gradient is ever whole, and the loss is eager PyTorch's."""
+"""Losses inside the compiled model: neither the output nor its gradient is ever complete, and the loss equals eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Function(nn.Module):
 
 
 class _Weighted(nn.Module):
-    """Weights of classes as a buffer, as a user's own loss has them."""
+    """Class weights as a buffer, as in a user's own loss."""
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def _labels(*shape: int, seed: int = 3) -> Tensor:
 
 
 def _scattered(prediction: Tensor, target: Tensor) -> Tensor:
-    """One-hot labels as MONAI makes them."""
+    """One-hot labels as in MONAI."""
     shape = (target.shape[0], _CLASSES, *target.shape[1:])
     mask = torch.zeros(shape, dtype=prediction.dtype).scatter_(1, target.unsqueeze(1), 1)
     return (prediction.softmax(1) * mask).sum()
 
 
 def _focal(prediction: Tensor, target: Tensor) -> Tensor:
-    """Lin et al., 2017, on the class that a label names."""
+    """Focal loss (Lin et al., 2017) on the class of a label."""
     found = prediction.log_softmax(1).gather(1, target.unsqueeze(1))
     return -((1 - found.exp()) ** 2 * found).mean()
 
@@ -151,7 +151,7 @@ def test_neither_the_output_nor_its_gradient_is_whole() -> None:
 
 
 def test_labels_are_read_strip_by_strip() -> None:
-    """Labels in a file of bytes, the image in another: the step is that of tensors."""
+    """Labels in a file of bytes, the image in another: the step equals that on tensors."""
     model, x, labels = _network().float(), image(1, 3, 24, 16).float(), _labels(1, 24, 16)
     expected = F.cross_entropy(model(x), labels)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
@@ -178,12 +178,12 @@ def test_label_sources_hand_out_what_the_array_holds(dtype: str, shape: tuple[in
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 3, 8, 6), np.uint8), np.zeros((8, 6), np.float32), np.zeros(8, np.uint8)])
-def test_what_holds_no_labels_is_refused(array: Any) -> None:
+def test_arrays_without_labels_are_refused(array: Any) -> None:
     with pytest.raises(sft.InputError, match="labels"):
         LabelSource(array)
 
 
-def test_a_model_that_returns_several_things() -> None:
+def test_a_model_with_several_outputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -225,7 +225,7 @@ def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
 def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str) -> None:
-    """ATen returns some of their numbers in the room of all elements; as in a VQ-VAE, where codes are compared twice."""
+    """ATen returns some of their results in storage for all elements; as in a VQ-VAE, which compares codes twice."""
 
     def loss(a: Tensor, b: Tensor) -> Tensor:
         if name == "binary_cross_entropy":
@@ -248,7 +248,7 @@ def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str)
     assert_exact(seeded(Coded), image(2, 3, 12, 15), options=sft.Options(tile=(4, None)), steps=1)
 
 
-def test_counts_beside_a_loss() -> None:
+def test_counts_next_to_a_loss() -> None:
     """Their number is known from the model alone."""
 
     def loss(y: Tensor, labels: Tensor) -> Any:
@@ -277,7 +277,7 @@ def test_weights_of_classes_counted_in_the_batch(tile: tuple[int, int | None] | 
 
 
 def test_a_negative_variance_is_no_likelihood() -> None:
-    """Eager PyTorch looks for one before it computes, and raises; here the loss says so."""
+    """Eager PyTorch checks for one before it computes, and raises; here the loss raises."""
     loss = _Function(lambda y, t: F.gaussian_nll_loss(y, t, t))
     x, variances = image(1, 3, 10, 8), torch.ones(1, _CLASSES, 10, 8, dtype=torch.float64)
     net = sft.compile(sft.nn.WithLoss(_network(2), loss).double(), [x, variances])

@@ -1,4 +1,4 @@
-"""Chains of equal blocks: the same bits as eager PyTorch whatever the schedule, and what a user may do with such a module."""
+"""Chains of repeated blocks: the same bits as eager PyTorch for every schedule, and the habits of users of such a module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[[], nn.Module]
 
 
 class ConvBlock(nn.Module):
-    """Pre-activation residual block with running statistics, and an operation in place."""
+    """Pre-activation residual block with running statistics and an in-place operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ConvBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """A decoder block, with a constant that is not persistent and a parameter that is used twice."""
+    """A decoder block with a non-persistent constant and a parameter that is used twice."""
 
     mask: Tensor
 
@@ -55,7 +55,7 @@ class AttentionBlock(nn.Module):
 
 
 class TanhBlock(nn.Module):
-    """A block whose backward reads its output."""
+    """A block with a backward pass that reads its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TanhBlock(nn.Module):
 
 
 class ScaleBlock(nn.Module):
-    """A block whose backward reads nothing but its input."""
+    """A block with a backward pass that reads its input only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ _MODELS: dict[str, tuple[Make, tuple[int, ...]]] = {
 
 
 def _assert_same_step(net: Repeat, x: Tensor, *, input_grad: bool = True) -> None:
-    """One step of the net and one of its blocks in eager PyTorch: the same bits everywhere."""
+    """Compare one step of the net with one of its blocks in eager PyTorch, bit for bit."""
     eager = net.unstacked()
     mine, theirs = (x.detach().clone().requires_grad_(input_grad) for _ in range(2))
     torch.manual_seed(5)
@@ -150,7 +150,7 @@ def test_the_input_needs_no_gradient() -> None:
 
 
 def test_the_first_block_is_like_the_others() -> None:
-    """Blocks take the random numbers for their weights that blocks of a sequence take."""
+    """Blocks draw the random numbers of their weights as the blocks of a sequence do."""
     torch.manual_seed(3)
     net = Repeat(ConvBlock, 4)
     torch.manual_seed(3)
@@ -261,7 +261,7 @@ def test_two_steps_in_a_row_and_two_nets_interleaved() -> None:
                 assert stack is not None and param.grad is not None and torch.equal(stack[number], param.grad)
 
 
-def test_a_graph_may_be_retained_and_is_freed_else() -> None:
+def test_a_graph_may_be_retained_and_is_otherwise_freed() -> None:
     net, x = _net("tanh", strategy="revolve")
     x.requires_grad_()
     out = net(x)
@@ -477,7 +477,7 @@ def test_constants_of_the_block_are_kept() -> None:
 
 
 class _Keeps(nn.Module):
-    """Counts its calls, and keeps what it was given."""
+    """A block that counts its calls and keeps its input."""
 
     def __init__(self, *, uses: bool) -> None:
         super().__init__()
@@ -491,7 +491,7 @@ class _Keeps(nn.Module):
 
 
 def test_a_block_that_counts_is_refused_and_nothing_is_left_in_it() -> None:
-    """All blocks were taken for the first one, and a fake tensor stayed behind."""
+    """All blocks would be the first one, and a fake tensor would remain in it."""
     x = torch.randn(2, 4)
     with pytest.raises(sft.UnsupportedError, match="its `forward` sets calls, and computes something else at the next call"):
         Repeat(lambda: _Keeps(uses=True), 3)(x)

@@ -34,7 +34,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 class Block(nn.Module):
-    """Odd sizes, a single number, and a parameter that nobody uses."""
+    """Odd sizes, a scalar, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Streamed blocks between a stem and heads, of which a call uses one."""
+    """Streamed blocks between a stem and heads; a call uses one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 def _models(*, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
-    """A model that streams its blocks, and the same in plain PyTorch."""
+    """A model with streamed blocks, and the same in plain PyTorch."""
     torch.manual_seed(seed)
     model = Net().to(dtype)
     plain = copy.deepcopy(model)
@@ -92,7 +92,7 @@ def _plain_optimizer(kind: str, plain: nn.Module) -> torch.optim.Optimizer:
 
 
 def _backward(model: Any, step: int, ranks: range | list[int], share: float, *, scale: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Each rank's head is another one."""
+    """A backward pass in which each rank uses another head."""
     dtype = model.stem.weight.dtype
     for rank in ranks:
         loss = model(_batch(step, rank, dtype), rank).square().mean() * share
@@ -173,7 +173,7 @@ def _skips_together(rank: int) -> None:
 
 
 def _halves(rank: int) -> None:
-    """Weights in half precision have shares of fp32 copies."""
+    """Half-precision weights have shares of fp32 copies."""
     model, _ = _models(dtype=torch.bfloat16)
     ours = _optimizer("adamw", model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -254,7 +254,7 @@ def _begin_alike(rank: int) -> None:
 
 
 class Other:
-    """An update that is not known to look at one element at a time."""
+    """An update that is not known to be elementwise."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(SGDUpdate(), name)
@@ -266,7 +266,7 @@ def test_habits(three: Ranks, case: Callable[..., None]) -> None:
 
 
 def _resumed(rank: int, folder: str) -> None:
-    """Files hold the rank's share of the state, and state dicts all of it."""
+    """Files contain the rank's share of the state, and state dicts all of it."""
     model, plain = _models(path=f"{folder}/{rank}", durable=False)
     for module in (model.stem, model.heads, plain.stem, plain.heads):
         module.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Optimizers of streamed weights of a compiled model: the same bits as torch, and nothing changed where a pass fails."""
+"""Optimizers of streamed weights of a compiled model: the same bits as torch, and no change by a failing pass."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_step_with_updates_holds_what_was_projected(name: str, where: str, tmp
     assert net.plan_for(x) == without
 
 
-def test_updates_run_again_beside_recomputation_and_strips() -> None:
+def test_updates_run_with_recomputation_and_strips() -> None:
     for options in ({"tile": (4, None)}, {"strategy": "revolve"}):
         name = "norms" if "tile" in options else "shared"
         least = None if "tile" in options else least_budget(seeded(MODELS[name]), SHAPE, sft.Options(weights="stream", **options))
@@ -217,7 +217,7 @@ def test_a_backward_pass_wants_the_weights_of_its_forward_pass() -> None:
         third.backward()
 
 
-def test_a_file_goes_on_with_another_plan_where_it_was(tmp_path: Path) -> None:
+def test_a_file_resumes_with_another_plan(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     net, resident = pair_of("vgg", path)
     ours, theirs = streamed_optimizer("adamw", net), torch_optimizer("adamw", resident)
@@ -248,7 +248,7 @@ def test_a_file_goes_on_with_another_plan_where_it_was(tmp_path: Path) -> None:
         sft.compile(seeded(Mlp), (4, 16), options=options)(x_of("mlp"))
 
 
-def test_reading_ahead_finds_weights_there(tmp_path: Path) -> None:
+def test_prefetched_weights_are_hits(tmp_path: Path) -> None:
     net = sft.compile(seeded(Mlp), (4, 16), options=sft.Options(weights=sft.WeightsFile(tmp_path / "w")))
     x = x_of("mlp")
     net(x).sum().backward()
@@ -260,7 +260,7 @@ def test_reading_ahead_finds_weights_there(tmp_path: Path) -> None:
 
 
 def _killed_in_the_second_step(path: str, num_writes: int) -> None:
-    """Two steps in a process of their own, which ends for good when a weight is to be written once more."""
+    """Two steps in a separate process, which is killed when a weight is written for the second time."""
     torch.set_num_threads(1)
     net = sft.compile(seeded(Vgg), SHAPE, options=sft.Options(weights=sft.WeightsFile(path, durable=False)))
     optimizer = streamed_optimizer("adamw", net)
@@ -324,7 +324,7 @@ def test_on_a_cuda_device(where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ask", ["grad", "inputs"])
 @pytest.mark.parametrize("name", ["norms", "mlp"])
 def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_phase: bool) -> None:
-    """As adversarial training and saliency maps ask for: the weights' gradients are not, and no step is theirs."""
+    """Adversarial training and saliency maps request the input's gradient only, and make no step."""
     net, resident = pair_of(name)
     ours, theirs = streamed_optimizer("sgd", net, two_phase=two_phase), torch_optimizer("sgd", resident)
     for number in range(2):
@@ -347,7 +347,7 @@ def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_p
 
 
 def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> None:
-    """Else its bytes would be somebody else's while the copy still writes them."""
+    """Otherwise its bytes would be reused while the copy still writes them."""
     net, _ = pair_of("mlp")
     owner = net._sft_engine.stream_weights()
     weights = WeightPass(device=torch.device("cpu"), store=owner.store, records={"w": 0}, paths={"w": "w"}, counters=owner.counters)
@@ -372,7 +372,7 @@ def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> Non
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_step_that_is_interrupted_behind_its_commit_is_done(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_interrupted_after_its_commit_is_complete(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, resident = pair_of("mlp", tmp_path / "weights" if where == "disk" else None)
     ours, theirs = streamed_optimizer("adamw", net), torch_optimizer("adamw", resident)
     store = net._sft_engine.streamed_weights.store

@@ -1,4 +1,4 @@
-"""Stores of weights: what is where, generations, and what a crash, a full disk or a damaged file may do."""
+"""Stores of weights: record layouts, generations, and the effects of a crash, a full disk or a damaged file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_records_are_aligned_and_weights_come_first() -> None:
 
 @_both
 @pytest.mark.parametrize("layouts", [_EQUAL, _DIFFERENT], ids=["equal", "different"])
-def test_generations_are_taken_over_dropped_and_committed(kind: str, layouts: list[RecordLayout], tmp_path: Path) -> None:
+def test_generations_are_copied_aborted_and_committed(kind: str, layouts: list[RecordLayout], tmp_path: Path) -> None:
     store = _make(kind, tmp_path, layouts)
     first = _contents(store)
     new = torch.arange(layouts[2].record_bytes, dtype=torch.int64).to(torch.uint8)
@@ -163,7 +163,7 @@ def test_damaged_and_foreign_files_are_refused(damage: Callable[[Path], None], t
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
-def test_a_disk_that_refuses_loses_nothing(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_loses_no_data(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
     before = _contents(store)
 
@@ -187,7 +187,7 @@ def test_a_disk_that_refuses_loses_nothing(call: str, tmp_path: Path, monkeypatc
     assert not store.record(1).any()
 
 
-def test_metadata_without_room_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_metadata_without_space_is_refused_and_no_data_is_lost(tmp_path: Path) -> None:
     store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
     store.begin()
     with pytest.raises(sft.InputError, match="room"):
@@ -210,7 +210,7 @@ for generation in range(1, 4):
 """
 
 
-def test_a_killed_process_leaves_the_last_whole_generation(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_last_complete_generation(tmp_path: Path) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill)
     found = subprocess.run([sys.executable, "-P", "-c", _KILLED, str(path), "2"], check=False, env={**os.environ})
@@ -244,7 +244,7 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["w"]
 
 
-def test_a_writer_that_is_gone_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_dead_writer_holds_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "w"
     store = DiskStore.create(path, _EQUAL, _fill)
     store.begin()
@@ -263,7 +263,7 @@ def test_a_file_that_was_moved_away_is_written_again(tmp_path: Path) -> None:
     assert _contents(DiskStore.open(path)) == _contents(DiskStore.open(tmp_path / "backup"))
 
 
-def test_files_and_mappings_are_given_back(tmp_path: Path) -> None:
+def test_files_and_mappings_are_released(tmp_path: Path) -> None:
     def held() -> tuple[int, int]:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             return len(os.listdir("/proc/self/fd")), sum(str(tmp_path) in line for line in maps)
@@ -294,8 +294,8 @@ def test_bad_layouts_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_interrupts_leave_a_file_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever Ctrl-C comes: the generation is the old one or the new one, nothing stays locked, and the next one can begin."""
+def test_interrupts_leave_a_resumable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any time of Ctrl-C the generation is the old or the new one, no lock remains, and the next generation can begin."""
     store = _make("disk", tmp_path, _EQUAL)
     assert isinstance(store, DiskStore)
     old = _contents(store)

@@ -1,4 +1,4 @@
-"""The window through which weights are streamed: what is read is what is stored, in any order, and the counts are those of the plan."""
+"""The window of streamed weights: reads return the stored bytes in any order, and the counters match the plan."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_recorded_pass_is_a_plan() -> None:
     assert stream.counters.misses == 0
 
 
-def test_a_slot_in_use_is_not_taken() -> None:
+def test_a_slot_in_use_is_not_evicted() -> None:
     stream = WeightStream(_host(4), "cpu", window_bytes=128, prefetch=True)
     with stream.open_pass([0, 1, 2, 3]) as reading:
         first, second = reading.acquire(0), reading.acquire(1)
@@ -113,7 +113,7 @@ def test_a_slot_in_use_is_not_taken() -> None:
         assert first["w"][0] == 0 and second["w"][0] == 1
 
 
-def test_the_other_half_of_records_streams_alone() -> None:
+def test_the_state_of_records_streams_alone() -> None:
     stream = WeightStream(_host(3), "cpu", window_bytes=64, part="state")
     with stream.open_pass([2]) as reading:
         views = reading.acquire(2)

@@ -35,10 +35,10 @@ from sft.planner.plan import Plan as Plan
 from sft.planner.plan import SegmentPlan as SegmentPlan
 from sft.planner.timeline import Timeline as Timeline
 from sft.planner.timeline import TimelineEntry as TimelineEntry
-from sft.torch_runtime.input_streaming import PassReading as PassReading
-from sft.torch_runtime.input_streaming import Reading as Reading
-from sft.torch_runtime.skip_constant import PassSkipping as PassSkipping
-from sft.torch_runtime.skip_constant import Skipping as Skipping
+from sft.torch_runtime.pass_statistics import PassReading as PassReading
+from sft.torch_runtime.pass_statistics import PassSkipping as PassSkipping
+from sft.torch_runtime.pass_statistics import Reading as Reading
+from sft.torch_runtime.pass_statistics import Skipping as Skipping
 from sft.weights.disk_store import WeightsFile as WeightsFile
 
 _install_legacy_names()

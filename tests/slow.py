@@ -340,7 +340,7 @@ SAMPLED = {
     "test_batch_statistics.py::test_any_tiling_is_exact": 2,
     "test_norm_variants.py::test_any_tiling_is_exact": 48,
     "test_optimizer.py::test_the_same_bits_as_torch": 2,
-    "test_analytic_profile.py::test_profile_equals_the_phantom_walk": 6,
+    "test_analytic_profile.py::test_profile_equals_the_simulated_sweep": 6,
     "test_moves_recompute.py::test_published_schedules_are_exact": 2,
     "test_related_input_sizes.py::test_related_sizes_are_exact": 16,
     "test_repeat.py::test_the_same_bits_as_eager_within_the_budget": 2,

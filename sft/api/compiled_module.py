@@ -21,8 +21,7 @@ from sft.api.inputs import dtypes_of, is_streamable_input, shapes_of
 from sft.common.call_guards import dynamo_disabled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.common.errors import InputError
 from sft.planner.plan import Plan
-from sft.torch_runtime.input_streaming import Reading
-from sft.torch_runtime.skip_constant import Skipping
+from sft.torch_runtime.pass_statistics import Reading, Skipping
 from sft.weights import StreamCounters
 
 __all__ = ["CompiledModule", "wrap_module"]

@@ -42,9 +42,8 @@ from sft.planner.plan import Plan
 from sft.runtime.region import Region
 from sft.torch_runtime.autograd import RegionInputs, run_region
 from sft.torch_runtime.cuda_graphs import ActiveGraphs
-from sft.torch_runtime.input_streaming import Reading
 from sft.torch_runtime.machine import TorchMachine
-from sft.torch_runtime.skip_constant import Skipping
+from sft.torch_runtime.pass_statistics import Reading, Skipping
 from sft.torch_runtime.streamed_parameters import StreamedParameters
 from sft.torch_runtime.weight_streaming import BoundWeights
 
@@ -232,8 +231,8 @@ class Engine:
         with patch_lock() if self.rank_context is None else contextlib.nullcontext():
             call = self._prepare_call(inputs, input_grad)
         prepared = call.prepared
-        self.last_reading = call.inputs.reading if call.inputs.sources else None
-        self.last_skipping = call.inputs.skipping if prepared.plan.skips_repeats else None
+        self.last_reading = call.inputs.statistics.reading if call.inputs.sources else None
+        self.last_skipping = call.inputs.statistics.skipping if prepared.plan.skips_repeats else None
         graph = prepared.captured.capture.graph
         hosts = HostOutputs()
         try:

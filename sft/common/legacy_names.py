@@ -30,8 +30,8 @@ _MOVED: dict[str, dict[str, str]] = {
     "sft.errors": {
         "sft.common.errors": "BudgetError InputError InternalError RankError SftError SkipSlideError SourceError UnsupportedError"
     },
-    "sft.execute.reading": {"sft.torch_runtime.input_streaming": "PassReading Reading"},
-    "sft.execute.skipping": {"sft.torch_runtime.skip_constant": "PassSkipping Skipping"},
+    "sft.execute.reading": {"sft.torch_runtime.pass_statistics": "PassReading Reading"},
+    "sft.execute.skipping": {"sft.torch_runtime.pass_statistics": "PassSkipping Skipping"},
     "sft.memory": {"sft.common.memory": "Peak measure_peak"},
     "sft.nn.dice": {"sft.nn.losses": "DiceLoss"},
     "sft.nn.with_loss": {"sft.nn.losses": "WithLoss"},

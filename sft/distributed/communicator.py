@@ -92,9 +92,6 @@ class BandMachine(Machine, Protocol):
     def row_exchanges(self) -> dict[tuple[str, bool], RowExchange]:
         """Pending exchanges, by value and by whether their rows are computed first."""
 
-    def copy(self, target: Buffer, source: Buffer) -> None:
-        """Fill a buffer with another."""
-
     def scale(self, handle: Buffer, factor: Buffer) -> None:
         """Multiply in place, by a number or by a buffer that broadcasts."""
 

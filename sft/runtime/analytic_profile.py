@@ -7,8 +7,8 @@ K[j(s)]``. Until then it lives as long as the current state needs it, i.e. while
 pass the retained states form a stack; each adds the blocks between the state below it and itself that it needs.
 
 Other terms: the loaders' buffers of an input that is not resident (for a device with its own memory, a copy of the strip), the strip of an
-output on the host or of its gradient while the strip's program runs, and whatever the strip policy reserves. The policy decides on data,
-so every strip is assumed to run.
+output on the host or of its gradient while the strip's program runs, and the bytes that the strip policy reserves. The policy decides on
+data, so every strip is assumed to run.
 
 The bytes at every event are thus prefix sums. Tests compare them with a sweep on the simulated machine, byte for byte.
 """
@@ -240,7 +240,7 @@ def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: IntArray, frontie
 def _state_changes(checkpoints: Checkpoints, num_strips: int) -> tuple[int, IntArray, IntArray, IntArray, IntArray]:
     """Changes of the retained states in a backward sweep.
 
-    Retained states form a stack. State ``h`` adds to the state below it, ``g``, the blocks of strips ``g..h-1`` whose rows it needs. Every
+    Retained states form a stack. State ``h`` adds to the state below it, ``g``, those blocks of strips ``g..h-1`` that it needs. Every
     action therefore adds or removes a few such pairs.
 
     Returns:

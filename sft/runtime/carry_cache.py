@@ -43,7 +43,7 @@ class CarryCache:
         self.blocks.setdefault(name, []).append(_CarriedBlock(rows, buffer))
 
     def append_equal(self, name: str, rows: Interval, source: Interval) -> None:
-        """Add rows that no block has yet and that equal those of the block ``source``, whose buffer both share from then on."""
+        """Add rows that no block has yet and that equal those of the block ``source``; both blocks share its buffer."""
         buffer = next(block.buffer for block in self.blocks[name] if block.rows == source)
         self.append(name, rows, buffer)
 

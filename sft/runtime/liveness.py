@@ -102,7 +102,9 @@ class Liveness:
 
     @cached_property
     def backward_reads(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment the values whose buffers its backward needs; with offloading also those that it reads through its residuals."""
+        """For each segment the values that its backward needs on the device; with offloading also those that it reads through its
+        residuals.
+        """
         return self._backward_reads(through_residuals=any(op.is_copy for op in self.schedule))
 
     def _backward_reads(self, *, through_residuals: bool) -> tuple[tuple[str, ...], ...]:
@@ -137,7 +139,7 @@ class Liveness:
 
     @cached_property
     def saving_segments(self) -> frozenset[int]:
-        """Segments whose residuals may be offloaded."""
+        """Segments with residuals that may be offloaded."""
         return frozenset(i for i, segment in enumerate(self.segments) if self.differentiated[i] and segment.keeps_buffers)
 
     def unsaved_segments(self) -> tuple[int, ...]:

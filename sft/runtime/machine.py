@@ -27,17 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from sft.analysis.ir.axes import Axes
 from sft.common.interval import Interval
 from sft.lower.program import Port, Program
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadOps
+from sft.runtime.strip_policy import StripOps
 from sft.runtime.weight_prefetch import WeightOps
-
-if TYPE_CHECKING:
-    from sft.runtime.skip_constant import ConstantStripOps
 
 __all__ = [
     "DEFAULT_AXES",
@@ -176,8 +174,8 @@ class Machine(BufferOps, ProgramOps, HostOps, WeightOps, Protocol):
     """All operations that a region needs."""
 
     @property
-    def strip_ops(self) -> ConstantStripOps:
-        """Operations that stand in for strips that a sweep leaves out."""
+    def strip_ops(self) -> StripOps:
+        """Operations on behalf of strip policies."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 ========= ======== =======================================================================================
 symbol    op       effect
 ========= ======== =======================================================================================
-``F3``    forward  run segment 3 forward and keep nothing for its backward
+``F3``    forward  run segment 3 forward and keep no residuals
 ``F3+``   forward  run segment 3 forward and keep its residuals
 ``L``     loss     the caller turns outputs into their gradients
 ``B3``    backward run segment 3 backward, from the residuals of its last ``F3+``
@@ -58,7 +58,7 @@ class ScheduleOp:
 
     Attributes:
         kind: the operation.
-        segment: index of the segment that runs, or whose residuals are copied; -1 for ``L`` and for copies of a value.
+        segment: index of the segment that runs, or that owns the copied residuals; -1 for ``L`` and for copies of a value.
         keep: True if a forward run keeps the residuals.
         value: name of the value that is copied.
     """
@@ -168,7 +168,7 @@ def last_uses(
     Args:
         ops: the schedule, or its last ops.
         reads: for each segment the values that its forward run reads.
-        backward_reads: for each segment the values that its backward run reads, its residuals aside.
+        backward_reads: for each segment the values that its backward run reads, without its residuals.
         writes: for each segment the values that later segments or the caller read.
         leaves: values that exist from the start.
     """

@@ -149,7 +149,7 @@ class OffloadState:
                 machine.free_offload(copy)
 
     def restore(self, machine: OffloadOps) -> None:
-        """Bring retained copies to where they were, and free the others, which only a failed pass leaves."""
+        """Bring retained copies to where they were, and free all other copies, which only a failed pass leaves."""
         self.free(machine, [target for target, copy in self.by_target.items() if self.retained.get(target, (None, False))[0] is not copy])
         for copy, was_away in self.retained.values():
             if copy.is_away and not was_away:
@@ -209,7 +209,7 @@ def copy_schedule_error(
         writes: for each segment the values that later segments or the caller read.
         last_uses: for each op the values that are freed after it.
         movable: values that may be offloaded.
-        saving_segments: segments whose residuals may be offloaded.
+        saving_segments: segments with residuals that may be offloaded.
     """
     #: of each live target that may be offloaded: "here" (no copy), "copied", "away" (on the host alone) or "back"
     state: dict[str, str] = {}

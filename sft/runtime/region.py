@@ -4,7 +4,7 @@
 backward of the first segment that reads it, which recomputes from it; in another schedule (``sft.runtime.moves``) it may be freed and
 written again. Its gradient lives from the backward of its last reader to that of its writer. A cut or the residuals of a segment may wait
 on the host for their next reader (``sft.runtime.offload``). Outputs, and gradients of inputs and parameters, are buffers of the region;
-nothing of the caller changes before the end of a pass.
+the caller's tensors do not change before the end of a pass.
 
 *Streamed cuts* are on the host, and so are their gradients: for the segment that writes it, such a cut is an output that leaves strip by
 strip; for its readers, an input that is not resident.
@@ -72,9 +72,8 @@ class Region:
         end. requires_grad: values that need a gradient. outputs: the model's outputs, each once. contiguous: outputs in channels-first
         layout. from_source: inputs that are read while sweeps run; their buffers are sources, their gradients are added to sinks.
         host_outputs: outputs on the host, with their gradients. streamed: cuts on the host, with their gradients. custom_schedule:
-        schedule of a step with a backward pass; ``None`` for the default one. A segment whose outputs leave strip by strip
-            runs forward once.
-        weights: the streamed parameters; ``None`` if all are resident.
+        schedule of a step with a backward pass; ``None`` for the default one. A segment with outputs that leave strip by strip runs
+        forward once. weights: the streamed parameters; ``None`` if all are resident.
     """
 
     graph: Graph
@@ -271,8 +270,8 @@ class Region:
             residuals: residuals by segment; the segment's are removed.
             grads: gradients, read and added to.
             index: the segment.
-            caller_grads: outputs whose gradients are the caller's buffers, which must not change.
-            host_grads: outputs whose gradients are still on the host.
+            caller_grads: outputs with gradients in the caller's buffers, which must not change.
+            host_grads: outputs with gradients that are still on the host.
             consume: True if the residuals are not needed afterwards.
         """
         segment, saved = self.segments[index], residuals.pop(index, None)
@@ -365,6 +364,6 @@ class Region:
 
     @cached_property
     def _completed_weights(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment the streamed weights whose gradients are complete after its backward."""
+        """For each segment the streamed weights with gradients that are complete after its backward."""
         weights = self.requires_grad.intersection(() if self.weights is None else self.weights.num_bytes)
         return weights_completed_per_segment(self.reads, self.liveness.differentiated, weights)

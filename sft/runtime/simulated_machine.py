@@ -11,7 +11,6 @@ from sft.common.interval import Interval
 from sft.lower.program import Port, Program, Slot
 from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
 from sft.runtime.offload import HostArena, OffloadedValue
-from sft.runtime.skip_constant import SimulatedStripOps
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.sources.strip_reader import reader_bytes
 
@@ -103,6 +102,7 @@ class SimulatedMachine:
         """Operations that write data, and neither allocate nor free memory."""
 
     end = start_op = fill = add = copy = add_to_sink = write_output = read_output_grad = wait_weights = _no_effect
+    scale_sums = count_strips = _no_effect
 
     # Buffers.
 
@@ -196,8 +196,14 @@ class SimulatedMachine:
     def send_weight_grad(self, name: str, gradient: Buffer, weight: Buffer, transfer: GradientTransfer) -> None:
         self.memory.record_peak(transfer.scratch_bytes)
 
-    # Strips that a sweep leaves out.
+    # Strip policies: no row is known to equal another, so every strip runs.
 
     @property
-    def strip_ops(self) -> SimulatedStripOps:
-        return SimulatedStripOps(lambda num_bytes: SimulatedBuffer(self.memory, num_bytes))
+    def strip_ops(self) -> SimulatedMachine:
+        return self
+
+    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> None:
+        return None
+
+    def reserve(self, num_bytes: int) -> SimulatedBuffer:
+        return SimulatedBuffer(self.memory, num_bytes)

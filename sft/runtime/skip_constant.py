@@ -1,11 +1,11 @@
-"""Policy that leaves out constant strips: strips that would compute, bit for bit, what their neighbour computed.
+"""Policy that leaves out constant strips: strips that would compute the same bits as their neighbour.
 
 *Selection.* Before a sweep, rows alone decide (``sft.analysis.tiling.constant_strips``): for each source, and in the backward sweep for
 each output's gradient, whether each row equals the row above it in the panel's columns. A program that depends on the strip's position
 repeats only where all its positional functions say that they compute the same at both places (`PositionalFunction`).
 
-*Weight.* Of ``m`` equal strips one runs, with weight ``m``. Whatever a program accumulates (running reductions, gradients of parameters and
-of global values) is divided by ``m`` before it runs and multiplied by ``m`` after it:
+*Weight.* Of ``m`` equal strips one runs, with weight ``m``. Each value that a program accumulates (running reductions, gradients of
+parameters and of global values) is divided by ``m`` before it runs and multiplied by ``m`` after it:
 
     m (A / m + g) = A + m g
 
@@ -21,65 +21,29 @@ Each panel is a sweep of its own, so a strip is left out where the panel's colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
-from sft.analysis.ir.axes import ROWS, Axes
+from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.constant_strips import constant_strips_backward, constant_strips_forward, is_constant_per_strip
 from sft.common.array_types import BoolArray, IntArray
-from sft.common.interval import Interval
 from sft.lower.lower_strip import StripKind
 from sft.lower.program import Port, PositionalFunction, Program, slots_of
 from sft.lower.rules.base import AdditivePart
 from sft.lower.running_reductions import partial_additive
 from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
-from sft.runtime.strip_policy import ALL_STRIPS, StripPolicy, StripSelection
+from sft.runtime.strip_policy import ALL_STRIPS, StripOps, StripPolicy, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
-__all__ = ["ConstantStripOps", "SimulatedStripOps", "SkipConstantStrips", "comparison_chunk_rows"]
+__all__ = ["SkipConstantStrips", "comparison_chunk_rows"]
 
 
 #: Elements that are compared at a time; a row with more is compared by itself.
 _CHUNK_ELEMENTS = 1 << 20
-
-
-class ConstantStripOps(Protocol):
-    """Operations of a machine that only this policy needs."""
-
-    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
-        """For each row, True if it equals the row above it in these batch elements and columns; ``None`` if that is unknown."""
-
-    def reserve(self, num_bytes: int) -> Buffer:
-        """Count bytes that only some data need, for as long as the result is referenced; real machines reserve nothing."""
-
-    def scale_sums(self, buffer: Buffer, additive: AdditivePart, factor: int, *, divide: bool) -> None:
-        """Multiply, or divide, the entries of a running value that are sums."""
-
-    def count_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
-        """Add strips with this program to the statistics of the pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStripOps:
-    """Operations on byte counts: no row is known to repeat, so every strip runs.
-
-    Attributes:
-        reserve: allocates a simulated buffer.
-    """
-
-    reserve: Callable[[int], Buffer]
-
-    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> None:
-        return None
-
-    def _no_effect(self, *arguments: Any, **keywords: Any) -> None:
-        """Operations that neither allocate nor free memory."""
-
-    scale_sums = count_strips = _no_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +122,8 @@ def _equals_previous_geometry(segment: TiledLayout) -> BoolArray:
     return equals
 
 
-def _forward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, values: ValueBindings, sweep: Sweep) -> BoolArray:
-    """For each strip of a sweep, True if it computes what the strip before it computes."""
+def _forward_constant_strips(ops: StripOps, segment: TiledLayout, values: ValueBindings, sweep: Sweep) -> BoolArray:
+    """For each strip of a sweep, True if it computes the same as the strip before it."""
     scope, candidates = segment.scope_of(sweep), _equals_previous_geometry(segment)
     candidates = _with_repeatable_programs(segment, "forward", sweep, candidates, step=-1)
     readers = [name for name in scope.names if scope.has_columns(name)]
@@ -171,7 +135,7 @@ def _forward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, values
     return constant_strips_forward(scope.graph, scope.specs, scope.streamed, segment.schedule, candidates)
 
 
-def _backward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: BoolArray) -> BoolArray:
+def _backward_constant_strips(ops: StripOps, segment: TiledLayout, grads: Gradients, sweep: Sweep, forward: BoolArray) -> BoolArray:
     """For each strip of a sweep, True if its gradients are those of the strip after it.
 
     Args:
@@ -179,7 +143,7 @@ def _backward_constant_strips(ops: ConstantStripOps, segment: TiledLayout, grads
         segment: the segment.
         grads: gradients of its outputs.
         sweep: the sweep.
-        forward: for each strip, True if it computes what the strip before it computes.
+        forward: for each strip, True if it computes the same as the strip before it.
     """
     scope = segment.scope_of(sweep)
     candidates = np.concatenate([forward[1:], [False]])
@@ -201,13 +165,13 @@ def _separate_grad_bytes(segment: TiledLayout, program: Program) -> int:
 
 
 def _differentiated_outputs(segment: TiledLayout, sweep: Sweep) -> list[str]:
-    """The streamed outputs whose gradients the backward sweep reads."""
+    """The streamed outputs with gradients that the backward sweep reads."""
     scope = segment.scope_of(sweep)
     return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].owned]
 
 
 def _with_repeatable_programs(segment: TiledLayout, kind: StripKind, sweep: Sweep, candidates: BoolArray, *, step: int) -> BoolArray:
-    """Candidates whose programs compute the same as the neighbour's (``step`` 1: the strip after, -1: the strip before)."""
+    """Candidates with programs that compute the same as the neighbour's (``step`` 1: the strip after, -1: the strip before)."""
     candidates = candidates.copy()
     first, kinds = segment.schedule.kinds
     for signature in np.unique(kinds[candidates]):

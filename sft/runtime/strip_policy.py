@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from sft.common.array_types import IntArray
+from sft.analysis.ir.axes import Axes
+from sft.common.array_types import BoolArray, IntArray
+from sft.common.interval import Interval
 from sft.lower.program import Port, Program
+from sft.lower.rules.base import AdditivePart
 
 if TYPE_CHECKING:
     from sft.runtime.machine import Buffer, Gradients, Machine, ValueBindings
     from sft.runtime.tiled_layout import Sweep, TiledLayout
 
-__all__ = ["ALL_STRIPS", "RUN_ALL_STRIPS", "StripPolicy", "StripSelection"]
+__all__ = ["ALL_STRIPS", "RUN_ALL_STRIPS", "StripOps", "StripPolicy", "StripSelection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StripSelection:
         skipped: for each strip, True if it is left out; ``None`` if all strips run.
     """
 
-    skipped: npt.NDArray[np.bool_] | None = None
+    skipped: BoolArray | None = None
 
     def runs(self, index: int) -> bool:
         """True if a strip runs."""
@@ -48,6 +50,22 @@ class StripSelection:
 
 #: Every strip runs.
 ALL_STRIPS = StripSelection()
+
+
+class StripOps(Protocol):
+    """Operations of a machine on behalf of strip policies."""
+
+    def equal_rows(self, image: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
+        """For each row, True if it equals the row above it in these batch elements and columns; ``None`` if that is unknown."""
+
+    def reserve(self, num_bytes: int) -> Buffer:
+        """Count bytes that only some data need, for as long as the result is referenced; a real machine reserves no bytes."""
+
+    def scale_sums(self, buffer: Buffer, additive: AdditivePart, factor: int, *, divide: bool) -> None:
+        """Multiply, or divide, the entries of a running value that are sums."""
+
+    def count_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
+        """Add strips with this program to the statistics of the pass."""
 
 
 @dataclass(frozen=True, slots=True)

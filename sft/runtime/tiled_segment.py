@@ -1,8 +1,8 @@
 """Tiled segment: runs its strips forward and backward, so that no inner value is ever complete.
 
-Every segment has two calls (``sft.runtime.whole_segment`` is the other kind). ``forward`` fills the segment's outputs and returns the state
-that the backward pass needs besides the sources. ``backward`` takes the outputs' gradients and adds to, or allocates, the gradients of
-sources and side inputs.
+Every segment has two calls (``sft.runtime.whole_segment`` is the other kind). ``forward`` fills the segment's outputs and returns the
+state that the backward pass needs in addition to the sources. ``backward`` takes the outputs' gradients and adds to, or allocates, the
+gradients of sources and side inputs.
 
 An output may be on the host (``to_host``): one that no later segment reads, or a cut that is also read strip by strip. Its strip is then a
 buffer of its own on the device, which is copied to the host after the strip's program, and the strip of its gradient is copied from the

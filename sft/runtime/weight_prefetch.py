@@ -101,7 +101,7 @@ def weights_read_per_op(
 def weights_completed_per_segment(
     reads: Sequence[Collection[str]], differentiated: Sequence[bool], weights: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """For each segment the weights whose gradients are complete after its backward: those that no earlier segment reads.
+    """For each segment the weights with gradients that are complete after its backward: those that no earlier segment reads.
 
     Args:
         reads: for each segment the values that it takes from outside.

@@ -63,7 +63,7 @@ class WholeSegment:
 
     @property
     def views(self) -> frozenset[str]:
-        """Outputs whose memory the residuals are views of."""
+        """Outputs that own memory of the residuals."""
         forward, _ = self.programs(True)
         viewed = _storage_roots(forward, forward.residuals)
         outputs = (*forward.results.items(), *((port, slot) for port, slot in forward.ports.items() if port.role == "out"))
@@ -71,7 +71,7 @@ class WholeSegment:
 
     @property
     def _private_slots(self) -> tuple[int, ...]:
-        """Saved slots whose memory is neither an input nor an output, one for each storage."""
+        """Saved slots in memory of neither an input nor an output, one for each storage."""
         forward, _ = self.programs(True)
         shared = {slot.root for slot in (*forward.ports.values(), *forward.results.values())}
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
@@ -89,7 +89,7 @@ class WholeSegment:
     def backward_reads(self, reads: Sequence[str]) -> Sequence[str]:
         """Values that its backward needs: those that its program binds, and those that residuals are views of.
 
-        Side inputs whose gradients it computes count, too: the receiver of a streamed weight's gradient may update the weight.
+        Side inputs count, too, if it computes their gradients: the receiver of a streamed weight's gradient may update the weight.
         """
         forward, backward = self.programs(True)
         assert backward is not None

@@ -5,7 +5,7 @@ outputs as its results. The arguments pass through ``save_for_backward``, so cha
 PyTorch. Gradients are returned, not written: autograd touches ``.grad`` after the last strip, or not at all. A leaf that no used output
 depends on gets no gradient, as in eager PyTorch, rather than zeros, on which an optimizer with momentum or weight decay would act.
 
-Programs contain every cast that they need. Both passes therefore run with autocast off, whatever the caller's setting.
+Programs contain every cast that they need. Both passes therefore run with autocast off, independent of the caller's setting.
 
 Sources are not tensors: the function keeps the object, and a change of its content in between goes unnoticed. Their gradients are added to
 sinks, strip by strip, while the backward pass runs.
@@ -30,10 +30,9 @@ from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.host_outputs import HostOutput
-from sft.torch_runtime.input_streaming import Reading
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
-from sft.torch_runtime.skip_constant import Skipping
+from sft.torch_runtime.pass_statistics import CallStatistics
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
 
 __all__ = [
@@ -59,8 +58,7 @@ class RegionInputs:
         sources: sources of the inputs that are not resident, by value name.
         version_guards: tensors that back such sources; changing one between forward and backward raises, as for all tensors.
         sinks: factories of the gradient sinks of such inputs that need a gradient, called once for each backward pass.
-        reading: statistics of the inputs read.
-        skipping: statistics of the strips left out.
+        statistics: statistics of the call, updated by its passes.
         slab_pool: slabs on the host for offloaded values; ``None`` for a schedule without any.
         host_allocator: allocates cuts on the host.
         make_machine: constructor of the machine of a pass.
@@ -78,8 +76,7 @@ class RegionInputs:
     sources: Mapping[str, Source] = field(default_factory=dict)
     version_guards: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
-    reading: Reading = field(default_factory=Reading)
-    skipping: Skipping = field(default_factory=Skipping)
+    statistics: CallStatistics = field(default_factory=CallStatistics)
     slab_pool: HostSlabPool | None = None
     host_allocator: HostAllocator = field(default_factory=HostAllocator)
     make_machine: Callable[..., TorchMachine] = TorchMachine
@@ -102,8 +99,7 @@ class RegionInputs:
         self.active_graphs.activate(self.graphs)
         return self.make_machine(
             self.device,
-            reading=self.reading.backward if backward else self.reading.forward,
-            skipping=self.skipping.backward if backward else self.skipping.forward,
+            statistics=self.statistics.backward if backward else self.statistics.forward,
             offloader=offloader,
             host_allocator=self.host_allocator,
             graphs=self.graphs,
@@ -331,7 +327,7 @@ def engine_will_execute(node: Any) -> bool:
 
 
 def unneeded_grads(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
-    """Names of a function's tensors whose gradients the running backward pass does not need.
+    """Names of a function's tensors without a gradient in the running backward pass.
 
     Args:
         context: context of the function, in its backward.

@@ -1,13 +1,13 @@
 """CUDA graphs of strips: the program of a strip signature is recorded once and replayed with a single call.
 
-A recorded program runs on the addresses that it was recorded on. The model's weights keep theirs and are recorded as they are. Everything
+A recorded program runs on the addresses that it was recorded on. The model's weights keep theirs and are recorded as they are. Each tensor
 that moves is copied into buffers of the recording before a replay, and out of them after it: rows of sources, of outputs and of their
 gradients, carried rows, global values and sums over strips. Results are copied into new tensors, since they outlive the next replay, which
 overwrites them. If weights have moved, the program is recorded again.
 
 The buffers exist as long as the recording, and so does the memory in which recorded programs work. That is one pool for all of them, since
 no value in it outlives a replay. Recordings are therefore chosen last, from the bytes that the budget has left, and their bytes are added
-to the projected peak. A program whose calls depend on the strip's position (masks, interpolation), or that uploads a table, is not
+to the projected peak. A program with calls that depend on the strip's position (masks, interpolation), or that uploads a table, is not
 recorded: a recording would fix the uploaded content.
 """
 
@@ -163,7 +163,7 @@ class GraphCache:
         weights: frozenset[str] = frozenset(),
         working_bytes: Callable[[Program], int] = attrgetter("peak_bytes"),
     ) -> GraphCache:
-        """Cache for those of these programs whose recordings fit, in order.
+        """Cache for those of these programs that fit into the spare bytes, tried in order.
 
         Args:
             programs: programs to record.
@@ -240,7 +240,7 @@ class ActiveGraphs:
     """The recordings that are alive: those of one plan at a time, since each plan's peak counts only its own.
 
     Attributes:
-        cache: recordings of the plan whose pass ran last; ``None`` if it has none.
+        cache: recordings of the plan that ran last; ``None`` if it has none.
     """
 
     cache: GraphCache | None = None

@@ -1,10 +1,9 @@
-"""Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep, and statistics of the reads."""
+"""Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -12,59 +11,12 @@ from sft.common.interval import Interval
 from sft.sources.source import Source, select_samples
 from sft.sources.strip_reader import StripReader, source_error
 from sft.torch_runtime.host_outputs import copy_in_order
+from sft.torch_runtime.pass_statistics import PassReading
 
-__all__ = ["PassReading", "Reading", "SourceStripLoader", "load_source"]
+__all__ = ["SourceStripLoader", "load_source"]
 
 #: An image is read in chunks of about this size, so that the memory of its decoder, or of its file's pages, stays small.
 _CHUNK_BYTES = 8 * 2**20
-
-
-@dataclass(slots=True, kw_only=True)
-class PassReading:
-    """Statistics of the inputs that one pass, forward or backward, read from their sources.
-
-    Attributes:
-        read_seconds: time that reader threads spent reading and normalising.
-        waited_seconds: time that the pass waited for a strip.
-        num_rows_read: rows read; a row of two batch elements counts twice, a row that strips share counts once.
-        read_bytes: bytes that the sources delivered, in the network's element type.
-    """
-
-    read_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    num_rows_read: int = 0
-    read_bytes: int = 0
-
-    @property
-    def hidden_fraction(self) -> float:
-        """Fraction of the reading time that overlapped with computation, in 0..1; 1 for a pass without reads."""
-        return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_rows_read:,} rows in {self.read_seconds:.2f} s, waited {self.waited_seconds:.2f} s "
-            f"({100 * self.hidden_fraction:.0f} % hidden)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Statistics of the inputs that a call read; the backward pass adds its share when it runs.
-
-    >>> print(Reading())
-    forward: 0 rows in 0.00 s, waited 0.00 s (100 % hidden)
-    backward: 0 rows in 0.00 s, waited 0.00 s (100 % hidden)
-
-    Attributes:
-        forward: statistics of the forward pass.
-        backward: statistics of the backward passes so far.
-    """
-
-    forward: PassReading = field(default_factory=PassReading)
-    backward: PassReading = field(default_factory=PassReading)
-
-    def __str__(self) -> str:
-        return f"forward: {self.forward}\nbackward: {self.backward}"
 
 
 class SourceStripLoader:

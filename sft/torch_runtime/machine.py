@@ -29,9 +29,10 @@ from sft.sources.source import select_samples
 from sft.torch_runtime.cuda_graphs import GraphCache
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
-from sft.torch_runtime.input_streaming import PassReading, SourceStripLoader, load_source
+from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
-from sft.torch_runtime.skip_constant import PassSkipping, TorchStripOps
+from sft.torch_runtime.pass_statistics import PassStatistics
+from sft.torch_runtime.skip_constant import TorchStripOps
 from sft.torch_runtime.streamed_cuts import CutStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
 
@@ -79,23 +80,21 @@ class TorchMachine:
     Attributes:
         device: device of the buffers.
         trace: called with each executed instruction, for tests.
-        reading: statistics of the inputs that are read while the pass runs.
+        statistics: statistics of the pass, updated.
         heap: trims the heap, on the CPU.
         offloader: copies of offloaded values, for schedules that have any.
         host_allocator: allocates cuts on the host.
         graphs: recorded programs, which are replayed instead of executed.
-        skipping: statistics of the strips left out.
         weights: transfers of streamed weights, for regions that have any.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
-    reading: PassReading = field(default_factory=PassReading)
+    statistics: PassStatistics = field(default_factory=PassStatistics)
     heap: HeapTrimmer = field(default_factory=HeapTrimmer)
     offloader: HostOffloader | None = None
     host_allocator: HostAllocator = field(default_factory=HostAllocator)
     graphs: GraphCache | None = None
-    skipping: PassSkipping = field(default_factory=PassSkipping)
     weights: WeightPass | None = None
 
     def start_op(self, op: ScheduleOp) -> None:
@@ -202,14 +201,14 @@ class TorchMachine:
     def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
         if isinstance(source, HostCut):
             return CutStripLoader(source, batch, order, self.device)
-        return SourceStripLoader(source, batch, order, self.device, self.reading)
+        return SourceStripLoader(source, batch, order, self.device, self.statistics.reading)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out = self.allocate(shape, dtype, zero=False)
         if isinstance(source, HostCut):
             source.load(out)
         else:
-            load_source(source, out, self.reading)
+            load_source(source, out, self.statistics.reading)
         return out
 
     def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
@@ -298,4 +297,4 @@ class TorchMachine:
 
     @property
     def strip_ops(self) -> TorchStripOps:
-        return TorchStripOps(self.device, self.view, self.skipping)
+        return TorchStripOps(self.device, self.view, self.statistics.skipping)

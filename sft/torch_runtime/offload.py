@@ -7,7 +7,8 @@ stay valid. The meter of `sft.measure_peak` sees both, since an operator of ours
 
 - Offload: the stream waits for an event that the computation records after writing the buffer. A release makes the computation wait for the
   copy; only then is the storage emptied.
-- Prefetch: the storage is filled on the computation's stream, whose allocator knows when the block's last user there is complete; the copy
+- Prefetch: the storage is filled on the computation's stream, since the allocator knows when the block's last user on that stream is
+  complete; the copy
   stream waits for an event recorded after that. The first program that reads the buffer waits for the copy.
 
 So every buffer is allocated and freed on the computation's stream, and freed only after a wait for the copy streams: ``record_stream``,

@@ -13,8 +13,8 @@ the switches of torch that select kernels. It is a list of lines, ``key seconds 
 with a line break on either side. So processes may write at the same time; a line that was torn by a crash or damaged on the disk is
 ignored and costs a measurement. No failure of a file is an error: without a file, every time is measured. The folder is that of the
 environment variable
-``SFT_CACHE_DIR`` (empty: no files), else ``sft`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, as torch's. A time is never measured again; delete
-the folder if the machine was busy when it was.
+``SFT_CACHE_DIR`` (empty: no files); by default ``sft`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, as torch's. A time is never measured again;
+delete the folder if the machine was busy when it was.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ProgramBenchmark:
         return {port: self._input_for(program, port, slot) for port, slot in program.ports.items()}
 
     def _input_for(self, program: Program, port: Port, slot: Slot) -> Any:
-        """Value to bind to a port: a weight of the model, else random numbers in 0..1, or zeros for integers."""
+        """Value to bind to a port: a weight of the model, or random numbers in 0..1 (integers: zeros)."""
         if port.role == "origin":
             return (0, 0, 0)
         weight = self.weights.get(port.name) if port.role == "side" else None

@@ -1,4 +1,4 @@
-"""Constant strips on real tensors: comparison of rows, weights of sums, and statistics of the strips left out.
+"""Constant strips on real tensors: comparison of rows, and weights of sums.
 
 Rows are compared bit by bit. A program computes the same from the same bits, while it may distinguish 0 from -0, and a NaN does not equal
 itself. Tensors are compared chunk by chunk, so that the memory is known in advance (``sft.runtime.skip_constant``); sources report
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,66 +24,18 @@ from sft.lower.program import Program
 from sft.lower.rules.base import AdditivePart
 from sft.runtime.skip_constant import comparison_chunk_rows
 from sft.sources.source import RepeatingSource, Source, select_samples
+from sft.torch_runtime.pass_statistics import PassSkipping
 from sft.torch_runtime.streamed_cuts import HostGradient
 
-__all__ = ["PassSkipping", "Skipping", "TorchStripOps", "equal_rows_on_device", "source_equal_rows"]
+__all__ = ["TorchStripOps", "equal_rows_on_device", "source_equal_rows"]
 
 #: Integer types by size in bytes; equal integers are equal bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(slots=True, kw_only=True)
-class PassSkipping:
-    """Statistics of the strips that one pass, forward or backward, left out.
-
-    Attributes:
-        num_strips: number of strips of all sweeps, including those that run forward again to restore states.
-        num_skipped: number of strips that did not run.
-        skipped_flops: FLOPs of these strips, which the pass saved.
-    """
-
-    num_strips: int = 0
-    num_skipped: int = 0
-    skipped_flops: int = 0
-
-    def note(self, *, num_run: int, num_skipped: int, flops: int) -> None:
-        """Count strips of a program with that many FLOPs."""
-        self.num_strips += num_run + num_skipped
-        self.num_skipped += num_skipped
-        self.skipped_flops += num_skipped * flops
-
-    def __str__(self) -> str:
-        return f"{self.num_skipped:,} of {self.num_strips:,} strips left out ({self.skipped_flops:.4g} FLOPs)"
-
-
-@dataclass(frozen=True, slots=True)
-class Skipping:
-    """Statistics of the strips that a call left out; the backward pass adds its share when it runs.
-
-    >>> print(Skipping())
-    forward: 0 of 0 strips left out (0 FLOPs)
-    backward: 0 of 0 strips left out (0 FLOPs)
-
-    Attributes:
-        forward: statistics of the forward pass.
-        backward: statistics of the backward passes so far.
-    """
-
-    forward: PassSkipping = field(default_factory=PassSkipping)
-    backward: PassSkipping = field(default_factory=PassSkipping)
-
-    @property
-    def skipped_flops(self) -> int:
-        """FLOPs saved in both passes, compared with ``plan.flops``."""
-        return self.forward.skipped_flops + self.backward.skipped_flops
-
-    def __str__(self) -> str:
-        return f"forward: {self.forward}\nbackward: {self.backward}"
-
-
 @dataclass(frozen=True, slots=True)
 class TorchStripOps:
-    """Operations on tensors that stand in for strips left out; see `sft.runtime.skip_constant.ConstantStripOps`.
+    """Operations on tensors that stand in for strips left out; see `sft.runtime.strip_policy.StripOps`.
 
     Attributes:
         device: device of the buffers; on ``meta`` no row is known to repeat.
@@ -120,7 +72,7 @@ class TorchStripOps:
 
 
 def equal_rows_on_device(image: Tensor, axes: Axes) -> BoolArray | None:
-    """For each row of an image on any device, True if it equals the row above it; ``None`` for a type whose bits cannot be compared."""
+    """For each row of an image on any device, True if it equals the row above it; ``None`` for a type without comparable bits."""
     dim = axes.dim(image.dim(), ROWS)
     bits = _BITS.get(image.element_size())
     if dim is None or bits is None or image.is_complex():

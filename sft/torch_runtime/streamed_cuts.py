@@ -23,7 +23,8 @@ from sft.common.interval import Interval
 from sft.sources.source import check_rows, check_samples
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
-from sft.torch_runtime.input_streaming import PassReading, SourceStripLoader
+from sft.torch_runtime.input_streaming import SourceStripLoader
+from sft.torch_runtime.pass_statistics import PassReading
 
 __all__ = ["CutStripLoader", "HostCut", "HostGradient"]
 

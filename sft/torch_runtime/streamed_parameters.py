@@ -34,7 +34,7 @@ class ParameterSink(GradientSink, Protocol):
     """Gradient sink of single parameters."""
 
     def updates(self, name: str) -> bool:
-        """True if the sink consumes the gradients of this parameter; others are returned to autograd."""
+        """True if the sink consumes the gradients of this parameter; if not, they are returned to autograd."""
         ...
 
     def grad_transfer(self, record: int) -> GradientTransfer:
@@ -298,7 +298,7 @@ class StreamedParameters:
 
         Args:
             state: its tensors, by parameter.
-            fill: writes their first values, given a record's number and all its tensors; the others are zero.
+            fill: writes their first values, given a record's number and all its tensors; without a value, a tensor is zero.
 
         Returns:
             True if the records had this state already, with its content.
@@ -364,7 +364,7 @@ class _HostParameterSink(HostGradientSink):
 
 
 class _RoutingSink:
-    """Sends gradients of an optimizer's parameters to it, and gathers the others for autograd."""
+    """Sends gradients of an optimizer's parameters to it, and gathers all other gradients for autograd."""
 
     def __init__(self, target: ParameterSink, sink: BlockSink) -> None:
         self._target, self._sink, self._gathered = target, sink, HostGradients()

@@ -1,4 +1,4 @@
-"""The closed form of a walk equals the walk on the phantom machine, byte for byte and FLOP for FLOP."""
+"""The analytic profile of a sweep equals the sweep on the simulated machine, byte for byte and FLOP for FLOP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RECOMPUTED = [(6, rows, 1, None) for rows in (3, 8, 64)]
 
 
 class _Dense(_Skip):
-    """An image at full resolution, one that is read again, and a global value."""
+    """Outputs: an image at full resolution, one that a later segment reads, and a global value."""
 
     def forward(self, x: torch.Tensor) -> Any:
         stem = torch.relu(self.stem(x))
@@ -52,7 +52,7 @@ class _Dense(_Skip):
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
-    """The projections that planning makes, each compared with the walk."""
+    """Compare each projection that planning makes with the sweep."""
     seen: list[Projection] = []
 
     def both(problem: PlanningProblem, region: Region, **keywords: Any) -> Projection:
@@ -70,7 +70,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
     ("halo", "cols", "rows", "every", "slots"), [*(("carry", *c) for c in _CARRIED), *(("recompute", *c) for c in _RECOMPUTED)]
 )
 @pytest.mark.parametrize("grad", [True, False])
-def test_profile_equals_the_phantom_walk(
+def test_profile_equals_the_simulated_sweep(
     halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, grad: bool, compared: list[Projection]
 ) -> None:
     options = sft.Options(tile=(rows, cols), batch_tile=2, halo=halo, state_every=every, state_slots=slots)
@@ -86,7 +86,7 @@ def test_profile_equals_the_phantom_walk(
 def test_profile_where_strips_may_be_left_out(
     halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, output: str, compared: list[Projection]
 ) -> None:
-    """Comparing rows, and gradients of sources that are made apart, are in both."""
+    """Both count the comparison of rows and the separate gradients of sources."""
     options = sft.Options(tile=(rows, cols), halo=halo, state_every=every, state_slots=slots, skip_repeats=True)
     net = sft.compile(_Dense(), torch.empty(3, 3, 44, 10, requires_grad=True), options=options, output=output)
     assert compared and net.plan.skips_repeats

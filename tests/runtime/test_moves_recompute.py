@@ -1,4 +1,4 @@
-"""Orders of segments: stages that run forward again are exact, in the bytes and FLOPs that were planned, whatever the order."""
+"""Segment schedules: stages that run forward again are exact, in the planned bytes and FLOPs, for every schedule."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
 
 
 def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
-    """A plan of these stages in that order."""
+    """Plan of these stages with that schedule."""
     options = sft.Options(strategy="sqrt")
     found = sft.plan(model, _SHAPE, budget="4GiB", options=options)
     assert [segment.nodes for segment in found.segments] == [choice.nodes for choice in staged.choices]
@@ -130,7 +130,7 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 
 @given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
 def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
-    """The moves that segments see are the order's, and a value of a cut is there exactly from its making to its last reader."""
+    """Segments run the ops of the schedule, and a cut lives exactly from its write to its last read."""
     found = staged[name]
     region = found.with_schedule(parse_schedule(_random_order(found, seed), len(found.choices)))
     log: list[str] = []

@@ -1,4 +1,4 @@
-"""Orders with copies to the host: exact, in the bytes that were planned on both sides, whatever leaves and whenever it comes back."""
+"""Schedules with copies to the host: exact, in the planned bytes on device and host, for every offloaded value and every prefetch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def staged() -> dict[str, StagedModel]:
 
 
 def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> SegmentSchedule:
-    """Some persistent order, and random copies between uses of what may leave."""
+    """Random persistent schedule with random copies between the uses of values that may be offloaded."""
     rng = random.Random(seed)
 
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
@@ -108,7 +108,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Segmen
 @_FEW
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
 def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed: int, recomputes: bool) -> None:
-    """Also where every copy comes as late as it may: nothing reads what it has not waited for."""
+    """Also with every copy as late as permitted: no op reads a value before it has waited for it."""
     found = staged[name]
     order = _random_order(found, seed, recomputes=recomputes)
     model = seeded(MODELS[name])
@@ -162,14 +162,14 @@ def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: py
 
 
 def _given(model: nn.Module, order: SegmentSchedule) -> sft.Plan:
-    """A plan of the model's stages in that order."""
+    """Plan of the model's stages with that schedule."""
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="offload-dp"))
     assert not plan.order
     return sft.Plan.from_json(replace(plan, order=tuple(map(str, order))).to_json())
 
 
 class _Noting(SimulatedMachine):
-    """A machine of byte counts that notes what it is asked to copy, and of how many bytes."""
+    """Simulated machine that records its copies and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
     x = image(*_SHAPE)
     y = net(x)
     assert len(_slabs(net)._free) == 0
-    del y  # nobody wants a gradient
+    del y  # no backward pass
     gc.collect()
     assert len(_slabs(net)._free) == 1
     before = {key: buffer.clone() for key, buffer in net.named_buffers()}
@@ -338,7 +338,7 @@ def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
 
 
 def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str, StagedModel]) -> None:
-    """Where every value of the chain is one of the model's, the two clocks agree on how long a step takes."""
+    """If every value of the chain is one of the model's, both clocks give a step the same time."""
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
     options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
     with pytest.MonkeyPatch.context() as patch:
@@ -415,7 +415,7 @@ def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) 
 
 
 def test_tiled_segments_may_leave_too() -> None:
-    """What strips keep of their states is a buffer like any other."""
+    """States of strips are buffers that can be offloaded."""
     model = seeded(Normed)
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
     numbers = range(len(plan.segments))

@@ -1,4 +1,4 @@
-"""Strips that repeat their neighbours are left out, and nothing else changes."""
+"""Constant strips are left out without any effect on the results."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _made(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_band_of_background_is_left_out_exactly(name: str) -> None:
-    """Outputs, gradients, buffers and two updates are eager PyTorch's; strips are left out, both ways."""
+    """Outputs, gradients, buffers and two updates equal eager PyTorch's; forward and backward leave strips out."""
     x = banded_image((2, 2, 96, 14), (20, 80))
     found = assert_exact_skipping(_made(name), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     assert found.forward >= 4, found
@@ -171,7 +171,7 @@ def test_any_band_is_exact(
     states: dict[str, int],
     halo: str,
 ) -> None:
-    """Whatever the strips, panels, kept states, and where the band lies."""
+    """For all strips, panels, kept states, and positions of the band."""
     if name in ("transposed", "nearest", "bilinear"):
         size = (size[0] // 2 * 2, size[1] // 2 * 2)
     first = min(band[0], size[0] - 1)
@@ -182,7 +182,7 @@ def test_any_band_is_exact(
 
 
 def test_a_rectangle_is_left_out_of_its_panels() -> None:
-    """What is constant in some columns only is left out of the panels that lie there."""
+    """Rows that are constant in some columns alone are left out of the panels with these columns."""
     x = banded_image((1, 2, 80, 24))
     x[:, :, 10:70, 8:] = 0.25
     whole = assert_exact_skipping(_made("plain"), x, options=sft.Options(tile=(4, None), skip_repeats=True))
@@ -202,7 +202,7 @@ def test_panels_of_one_geometry_are_looked_at_one_by_one(panel: int) -> None:
 
 
 def test_one_pixel_is_enough_to_run_a_strip() -> None:
-    """A pixel of another value in every strip, and nothing is left out; in one strip, and those that see it run."""
+    """With a different pixel in every strip all strips run; with one in one strip, those that read it run."""
     options = sft.Options(tile=(4, None), skip_repeats=True)
     x = banded_image((1, 2, 96, 14), (10, 90))
     all_of_it = assert_exact_skipping(_made("plain"), x, options=options)
@@ -216,7 +216,7 @@ def test_one_pixel_is_enough_to_run_a_strip() -> None:
 
 
 def test_bits_are_compared_and_not_numbers() -> None:
-    """0 and -0 are equal numbers and other inputs; a NaN is not equal to itself and the same input."""
+    """0 and -0 are equal numbers but different inputs; a NaN does not equal itself but is the same input."""
 
     class Inverse(nn.Module):
         def __init__(self) -> None:
@@ -239,7 +239,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
 
 
 def test_a_gradient_that_differs_runs_the_strips_back() -> None:
-    """The image is constant and the output's gradient is not: forward strips are left out, backward ones run."""
+    """Constant image, non-constant gradient of the output: forward strips are left out, backward strips run."""
     x = banded_image((1, 2, 64, 8), (0, 64)).requires_grad_()
     net = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     net(x).backward(torch.randn(1, 3, 32, 4, dtype=torch.float64))
@@ -249,7 +249,7 @@ def test_a_gradient_that_differs_runs_the_strips_back() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "transposed", "bilinear"])
 def test_bits_are_those_of_all_strips(name: str) -> None:
-    """Where nothing is counted several times, the bits are those of a run without the option: outputs, and the input's gradient."""
+    """Values without weighted sums (outputs, gradient of the input) have the same bits as without the option."""
     image = banded_image((1, 2, 96, 14), (20, 80), dtype=torch.float32)
     outputs, gradients = [], []
     for skip in (False, True):
@@ -265,7 +265,7 @@ def test_bits_are_those_of_all_strips(name: str) -> None:
 
 
 def test_masks_are_never_repeated() -> None:
-    """Dropout draws another mask at every place."""
+    """Dropout draws a different mask at every position."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.5))
     x = banded_image((1, 2, 64, 8), (0, 64))
     net = sft.compile(model.double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
@@ -274,7 +274,7 @@ def test_masks_are_never_repeated() -> None:
 
 
 def test_a_graph_that_is_retained_gives_the_same_gradients_again() -> None:
-    """The rows kept for the backward pass are shared, and stay for the next one."""
+    """Carried rows kept for the backward pass are shared, and remain for the next one."""
     x = banded_image((1, 2, 64, 8), (10, 60)).requires_grad_()
     net = sft.compile(_made("frozen_norms").double(), x, options=sft.Options(tile=(4, None), state_every=3, skip_repeats=True))
     loss = net(x).sum()
@@ -284,20 +284,20 @@ def test_a_graph_that_is_retained_gives_the_same_gradients_again() -> None:
 
 
 def test_rows_that_equal_each_other_make_strips_alike() -> None:
-    """Strip 2 reads rows 3 to 5, and the one before it rows 2 to 4: all of them must be the same."""
+    """Strip 2 reads rows 3 to 5, the strip before it rows 2 to 4: all of them must be equal."""
     same = np.array([False, True, True, True, True, True, False])
     start, stop = np.array([0, 2, 3, 4]), np.array([2, 5, 6, 7])
     assert is_constant_per_strip(same, start, stop).tolist() == [False, True, True, False]
 
 
 def test_strips_that_read_nothing_are_alike() -> None:
-    """Behind the last row, too: a value may be complete before others are."""
+    """Also after the last row: some values are complete earlier than others."""
     same, end = np.array([False, False, False]), np.array([1, 3, 3, 3])
     assert is_constant_per_strip(same, np.array([0, 3, 3, 3]), end).tolist() == [False, False, True, True]
 
 
 def test_a_plan_says_that_strips_may_be_left_out() -> None:
-    """Through JSON, and to the step of a model that is compiled with it."""
+    """The plan's JSON and a step of a model compiled with it."""
     x = banded_image((1, 2, 64, 8), (0, 64))
     plan = sft.plan(_made("plain").double(), x.shape, options=sft.Options(tile=(4, None), skip_repeats=True))
     assert plan.skips_repeats and "last_skipping" in plan.explain()
@@ -312,7 +312,7 @@ def test_a_plan_says_that_strips_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    """Outputs have the same bits; gradients, whose sums are in single precision, move by less than a half type resolves."""
+    """Outputs have the same bits; gradients, summed in single precision, differ by less than the resolution of the half type."""
     image = banded_image((1, 2, 96, 14), (20, 80), dtype=torch.float32).to(dtype)
     found = []
     for skip in (False, True):
@@ -330,7 +330,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_what_was_left_out_is_counted_by_pass() -> None:
-    """Inference has no backward pass, and nothing is counted without the option."""
+    """Inference has no backward pass; without the option no strip is counted."""
     x = banded_image((1, 2, 64, 8), (0, 64))
     net = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     with torch.no_grad():

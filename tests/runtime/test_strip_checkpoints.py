@@ -1,4 +1,4 @@
-"""Policies for the states of a walk, stepped through event by event; Revolve against the best of all schedules."""
+"""Checkpoint policies of a sweep, executed action by action; Revolve against the best of all schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.models import Residual, image, seeded
 
 
 def _most_held(policy: Checkpoints, num_strips: int) -> int:
-    """Step through the backward walk; every strip must find its state held. The most states held at once."""
+    """Execute the backward sweep, in which every strip must find its state; return the maximum number of retained states."""
     held = set(policy.kept(num_strips))
     most, reversed_strips = len(held), []
     for action in policy.actions(num_strips):
@@ -48,7 +48,7 @@ def test_slots_are_not_exceeded(num_strips: int, slots: int) -> None:
 
 @cache
 def _fewest(num_strips: int, free: int, is_placed: bool) -> int:
-    """Strips that the best schedule restores, of all places for the next state."""
+    """Number of strips that the best schedule restores, over all positions of the next state."""
     if num_strips == 1:
         return 0
     if not free:
@@ -93,8 +93,8 @@ def test_restored_strips_are_counted_without_walking(num_strips: int, slots: int
     assert policy.num_restored(num_strips) == sum(action.kind == "forward" for action in policy.actions(num_strips))
 
 
-def test_walks_of_any_length_are_counted() -> None:
-    """The recursion went as deep as the repetitions: images of 175,000 rows could not be planned."""
+def test_sweeps_of_any_length_are_counted() -> None:
+    """Regression: the recursion was as deep as the number of repetitions, so images of 175,000 rows could not be planned."""
     assert Checkpoints(slots=2).num_restored(10**6) > 10**8
     signal = nn.Sequential(nn.Conv1d(1, 4, 7), nn.ReLU(), nn.Conv1d(4, 4, 3, stride=2))
     plan = sft.plan(signal, (1, 1, 1_000_000), budget="30MiB")

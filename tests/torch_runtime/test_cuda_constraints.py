@@ -1,4 +1,4 @@
-"""What programs must not hold, since only CUDA's operators mind it: no GPU is needed to see that it is not there."""
+"""Constraints of CUDA operators on programs, checked without a GPU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
 from sft.torch_runtime import input_streaming as reading
 from sft.torch_runtime.host_outputs import copy_in_order
+from sft.torch_runtime.pass_statistics import PassReading
 from sft.weights.record import ALIGNMENT_BYTES
 from sft.weights.store import allocate_host_bytes
 from tests.helpers.models import seeded
@@ -66,7 +67,7 @@ def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
 
 
 def test_messages_of_one_group_are_posted_together() -> None:
-    """NCCL's groups, as they are made here, take no device."""
+    """NCCL groups, as constructed here, accept no device."""
 
     class Group:
         def __init__(self) -> None:
@@ -96,7 +97,7 @@ def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.Monke
 
 
 def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In single precision, where the CPU has one call for a layer."""
+    """In single precision, for which the CPU has one call for a layer."""
     monkeypatch.setattr(traces, "_has_gpu", lambda: True)
     model = nn.LSTM(3, 5, batch_first=True)
     reader = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d((1, None)), _Steps(model))
@@ -128,7 +129,7 @@ class _Steps(nn.Module):
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 @pytest.mark.parametrize("tile", [None, (8, None), (8, 16)])
 def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int | None] | None) -> None:
-    """Whose calls say no scale at all."""
+    """Their calls give no scale."""
 
     class To(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +147,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
 
 
 def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of exactly the bytes that are asked for, once, and given back when the memory is."""
+    """Exactly the requested bytes are locked, once, and unlocked with the memory."""
     locked: dict[int, int] = {}
 
     class Runtime:
@@ -185,7 +186,7 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL would make each at its first message, which only some ranks may send."""
+    """NCCL would open each connection at its first message, which only some ranks may send."""
     connected = []
 
     class Group:
@@ -230,7 +231,7 @@ def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatc
     numbers = torch.rand(3, 2, 40, 16)
     out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
     elsewhere: Any = _Elsewhere(out)
-    reading.load_source(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, reading.PassReading())
+    reading.load_source(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, PassReading())
     assert torch.equal(out, numbers) and len(targets) > 3
     assert all(target.is_contiguous(memory_format=torch.channels_last) for target in targets)
 

@@ -146,7 +146,7 @@ def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
 
 
 def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
-    """Two sizes, and the backward pass of the first behind the forward pass of the second: each plan's bytes hold without the other's."""
+    """Two sizes, with the backward pass of the first after the forward pass of the second: each plan's bytes exclude the other's."""
     torch.manual_seed(0)
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
     small, large = (torch.randn((1, 3, height, 14), dtype=torch.float64) for height in (80, 112))

@@ -1,4 +1,4 @@
-"""Outputs on the host: the numbers of eager PyTorch, in host memory, and nothing of them in the device's."""
+"""Outputs on the host: eager PyTorch's values in host memory, without device memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = 1e-10
 
 @pytest.fixture(scope="module", autouse=True)
 def poisoned_hosts() -> Iterator[None]:
-    """An element that no strip writes can not look right by luck."""
+    """Poison the output, so that an element that no strip writes cannot be right by chance."""
 
     def make(*arguments: Any, is_dry: bool, **keywords: Any) -> HostOutput:
         found = allocate_host_output(*arguments, is_dry=is_dry, **keywords)
@@ -45,7 +45,7 @@ def poisoned_hosts() -> Iterator[None]:
 
 
 class Supervised(nn.Module):
-    """Deep supervision with a norm of the image between: ``early`` is read by a later segment, the others by nobody."""
+    """Deep supervision with a norm of the image between: a later segment reads ``early`` and no other output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Returned(nn.Module):
 
 
 class ByPixel(nn.Module):
-    """Ends in an order of dimensions that does not stream: made whole, then copied."""
+    """The last dimension order does not stream: the output is computed untiled, then copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def check(model: nn.Module, x: Tensor, **keywords: Any) -> Any:
-    """Two training steps and inference, at a size that is planned when it comes: what eager PyTorch computes, in the bytes projected.
+    """Two training steps and inference, at a size planned on first use: eager PyTorch's results in the projected bytes.
 
     Args:
         model: in float64.
@@ -221,7 +221,7 @@ def test_autocast() -> None:
 
 
 def test_an_image_that_is_read_its_gradient_and_the_output_are_all_in_strips() -> None:
-    """What a slide takes: nothing as large as the image or the output is ever on the device."""
+    """As for a slide: no tensor as large as the image or the output is ever on the device."""
     pixels, target = image(1, 3, 96, 40), np.empty((1, 3, 96, 40))
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 16, 3, padding=1)))
     net = sft.compile(copy.deepcopy(model), Watched(pixels), output="host", options=sft.Options(tile=(4, None), state_every=4))
@@ -247,7 +247,7 @@ def test_an_image_that_is_read_its_gradient_and_the_output_are_all_in_strips() -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tile", [(4, None), (5, 6)])
 def test_on_a_cuda_device(tile: tuple[int, int | None]) -> None:
-    """Both ways across, an input that is returned included."""
+    """Copies in both directions, including an input that is returned."""
     model, x = seeded(Returned).cuda(), image(2, 3, 12, 10).cuda()
     net = sft.compile(copy.deepcopy(model), tuple(x.shape), output="host", options=sft.Options(tile=tile))
     x_eager, x_ours = (x.clone().requires_grad_() for _ in range(2))
@@ -296,7 +296,7 @@ def test_retain_graph() -> None:
 
 
 def test_outputs_changed_in_place() -> None:
-    """The backward pass reads copies of its own, so outputs may be changed even where it needs their values."""
+    """The backward pass reads its own copies, so outputs may be changed even if it needs their values."""
     eager, net, x = _supervised()
     for model, is_ours in ((eager, False), (net, True)):
         y = model(x)
@@ -307,7 +307,7 @@ def test_outputs_changed_in_place() -> None:
 
 
 def test_results_die_with_their_last_reference() -> None:
-    """No cycle holds an output, which may be larger than the device."""
+    """No reference cycle keeps an output, which may be larger than the device's memory."""
     _, net, x = _supervised()
     y = net(x)
     dead = [weakref.ref(tensor) for tensor in pytree.tree_leaves(y)]
@@ -330,7 +330,7 @@ def test_copies_keep_the_setting() -> None:
 
 
 def _segmenting() -> nn.Module:
-    """32 classes for each pixel: the output is larger than everything else."""
+    """32 classes for each pixel: the output is larger than all other tensors."""
     return seeded(
         lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 32, 1))
     ).float()
@@ -392,7 +392,7 @@ def test_a_plan_says_where_outputs_go() -> None:
     assert plan.output_placements == ("host",) * 4 and "4 output(s) on the host" in plan.explain()
     assert sft.Plan.from_json(plan.to_json()) == plan
     assert sft.compile(model, (1, 3, 17, 14), output="host", plan=plan).plan == plan
-    # A plan for outputs on the device says nothing about what this call needs.
+    # A plan for outputs on the device does not apply to this call.
     other = sft.plan(model, (1, 3, 17, 14), options=sft.Options(tile=(4, None)))
     assert other.output_placements == ("device",) * 4
     made = sft.compile(model, (1, 3, 17, 14), output="host", plan=other).plan

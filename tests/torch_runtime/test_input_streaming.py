@@ -1,4 +1,4 @@
-"""Inputs that are read strip by strip: the same numbers as for tensors, whatever they come from and however they are tiled."""
+"""Inputs that are read strip by strip: the same values as for tensors, for every kind of source and every tiling."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SkipFromInput(nn.Module):
 
 
 class ByPixel(nn.Module):
-    """A linear layer on each pixel, on whole tensors: what its backward keeps is a view of the image."""
+    """A linear layer on each pixel, untiled: its residuals are views of the image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ _NETS: dict[str, Callable[[], nn.Module]] = {
 def check(
     model: nn.Module, x: Any, pixels: Tensor, options: sft.Options, *, target: Any = None, gradient: Callable[[], Tensor] | None = None
 ) -> Any:
-    """Take two training steps from ``x`` and from the same ``pixels`` in eager: everything must agree, in the bytes projected.
+    """Take two training steps from ``x`` and from the same ``pixels`` in eager PyTorch: all results must agree, in the projected bytes.
 
     Args:
         model: in float64.
@@ -114,7 +114,7 @@ def check(
 
 
 def check_budget(net: Any, x: Any, target: Any) -> sft.Plan:
-    """Measured <= projected, tight, within the budget; the FLOPs are those planned."""
+    """Measured <= projected, tight, within the budget; FLOPs as planned."""
     plan: sft.Plan = net.plan_for(x, input_grad=target)
     assert plan.input_placements == ("source",)
 
@@ -198,7 +198,7 @@ def test_a_path_is_read_by_a_source(tmp_path: Path) -> None:
 
 
 def test_a_slide(tmp_path: Path) -> None:
-    """Bare it gives pixels / 255, normalised by a source what that says."""
+    """A slide itself gives pixels / 255; a normalising source gives its own scale."""
     pytest.importorskip("openslide")
     pixels = random_pixels(1, 70, 44, 3)
     write_tiled_tiff(tmp_path / "slide.tiff", pixels[0])
@@ -218,7 +218,7 @@ def test_a_slide(tmp_path: Path) -> None:
 
 
 def test_a_tensor_on_the_host_with_a_target_for_its_gradient() -> None:
-    """It becomes a source, and changing it before the backward pass raises as for every other tensor."""
+    """It becomes a source, and changing it before the backward pass raises, as for all tensors."""
     model, x = seeded(Residual), image(2, 3, 24, 16)
     target = torch.full_like(x, torch.nan)
     net = check(model, Watched(x), x, sft.Options(tile=(5, None)))
@@ -318,7 +318,7 @@ def test_several_inputs(second: str) -> None:
 
 
 def test_frozen_parameters_and_a_gradient_of_the_input() -> None:
-    """No tensor requires grad; the image's gradient is wanted all the same."""
+    """No tensor requires grad, but the image's gradient is requested."""
     model = seeded(Residual).requires_grad_(False)
     pixels, target = random_pixels(1, 30, 20, 3), np.full((30, 20, 3), np.nan)
     net = sft.compile(copy.deepcopy(model), pixels, options=sft.Options(tile=(6, None)))
@@ -366,7 +366,7 @@ def test_a_wider_target() -> None:
     torch.testing.assert_close(torch.from_numpy(target), given.grad.double(), rtol=1e-5, atol=1e-6)
 
 
-# --- elsewhere ------------------------------------------------------------------------------------------------------
+# --- other devices ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

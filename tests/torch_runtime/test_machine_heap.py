@@ -25,7 +25,7 @@ def test_trims_each_time_that_enough_was_freed(trims: list[int]) -> None:
     assert len(trims) == 2
 
 
-def test_a_walk_reports_its_programs(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_reports_its_programs(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "TRIM_AFTER_BYTES", 64 * 2**10)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
     net = sft.compile(model, (1, 3, 64, 64), budget="1GiB", options=sft.Options(tile=(8, None)))

@@ -1,4 +1,4 @@
-"""Times that are remembered: found again, added by several at once, and never trusted where a line is damaged."""
+"""Remembered times: read again, added by several processes at once, and ignored in damaged lines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     again = TimingCache(path)
     assert [again.get(key) for key in "abc"] == [0.25, 1e-7, None]
     assert path.read_text().startswith("# some device\n")
-    TimingCache(path).add("a", 0.5)  # of a process that began before it was there
+    TimingCache(path).add("a", 0.5)  # from a process that began before the file existed
     assert TimingCache(path).get("a") == 0.25
 
 
@@ -122,7 +122,7 @@ def test_a_plan_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         patched.setattr(TorchMachine, "allocate", refuse)
         again = _measure(_Block())
     assert _timeless(again) == _timeless(first)
-    # Half of what was known is gone: a second half is timed on what its first half leaves, known or not.
+    # Half of the times are gone: a backward program is timed on the residuals of its forward program, timed or not.
     (file,) = (tmp_path / "costs").iterdir()
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     file.write_text("\n".join(lines[::2]))
@@ -139,7 +139,7 @@ def test_a_plan_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _timeless(plan: sft.Plan) -> tuple[object, ...]:
-    """What of a timed plan does not depend on a clock."""
+    """Fields of a timed plan that do not depend on a clock."""
     return (plan.segments, plan.projected_peak_bytes, [entry.move for entry in plan.timeline.entries])
 
 

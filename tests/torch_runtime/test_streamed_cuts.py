@@ -1,4 +1,4 @@
-"""Streamed cuts: the numbers of eager PyTorch, in budgets far below the sum of what norms wait for, and nothing left on the host."""
+"""Streamed cuts: eager PyTorch's values in budgets far below the sum of the cuts before norms, and no memory left on the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Normed(nn.Module):
 
 
 class Dropped(Normed):
-    """And a mask, whose seed is drawn from the caller's generator."""
+    """With a mask and its seed from the caller's generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout2d(x, 0.3))
@@ -79,7 +79,7 @@ def _choices(plan: sft.Plan) -> list[Any]:
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[PlanningProblem]:
-    """What the planner is asked, in order."""
+    """Problems given to the planner, in order."""
     found: list[PlanningProblem] = []
     engine = import_module("sft.api.plan_search")
     plan_segments = engine.plan_segments
@@ -93,7 +93,7 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[PlanningProblem]:
 
 
 def _compare(net: Any, eager: Any, x: Tensor, *, seed: int = 0) -> None:
-    """Two steps of both."""
+    """Two training steps of the compiled and the eager model."""
     for step in range(2):
         ours, theirs = (x.clone().requires_grad_() for _ in range(2))
         y, expected = net(ours), eager(theirs)
@@ -110,7 +110,7 @@ def _compare(net: Any, eager: Any, x: Tensor, *, seed: int = 0) -> None:
 
 
 def _streamed_plan(model: nn.Module, shape: tuple[int, ...], options: sft.Options, problems: list[PlanningProblem], mask: int) -> sft.Plan:
-    """The plan for these tiles, with some of what can be streamed."""
+    """Plan for these tiles with some of the streamable cuts streamed."""
     plan = sft.plan(model, shape, budget="4GiB", options=options)
     choices = _choices(plan)
     names = [name for i, name in enumerate(streamable_values(problems[-1], choices)) if mask >> i & 1]
@@ -176,7 +176,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningPro
     assert report.plan.host_bytes > 0 and report.plan.total_bytes <= budget
     assert report.plan.redundancy < 1.4
     assert "on the device and host" in report.plan.explain()
-    # What fits is kept, and nothing leaves without need.
+    # Cuts that fit stay on the device.
     assert 0 <= plan.host_bytes < report.plan.host_bytes
     assert sft.plan(model, shape, budget="4GiB", options=_HOST).host_bytes == 0
     hosted = [sft.plan(model, shape, budget=least + (at_home - least) * i // 2, options=_HOST).host_bytes for i in range(3)]
@@ -189,7 +189,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningPro
 
 
 def test_the_link_tells_streaming_from_keeping(problems: list[PlanningProblem]) -> None:
-    """Of two plans that fit the one is taken that takes less time at the link's rate."""
+    """Of two plans that fit, the faster one at the link's rate is chosen."""
     model, shape = seeded(Normed), (1, 3, 96, 48)
     least = _least(model, shape)
     fast, slow = (sft.plan(model, shape, budget=2 * least, options=replace(_HOST, link_bandwidth=rate)) for rate in ("1TB", "1MB"))
@@ -258,7 +258,7 @@ def test_a_full_disk_is_an_error_and_changes_nothing(
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of a process in /proc")
 def test_an_interrupted_step_changes_nothing(problems: list[PlanningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C before every few programs of a step whose cuts are in files: after that the next step is what it would have been."""
+    """Ctrl-C before every few programs of a step with cuts in files does not change the next step."""
     model, other = seeded(Dropped), seeded(Dropped)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(9, None)), problems, -1)
     net, untouched = (
@@ -274,7 +274,7 @@ def test_an_interrupted_step_changes_nothing(problems: list[PlanningProblem], tm
         return run(machine, *arguments)
 
     monkeypatch.setattr(TorchMachine, "run", interrupted)
-    gc.collect()  # files of other tests, which would go meanwhile
+    gc.collect()  # files of other tests, which could otherwise be removed during this one
     gc.collect()
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     state, before = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
@@ -292,7 +292,7 @@ def test_an_interrupted_step_changes_nothing(problems: list[PlanningProblem], tm
                 if phase == "backward":
                     left[0] = count
                     losses.pop().backward()
-                break  # there are no more programs
+                break  # past the last program
             except KeyboardInterrupt:
                 counts[phase] += 1
             _is_as(model, changed)
@@ -450,7 +450,7 @@ def test_what_cannot_be_streamed_is_refused(problems: list[PlanningProblem]) -> 
 
 
 def test_streamed_cuts_are_no_copies_of_an_order(problems: list[PlanningProblem]) -> None:
-    """An order cannot move what is on the host anyway."""
+    """A schedule cannot offload a cut that is on the host already."""
     model = seeded(Normed)
     sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
     problem = problems[-1]

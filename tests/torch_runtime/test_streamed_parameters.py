@@ -1,4 +1,4 @@
-"""Weights of a compiled model that are streamed: the same numbers, in the bytes that were planned, whatever the plan."""
+"""Streamed weights of a compiled model: the same values in the planned bytes, for every plan."""
 
 from __future__ import annotations
 
@@ -134,14 +134,14 @@ def test_what_no_gradient_reaches_has_none() -> None:
     net = sft.compile(model, (4, 8), options=STREAM)
     x = image(4, 8)
     with torch.inference_mode():
-        net(x)  # whoever calls first takes the weights
+        net(x)  # the first call moves the weights to the store
     for part in (net, plain):
         part(x)[0].sum().backward()
     for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) is (theirs.grad is None), name
         if ours.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-    # A parameter with two names is resident, the others are not.
+    # A parameter with two names is resident, all other parameters are streamed.
     taken = StreamedParameters.known(model)
     assert taken is not None
     tied = {"second.weight", "second.bias", "tied.bias"}
@@ -233,29 +233,29 @@ def test_a_parameter_that_is_returned_is_refused() -> None:
     assert sft.plan(Returned(), (4, 16), options=sft.Options(weights="auto")).streamed_weights == 0
 
 
-class _Noting:
-    """A machine that takes down what it is asked for."""
+class _RecordingMachine:
+    """Machine that records its calls."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def load_weight(self, name: str, num_bytes: int, shape: object, dtype: object, handle: object, *, ahead: bool) -> str:
-        self.said.append(f"{'<' if handle is None else '«'}{name}{'...' if ahead else ''}")
+        self.calls.append(f"{'<' if handle is None else '«'}{name}{'...' if ahead else ''}")
         return name
 
     def wait_weights(self, names: Sequence[str]) -> None:
-        self.said.append("=" + "".join(names))
+        self.calls.append("=" + "".join(names))
 
     def free_weight(self, name: str, handle: object) -> None:
-        self.said.append("~" + name)
+        self.calls.append("~" + name)
 
     def send_weight_grad(self, name: str, gradient: object, weight: object, taking: GradientTransfer) -> None:
-        self.said.append("!" + name)
+        self.calls.append("!" + name)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
-    machine: Any = _Noting()
+    machine: Any = _RecordingMachine()
     names = "abc"
     weights = StreamedWeights(num_bytes=dict.fromkeys(names, 8), grad_transfers=dict.fromkeys(names, GradientTransfer()), reads_ahead=ahead)
     moves = parse_schedule(["F0", "F1+", "L", "B1", "F0+", "B0"], 2)
@@ -272,13 +272,13 @@ def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
         prefetcher.before_op(place, values)
         for name in taken:
             prefetcher.send_gradient(name, None)
-        machine.said.append("|")
+        machine.calls.append("|")
         prefetcher.after_op(place)
     prefetcher.free_all()
     assert set(values) == set(names)
     # `c` was updated, perhaps, so it is read anew although the next move wants it; `a` stays for the last one.
     expected = "<b <c =bc <a... !b !c | ~b ~c «c =ac | ~c =a !a | ~a" if ahead else "<b <c =bc !b !c | ~b ~c <a «c =ac | ~c =a !a | ~a"
-    assert " ".join(machine.said) == expected
+    assert " ".join(machine.calls) == expected
 
 
 def _other_head(model: Any) -> None:

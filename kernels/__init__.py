@@ -1,6 +1,5 @@
-"""Kernels, imported as ``sft.kernels``: each in Triton, with a plain PyTorch reference beside it. Random masks and pools have the same bits
-in both; of a convolution the reference differs by the order of summation.
+"""Triton kernels of convolutions, norms, pools, resampling, row moves, dropout and optimizer steps, imported as ``sft.kernels``.
 
-Importing this package imports no Triton. A file ``x_triton.py`` holds the kernels and launches of ``x.py``, which
-imports it the first time that a CUDA tensor needs it; on a machine without Triton the references run.
+Importing this package imports no Triton. Each module ``*_triton.py`` has kernels and their launches; programs import it at the first
+launch. The remaining modules have no kernels: geometries, block sizes, and the random masks, which also run in plain PyTorch.
 """

@@ -1,15 +1,12 @@
-"""Device functions that kernels share, and what is wrong with the tools that run them.
+"""Device functions and launch helpers that the Triton kernels share, with workarounds for two bugs of their tools.
 
-Triton's interpreter multiplies, adds and compares bfloat16 as bit patterns (triton-lang/triton issue 11584), so everything
-is widened to fp32 before anything is computed with it, and products are widened only there (``matmul``).
+*Interpreter.* Triton's interpreter multiplies, adds and compares bfloat16 as bit patterns (triton-lang/triton issue 11584). So kernels
+widen values to fp32 before they compute with them. Operands of products are widened under the interpreter only (``matmul``).
 
-Assemblers for Hopper before that of CUDA 13.3, as Triton before 3.9 has one, let a product overwrite registers that it still reads
-(triton-lang/triton issue 11781): an operand that was *computed*, not copied, is then wrong. ``can_compute_operands`` says where a launch
-must avoid that. ``TRITON_PTXAS_PATH`` names another assembler.
-
-What the kernels with windows have in common in Triton: strides, windows as constants, taps, and pooled outputs.
-
-Affixes as in ``conv2d_triton``.
+*Assembler.* Assemblers for Hopper before that of CUDA 13.3, which Triton before 3.9 includes, let a product overwrite registers that it
+still reads (triton-lang/triton issue 11781). An operand that a kernel *computed*, instead of copying it from memory, is then wrong.
+``can_compute_operands`` tells a launch to avoid that: PyTorch computes the operands first (``dense_gradient``), and products in three parts
+become exact (``safe_precision``). ``TRITON_PTXAS_PATH`` names another assembler.
 """
 
 from __future__ import annotations
@@ -58,18 +55,18 @@ def matmul(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def relu(x):
-    """torch's ReLU of an fp32 block: NaN stays."""
+    """ReLU of an fp32 block with torch's rule: NaN stays NaN."""
     return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit
 def relu_gradient(gradient, y):
-    """The gradient where the output ``y`` of a ReLU is not zero; torch's rule, in which NaN counts as on."""
+    """The gradient where the output ``y`` of a ReLU is not zero. With torch's rule the gradient also passes where ``y`` is NaN."""
     return tl.where(y.to(tl.float32) <= 0, 0.0, gradient).to(gradient.dtype)
 
 
 def can_compute_operands(device: torch.device) -> bool:
-    """Whether products of computed operands come out right: on anything but Hopper, or with the assembler of CUDA 13.3 or newer."""
+    """True if products of computed operands come out right: not on Hopper, or with the assembler of CUDA 13.3 or newer."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return True
     major, minor = assembler_version(90).split(".")[:2]
@@ -78,56 +75,61 @@ def can_compute_operands(device: torch.device) -> bool:
 
 @functools.cache
 def assembler_version(capability: int) -> str:
-    """Version of the assembler that kernels for a compute capability (90 for sm_90) are made with, such as ``"13.4"``."""
-    from triton.backends.nvidia.compiler import get_ptxas  # not above: it is not there without NVIDIA's backend
+    """Version of the assembler for a compute capability (90 for sm_90), such as ``"13.4"``."""
+    from triton.backends.nvidia.compiler import get_ptxas  # not above: it needs NVIDIA's backend
 
     version: str = get_ptxas(capability).version
     return version
 
 
 def safe_precision(precision: str, device: torch.device) -> str:
-    """The precision to ask ``matmul`` for: products in three parts compute their operands; where that fails they are exact."""
+    """The ``PRECISION`` of ``matmul`` on a device: ``ieee`` instead of products in three parts if their computed operands would be wrong."""
     return "ieee" if precision in ("tf32x3", "bf16x3") and not can_compute_operands(device) else precision
 
 
 def dense_gradient(gradient: Tensor, output: Tensor | None, taps: Tensor | None, size: tuple[int, int]) -> Tensor:
-    """The gradient of a convolution's output where the ReLU is on, spread over ``size`` if it is of maxima of 2 x 2 pixels.
+    """The gradient of a convolution's output, masked by its ReLU and spread over the pixels of a 2 x 2 maximum pool, in plain PyTorch.
 
     Args:
-        taps: where the maxima came from, two bits each, four channels to a byte (``pool_reference.pack``).
+        gradient: gradient of the ReLU's output, or of the maxima.
+        output: output of the ReLU that masks the gradient, or the maxima; None without a ReLU.
+        taps: packed taps of the maxima (:mod:`sft.kernels.pool.taps`); None without a pool.
+        size: rows and columns of the convolution's output.
     """
-    on = gradient if output is None else torch.where(output <= 0, 0, gradient)
+    masked = gradient if output is None else torch.where(output <= 0, 0, gradient)
     if taps is None:
-        return on
-    shifts = torch.arange(on.shape[1], device=on.device)
+        return masked
+    shifts = torch.arange(masked.shape[1], device=masked.device)
     chosen = taps[:, shifts // 4] >> (shifts % 4 * 2).to(torch.uint8)[:, None, None] & 3
-    shape = (*on.shape[:2], *size)
-    dense = torch.zeros(shape, dtype=on.dtype, device=on.device).contiguous(memory_format=torch.channels_last)
+    shape = (*masked.shape[:2], *size)
+    dense = torch.zeros(shape, dtype=masked.dtype, device=masked.device).contiguous(memory_format=torch.channels_last)
     for number in range(4):
-        part = dense[:, :, number // 2 : 2 * on.shape[2] : 2, number % 2 : 2 * on.shape[3] : 2]
-        part.copy_(torch.where(chosen == number, on, 0))
+        pixels = dense[:, :, number // 2 : 2 * masked.shape[2] : 2, number % 2 : 2 * masked.shape[3] : 2]
+        pixels.copy_(torch.where(chosen == number, masked, 0))
     return dense
 
 
 @triton.jit
 def is_inside(at, low, high):
-    """Where coordinates are data."""
+    """Mask of the coordinates in ``[low, high)``."""
     return (at >= low) & (at < high)
 
 
 @triton.jit
 def first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr):
-    """The least tap t for which ``base - DILATION * t`` is a multiple of STRIDE; KERNEL if there is none."""
+    """The smallest tap t for which ``base - DILATION * t`` is a multiple of STRIDE; KERNEL if no tap is."""
     first = base * 0 + KERNEL
     for back in tl.static_range(KERNEL):
-        rest = ((base - DILATION * (KERNEL - 1 - back)) % STRIDE + STRIDE) % STRIDE  # the sign of % differs between GPU and interpreter
-        first = tl.where(rest == 0, KERNEL - 1 - back, first)
+        remainder = (
+            (base - DILATION * (KERNEL - 1 - back)) % STRIDE + STRIDE
+        ) % STRIDE  # the sign of % differs between GPU and interpreter
+        first = tl.where(remainder == 0, KERNEL - 1 - back, first)
     return first
 
 
 @triton.jit
 def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask, RELU: tl.constexpr):
-    """The gradient of the output of a convolution whose maxima of 2 x 2 have the gradient dy: offsets are of the maxima's pixels."""
+    """The gradient of a convolution's output before a 2 x 2 maximum pool, from the gradient dy of the maxima. Offsets are of the maxima."""
     dy = tl.load(p_dy + o_dy + channel, mask=mask, other=0.0)
     if RELU:
         dy = relu_gradient(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
@@ -136,17 +138,17 @@ def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask,
 
 
 def pixel_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Strides along samples, rows and columns; the one along channels is 1."""
+    """Strides along samples, rows and columns; the stride along channels is 1."""
     return tensor.stride(0), tensor.stride(2), tensor.stride(3)
 
 
 def voxel_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides along samples, slices, rows and columns; the one along channels is 1."""
+    """Strides along samples, slices, rows and columns; the stride along channels is 1."""
     return tensor.stride(0), *tensor.stride()[2:]
 
 
 def window_constants(axes: Sequence[TileAxis]) -> dict[str, int]:
-    """The windows along some of the axes, the last ones of d, h and w, as a kernel's constants."""
+    """Constants ``KERNEL_*``, ``STRIDE_*`` and ``DILATION_*`` of a kernel, for the last axes of d, h and w."""
     constants: dict[str, int] = {}
     for letter, axis in zip("DHW"[-len(axes) :], axes, strict=True):
         constants |= {f"KERNEL_{letter}": axis.window.kernel, f"STRIDE_{letter}": axis.window.stride}

@@ -11,7 +11,7 @@ halo. Rows beyond the image's border are *padding*. A geometry tells which is wh
 
 Every kernel keeps three rules:
 
-1. A row of a buffer outside [0, extent) is not data. It is never read, so the buffer may hold NaN there. Where a window reads such a row,
+1. A row of a buffer outside [0, extent) is not data. It is never read, so it may be NaN. Where a window reads such a row,
    the row counts as zero (average, convolution) or is left out (maximum).
 2. A row inside [0, extent) that a result needs must be in the buffer. Rows outside the buffer are read as padding, so the caller provides
    the halo.

@@ -1,6 +1,7 @@
-"""The gradient of a convolution's input in Triton: an implicit matrix product whose pixels are sorted by residue modulo the strides.
+"""Gradient of a convolution's input, in Triton: an implicit matrix product with pixels sorted by residue modulo the strides.
 
-A program visits only the taps that lead from outputs to its pixels. Affixes as in ``conv2d_triton``; four warps, as there.
+All pixels of a program have the same residue, so it visits only the taps that lead from outputs to its pixels. Affixes as in
+:mod:`sft.kernels.conv.forward2d_triton`; four warps, as in that module.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, variant_blocks
+from sft.kernels.common import BlockSizes, LaunchVariant, can_stream_rows, default_blocks, variant_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
     dense_gradient,
@@ -67,7 +68,7 @@ def data_gradient_kernel(
     shift_h,  # as in conv2d_kernel
     low_h,  # rows [low_h, high_h) of dy are outputs of the image
     high_h,
-    from_h,  # rows [from_h, to_h) of dx are the image's, the others get zero
+    from_h,  # rows [from_h, to_h) of dx are data, the remaining rows get zero
     to_h,
     shift_w,
     low_w,
@@ -89,8 +90,7 @@ def data_gradient_kernel(
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """dx = adjoint of the convolution, of dy where y is on. A program's pixels are of one residue modulo the stride, so that it
-    visits only the taps that reach them."""
+    """dx = adjoint of the convolution, applied to dy where y is not zero."""
     i_group = (tl.program_id(2) % num_groups).to(tl.int64)
     phase = tl.program_id(2) // num_groups
     phase_h, phase_w = phase // STRIDE_W, phase % STRIDE_W
@@ -100,7 +100,7 @@ def data_gradient_kernel(
     m_p, m_c = i_p < num_samples.to(tl.int64) * phase_rows * phase_columns, i_c < group_in
     line = i_p // tl.maximum(phase_columns, 1)
     i_n = line // tl.maximum(phase_rows, 1)
-    # Offsets take 64 bits, rows and columns of a buffer do not, and registers are short.
+    # Offsets need 64 bits, rows and columns of a buffer 32; this saves registers.
     i_h = (line % tl.maximum(phase_rows, 1)).to(tl.int32) * STRIDE_H + phase_h
     i_w = (i_p % tl.maximum(phase_columns, 1)).to(tl.int32) * STRIDE_W + phase_w
     p_dy += i_group * group_out
@@ -117,7 +117,7 @@ def data_gradient_kernel(
         tap_h, tap_w = first_h + tap // num_w * TAPS_H, first_w + tap % num_w * TAPS_W
         channel = block * INNER + tl.arange(0, INNER)
         m_k = channel < group_out
-        # Multiples of the strides wherever they are not negative, and masked where they are.
+        # Multiples of the strides unless negative; negative ones are masked.
         num_rows, num_columns = i_h - shift_h - tap_h * DILATION_H, i_w - shift_w - tap_w * DILATION_W
         at_h, at_w = (num_rows // STRIDE_H).to(tl.int64), (num_columns // STRIDE_W).to(tl.int64)
         m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H)
@@ -156,11 +156,17 @@ def launch_data_gradient(
     variant: LaunchVariant = "default",
     blocks: BlockSizes | None = None,
 ) -> None:
-    """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty.
+    """Write the gradient of a convolution's input to ``out``, which is not empty; zero in rows that are not data.
 
     Args:
-        taps: ``gradient`` and ``output`` are of the maxima of 2 x 2 pixels that came from here; for one group.
-        variant, blocks: as for ``conv2d_triton.launch_conv2d``.
+        gradient: gradient of the output, with the halo that ``out`` needs; gradients outside the buffer count as zero.
+        output: output of the ReLU, which masks ``gradient``; None without a ReLU.
+        weight: as for ``launch_conv2d``, with its scale multiplied in.
+        out: the input's gradient.
+        geometry: rows and columns of the buffers; ``out`` has the input span.
+        groups, precision: as for ``launch_conv2d``.
+        taps: from ``launch_conv2d``; ``gradient`` and ``output`` then are of the maxima of 2 x 2 pixels. For one group.
+        variant, blocks: as for ``launch_conv2d``.
     """
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     if (output is not None or taps is not None) and not can_compute_operands(gradient.device):
@@ -170,13 +176,13 @@ def launch_data_gradient(
     if blocks is None:
         blocks = default_blocks(group_in, group_out, out.dtype)
         loads_more = output is not None or taps is not None
-        if taps is not None and out.dtype != torch.float32:  # two loads and a number for each element: too few registers for more
+        if taps is not None and out.dtype != torch.float32:  # two loads and a tap for each element take registers
             blocks = dataclasses.replace(blocks, pixels=64, inner=min(blocks.inner, 32))
         elif loads_more and (out.dtype != torch.float32 or precision == "ieee"):
             blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
-        # Larger blocks have no registers left to mask what they load, nor has a walk down the rows to spread maxima.
+        # Larger blocks have no registers left to mask their loads, and the variant ``rows`` has none to spread maxima.
         is_larger = variant in ("tall", "wide") and loads_more
-        if is_larger or (variant == "rows" and (taps is not None or not can_walk_rows(geometry, group_out, groups, weight))):
+        if is_larger or (variant == "rows" and (taps is not None or not can_stream_rows(geometry, group_out, groups, weight))):
             variant = "default"
         blocks = variant_blocks(blocks, variant, group_in, is_loaded=loads_more)
     if blocks.rows:
@@ -226,5 +232,5 @@ def launch_data_gradient(
 
 
 def _rows_with_gradient(data: tuple[int, int], size: int, taps: Tensor | None) -> tuple[int, int]:
-    """The rows of an output that have a gradient: a last odd one has no maximum."""
+    """Output rows with a gradient: with maxima, a last odd row has none."""
     return data if taps is None else (data[0], min(data[1], 2 * size))

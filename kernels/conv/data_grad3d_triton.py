@@ -1,4 +1,4 @@
-"""The gradient of the input of a volume's convolution in Triton: as ``conv2d_data_gradient_triton``, with a third axis. One group."""
+"""Gradient of the input of a volume's convolution, in Triton: :mod:`sft.kernels.conv.data_grad2d_triton` with a third axis. One group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def volume_data_gradient_kernel(
     dx_d,
     dx_h,
     dx_w,
-    shift_d,  # as in conv2d_data_gradient_triton, for each axis
+    shift_d,  # as in data_gradient_kernel, for each axis
     low_d,
     high_d,
     from_d,
@@ -93,7 +93,7 @@ def volume_data_gradient_kernel(
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """dx = adjoint of the convolution, of dy where y is on; a program's pixels are of one residue modulo the strides."""
+    """dx = adjoint of the convolution, applied to dy where y is not zero; the pixels of a program have one residue modulo the strides."""
     phase = tl.program_id(2)
     phase_d, phase_h, phase_w = phase // (STRIDE_H * STRIDE_W), phase // STRIDE_W % STRIDE_H, phase % STRIDE_W
     phase_slices = tl.maximum(tl.cdiv(slices - phase_d, STRIDE_D), 0)
@@ -105,7 +105,7 @@ def volume_data_gradient_kernel(
     line = i_p // tl.maximum(phase_columns, 1)
     plane = line // tl.maximum(phase_rows, 1)
     i_n = plane // tl.maximum(phase_slices, 1)
-    # Offsets take 64 bits, coordinates in a buffer do not, and registers are short.
+    # Offsets need 64 bits, coordinates in a buffer 32; this saves registers.
     i_d = (plane % tl.maximum(phase_slices, 1)).to(tl.int32) * STRIDE_D + phase_d
     i_h = (line % tl.maximum(phase_rows, 1)).to(tl.int32) * STRIDE_H + phase_h
     i_w = (i_p % tl.maximum(phase_columns, 1)).to(tl.int32) * STRIDE_W + phase_w
@@ -123,7 +123,7 @@ def volume_data_gradient_kernel(
         tap_w = first_w + tap % num_w * TAPS_W
         channel = block * INNER + tl.arange(0, INNER)
         m_k = channel < num_out
-        # Multiples of the strides wherever they are not negative, and masked where they are.
+        # Multiples of the strides unless negative; negative ones are masked.
         num_slices, num_rows = i_d - shift_d - tap_d * DILATION_D, i_h - shift_h - tap_h * DILATION_H
         num_columns = i_w - shift_w - tap_w * DILATION_W
         m_dy = m_p & is_inside(num_slices, low_d * STRIDE_D, high_d * STRIDE_D) & is_inside(num_rows, low_h * STRIDE_H, high_h * STRIDE_H)
@@ -155,14 +155,14 @@ def launch_volume_data_gradient(
     precision: str,
     blocks: BlockSizes | None = None,
 ) -> None:
-    """Write the input's gradient to ``out``; arguments as ``conv3d.conv3d_data_gradient`` checks them, ``out`` not empty."""
+    """Write the gradient of a volume to ``out``, which is not empty; arguments as for ``launch_data_gradient``."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     if output is not None and not can_compute_operands(gradient.device):
         gradient, output = dense_gradient(gradient, output, None, (0, 0)), None
     num_out, num_in = weight.shape[:2]
     if blocks is None:
         blocks = default_blocks(num_in, num_out, out.dtype)
-        if output is not None and (out.dtype != torch.float32 or precision == "ieee"):  # two loads of each block: too few registers
+        if output is not None and (out.dtype != torch.float32 or precision == "ieee"):  # two loads of each block take registers
             blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
     windows = [axis.window for axis in geometry.axes]
     num_pixels = out.shape[0] * math.prod(ceil_div(size, w.stride) for size, w in zip(out.shape[2:], windows, strict=True))

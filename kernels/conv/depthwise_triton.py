@@ -1,8 +1,8 @@
-"""Depthwise convolution of a tile in Triton: one input channel a group, so there is nothing to multiply matrices with.
+"""Depthwise convolution of a tile, in Triton: each group has one input channel, so no matrix products are possible.
 
-A program takes a block of pixels and of channels and walks the taps, in fp32. Each channel of the input has
-``multiplier`` outputs, which follow each other. Slots of the weight's gradient as in ``conv2d_weight_gradient_triton``, with one
-column. Affixes as in ``conv2d_triton``. P pixels, C channels.
+A program computes a block of pixels and channels, tap by tap in fp32. Each input channel has ``multiplier`` consecutive outputs. The slots
+of the weight's gradient are those of :mod:`sft.kernels.conv.weight_grad2d_triton`, with one column. Affixes as in
+:mod:`sft.kernels.conv.forward2d_triton`. P pixels, C channels.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def depthwise_gradient_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """dx = adjoint of the convolution, of dy where y is on."""
+    """dx = adjoint of the convolution, applied to dy where y is not zero."""
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_pixels, i_c < num_channels
@@ -142,14 +142,14 @@ def depthwise_gradient_kernel(
         tap, i_o = step // MULTIPLIER, i_c * MULTIPLIER + step % MULTIPLIER  # [1, C]
         tap_h, tap_w = tap // KERNEL_W, tap % KERNEL_W
         num_rows, num_columns = i_h - shift_h - tap_h * DILATION_H, i_w - shift_w - tap_w * DILATION_W
-        at_h, at_w = num_rows // STRIDE_H, num_columns // STRIDE_W  # masked where the division has a rest or is of a negative
+        at_h, at_w = num_rows // STRIDE_H, num_columns // STRIDE_W  # masked if the division has a remainder or the dividend is negative
         m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H) & (num_rows % STRIDE_H == 0)
         m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & (num_columns % STRIDE_W == 0) & m_c
         dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + i_o, mask=m_dy, other=0.0)
         if RELU:
             dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + i_o, mask=m_dy, other=0.0))
         w = tl.load(p_w + i_o * w_o + tap_h * w_h + tap_w * w_w, mask=m_c, other=0.0)
-        # A weight that is not finite must not reach pixels that it has nothing to do with.
+        # A weight that is not finite must not affect masked pixels.
         acc += tl.where(m_dy, dy.to(tl.float32) * w.to(tl.float32), 0.0)
     m_image = (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
     dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
@@ -195,7 +195,7 @@ def depthwise_weight_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Add this tile's share of the gradients to the slots: one program for a split, a tap and a block of channels."""
+    """Add the gradient contributions of this tile to the slots: one program for each split, tap and block of channels."""
     i_split = tl.program_id(0).to(tl.int64)
     tap = tl.program_id(2)
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
@@ -239,7 +239,7 @@ def launch_depthwise(
     relu: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """As ``launch_conv2d`` with a group for each channel of ``x``.
+    """``launch_conv2d`` with a group for each channel of ``x``.
 
     Args:
         block: pixels and channels of one program, powers of two (default: by the layer).
@@ -282,7 +282,7 @@ def launch_depthwise(
 def launch_depthwise_gradient(
     gradient: Tensor, output: Tensor | None, weight: Tensor, out: Tensor, geometry: Geometry, *, block: tuple[int, int] | None = None
 ) -> None:
-    """As ``launch_data_gradient`` with a group for each channel of ``out``; ``block`` as for ``launch_depthwise``."""
+    """``launch_data_gradient`` with a group for each channel of ``out``; ``block`` as for ``launch_depthwise``."""
     num_samples, num_channels, rows, columns = out.shape
     pixels, channels = block or _block(num_channels)
     num_pixels = num_samples * rows * columns
@@ -327,7 +327,7 @@ def launch_depthwise_weight(
     *,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """As ``launch_weight_gradient`` with a group for each channel of ``x``; ``block`` as for ``launch_depthwise``."""
+    """``launch_weight_gradient`` with a group for each channel of ``x``; ``block`` as for ``launch_depthwise``."""
     num_samples, num_channels, rows, columns = gradient.shape
     num_splits = weights.shape[0]
     pixels, channels = block or _block(num_channels)

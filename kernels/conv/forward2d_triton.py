@@ -1,11 +1,11 @@
-"""Convolution of a tile as an implicit matrix product in Triton.
+"""Convolution of a tile of an image as an implicit matrix product, in Triton.
 
-The rows of the product are pixels, its columns channels; the inner axis runs over taps of the kernel and, within each, over
-channels in blocks. A pixel's sum is formed in that order whatever tile it lies in and whatever block, so tiles have the bits
-of the whole as long as the inner block (``BlockSizes.inner``) is the same; it depends on the layer alone.
+The rows of the product are pixels, its columns channels. The inner axis runs over taps of the window and, within each tap, over blocks of
+channels. The sum of a pixel has this order in every tile and every block. So tiles have the bits of the untiled result as long as the inner
+block (``BlockSizes.inner``) is the same, and the inner block depends on the layer alone.
 
 Affixes: ``p_`` pointer, ``i_`` index, ``o_`` offsets, ``m_`` mask. P pixels, K inner block, C channels of the result.
-Four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/pytorch issue 173068).
+Kernels use four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/pytorch issue 173068).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, is_flat, variant_blocks
+from sft.kernels.common import BlockSizes, LaunchVariant, can_stream_rows, default_blocks, is_flat, variant_blocks
 from sft.kernels.common_triton import matmul, pixel_strides, relu, safe_precision, window_constants
 from sft.kernels.conv.rows2d_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
@@ -25,7 +25,7 @@ from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["conv2d_kernel", "launch_conv2d"]
 
-# Values that change from tile to tile must not compile a kernel each.
+# Values that change from tile to tile, which must not specialize the kernel.
 _RUNTIME = ["num_pixels", "rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
 
 
@@ -82,7 +82,7 @@ def conv2d_kernel(
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """y = activation(scale * conv(x) + bias + residual), or the maxima of that. Pixels of one maximum follow each other."""
+    """y = activation(scale * conv(x) + bias + residual), or the maxima of that. The four pixels of a maximum are consecutive."""
     i_group = tl.program_id(2).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
@@ -97,7 +97,7 @@ def conv2d_kernel(
     p_w += i_group * group_out * w_o
     first_h, first_w = i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
     o_x = i_n * x_n + first_h * x_h + first_w * x_w
-    # Offsets take 64 bits, rows and columns of a buffer do not, and registers are short.
+    # Offsets need 64 bits, rows and columns of a buffer 32; this saves registers.
     first_h, first_w = first_h.to(tl.int32), first_w.to(tl.int32)
 
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
@@ -149,7 +149,7 @@ def conv2d_kernel(
 
 @triton.jit
 def _maxima(y, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of each four rows the maximum and its number: the first of equals, and the last NaN before everything, as in PyTorch."""
+    """The maximum of each four rows and its number, with PyTorch's rule: the last NaN, or else the first of equal values."""
     four = tl.reshape(y.to(tl.float32), (PIXELS // 4, 4, CHANNELS))
     number = tl.arange(0, 4)[None, :, None]
     undefined = tl.max(tl.where(four != four, number, -1), axis=1)
@@ -174,21 +174,32 @@ def launch_conv2d(
     variant: LaunchVariant = "default",
     blocks: BlockSizes | None = None,
 ) -> None:
-    """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
+    """Write ``activation(scale * conv(x) + bias + residual)`` of a tile to ``out``, which is not empty.
 
     Args:
-        taps: ``out`` is the maxima of 2 x 2 pixels, and here is written where they came from; for one group.
-        variant: how it is split into programs; the default where there is no such one.
-        blocks: the same in numbers, for tests.
+        x: the input buffer ``[N, C, h, w]``, channels-last like all images.
+        weight: ``[outputs, C / groups, kh, kw]``; channels-last is fastest.
+        bias: ``[outputs]``.
+        residual: image of the output's shape, added before the activation.
+        out: the output buffer ``[N, outputs, rows, columns]``.
+        geometry: rows and columns of the buffers.
+        groups: number of channel groups.
+        relu: true for a ReLU.
+        precision: ``ieee``, ``tf32``, ``tf32x3`` or ``bf16x3`` for fp32; ``bf16`` or ``fp16``.
+        scale: ``[outputs]``; with ``bias`` a norm with known statistics.
+        taps: uint8 ``[N, ceil(outputs / 4), rows, columns]``; gets the numbers, of two bits, of the pixels that the maxima of 2 x 2 pixels
+            come from; ``out`` then is these maxima. For one group.
+        variant: launch variant; the default if the layer does not have it.
+        blocks: block sizes, for tests.
     """
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups
-    flat = is_flat(group_in)
+    flat = is_flat(group_in)  # channels of several taps in an inner block
     if blocks is None:
         blocks = default_blocks(group_out, group_in, weight.dtype)
-        is_taller = variant == "tall" and flat  # an address for each element: there are no registers for twice as many
-        if is_taller or (variant == "rows" and not can_walk_rows(geometry, group_in, groups, weight)):
+        is_taller = variant == "tall" and flat  # with an address for each element, registers do not suffice for twice as many
+        if is_taller or (variant == "rows" and not can_stream_rows(geometry, group_in, groups, weight)):
             variant = "default"
         blocks = variant_blocks(blocks, variant, group_out, is_loaded=taps is not None or residual is not None)
     if blocks.rows:

@@ -1,6 +1,6 @@
-"""Convolution of a tile of a volume in Triton: the implicit matrix product of ``conv2d_triton``, with a third axis.
+"""Convolution of a tile of a volume, in Triton: the implicit matrix product of :mod:`sft.kernels.conv.forward2d_triton` with a third axis.
 
-Affixes as there. One group.
+Affixes as in that module. One group.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def conv3d_kernel(
     i_w, i_h, i_d, i_n = i_p % columns, line % rows, line // rows % slices, line // rows // slices
     first_d, first_h, first_w = i_d * STRIDE_D + shift_d, i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
     o_x = i_n * x_n + first_d * x_d + first_h * x_h + first_w * x_w
-    # Offsets take 64 bits, coordinates in a buffer do not, and registers are short.
+    # Offsets need 64 bits, coordinates in a buffer 32; this saves registers.
     first_d, first_h, first_w = first_d.to(tl.int32), first_h.to(tl.int32), first_w.to(tl.int32)
 
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
@@ -144,12 +144,12 @@ def launch_conv3d(
     scale: Tensor | None = None,
     blocks: BlockSizes | None = None,
 ) -> None:
-    """Write the convolution of a tile to ``out``; arguments as ``conv3d.conv3d`` checks them, ``out`` not empty."""
+    """Write ``activation(scale * conv(x) + bias + residual)`` of a tile to ``out``, which is not empty; arguments as for ``launch_conv2d``."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_out, num_in = weight.shape[:2]
     if blocks is None:
         blocks = default_blocks(num_out, num_in, x.dtype)
-        if residual is not None and x.dtype == torch.float32:  # its offsets take registers; Hopper wants 64 pixels
+        if residual is not None and x.dtype == torch.float32:  # its offsets take registers; warp-group products need 64 pixels
             blocks = dataclasses.replace(blocks, channels=max(16, blocks.channels // 2))
         elif residual is not None:
             blocks = dataclasses.replace(blocks, pixels=max(64, blocks.pixels // 2))

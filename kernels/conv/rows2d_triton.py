@@ -1,15 +1,15 @@
-"""3 x 3 convolution that walks down the rows in Triton: for few channels, whose time is that of the caches and not of the products.
+"""3 x 3 convolution that streams down the rows, in Triton: for few channels, where the caches limit the speed and not the products.
 
 An implicit matrix product fetches each element once for each of nine taps, and the weight again for each block of pixels. Here a program
-holds the whole weight and walks down a column of pixels. Each input row is fetched once for each of the three columns of the window, and
-added at once to the three output rows that read it: three sums go along, of which one is complete after each row. So an element is fetched
-three times, the weight once.
+keeps the weight in shared memory and computes a column of pixel blocks from top to bottom. It fetches each input row once for each of the
+three columns of the window, and adds the products to the three output rows that read the input row. So it keeps three sums, and one of them
+is complete after each row. An element is fetched three times, the weight once.
 
-A pixel's sum has the order of ``conv2d_kernel``, row by row of the window, then column by column: both have the same bits where the inner
-block is the same, and tiles have the bits of the whole. The input's gradient is the same walk over the gradient's rows, with the window
-turned around.
+The sum of a pixel has the order of ``conv2d_kernel``: row by row of the window, then column by column. Both have the same bits with the
+same inner block, and tiles have the bits of the untiled result. The input's gradient is the same loop over the gradient's rows with the
+window rotated by 180 degrees.
 
-Affixes as in ``conv2d_triton``. All channels that are summed over are one block, so there are at most 64.
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. All channels that are summed over are one block of at most 64.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def row_streaming_kernel(
     p_residual,  # as the convolution's output
     p_y,  # [N, num_out, rows, columns]
     p_taps,  # uint8 [N, num_out / 4, rows, columns], rounded up
-    num_rows,  # of the convolution's output, that one program walks down; even
-    num_panels,  # columns of pixels side by side
+    num_rows,  # of the convolution's output, for one program; even
+    num_panels,  # pixel blocks of a row
     rows,  # of the convolution's output
     columns,
     num_in,
@@ -68,15 +68,15 @@ def row_streaming_kernel(
     shift_h,  # output row o reads the input rows o + shift_h to o + shift_h + 2, those in [low_h, high_h)
     low_h,
     high_h,
-    from_h,  # rows [from_h, to_h) of the result are the image's, the others get zero
+    from_h,  # rows [from_h, to_h) of the result are data, the remaining rows get zero
     to_h,
     shift_w,
     low_w,
     high_w,
     from_w,
     to_w,
-    TURNED: tl.constexpr,  # the window is turned around, for the gradient
-    MASKED: tl.constexpr,  # x counts where the output of the activation is on
+    TURNED: tl.constexpr,  # rotate the window by 180 degrees, for the gradient
+    MASKED: tl.constexpr,  # x counts where the output of the activation is not zero
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -100,7 +100,7 @@ def row_streaming_kernel(
 
     o_w = p_w + i_k[:, None] * w_i + i_c[None, :] * w_o
     m_w = m_k[:, None] & m_c[None, :]
-    # The taps in the order in which rows arrive; they stay in shared memory.
+    # The taps in the order of the input rows; they stay in shared memory.
     last: tl.constexpr = 8 if TURNED else 0
     sign: tl.constexpr = -1 if TURNED else 1
     w0 = tl.load(o_w + (last + sign * 0) // 3 * w_h + (last + sign * 0) % 3 * w_w, mask=m_w, other=0.0)
@@ -184,7 +184,7 @@ def _pixels(
     mask,
     MASKED: tl.constexpr,
 ):
-    """One row of pixels of x, [P, K]. The row's offset takes 64 bits, those in the row do not, and registers are short."""
+    """One row of pixels of x, [P, K]. The row's offset needs 64 bits, offsets within the row 32; this saves registers."""
     mask = mask & is_inside(at_w, low_w, high_w)[:, None]
     at_h, at_w = at_h.to(tl.int64), at_w[:, None]
     x = tl.load(p_x + at_h * x_h + (at_w * x_w + channel[None, :]), mask=mask, other=0.0)
@@ -195,7 +195,7 @@ def _pixels(
 
 @triton.jit
 def _maxima_of_rows(above, below, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of 2 x 2 pixels of two rows the maximum and its number: the first of equals, and the last NaN before everything, as in PyTorch."""
+    """The maxima of 2 x 2 pixels of two rows and their numbers: the first of equal values, and the last NaN if there is one, as in PyTorch."""
     best, tap = _maxima_of_pairs(above, PIXELS, CHANNELS)
     other, number = _maxima_of_pairs(below, PIXELS, CHANNELS)
     is_below = (other != other) | ((best == best) & (other > best))
@@ -204,6 +204,7 @@ def _maxima_of_rows(above, below, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _maxima_of_pairs(y, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+    """The maxima of pairs of neighbouring pixels, and 1 for those that are the right pixel."""
     left, right = tl.split(tl.permute(tl.reshape(y.to(tl.float32), (PIXELS // 2, 2, CHANNELS)), (0, 2, 1)))
     is_right = (right != right) | ((left == left) & (right > left))
     return tl.where(is_right, right, left), tl.where(is_right, 1, 0)
@@ -223,7 +224,7 @@ def launch_conv2d_by_rows(
     scale: Tensor | None = None,
     taps: Tensor | None = None,
 ) -> None:
-    """As ``conv2d_triton.launch_conv2d``, for one group and a window of 3 x 3 without stride and dilation."""
+    """``launch_conv2d`` for one group and a window of 3 x 3 without stride and dilation."""
     height, width = geometry.axes
     w_o, w_i, w_h, w_w = weight.stride()
     rows, columns = out.shape[2] * (1 if taps is None else 2), out.shape[3] * (1 if taps is None else 2)
@@ -249,7 +250,7 @@ def launch_data_gradient_by_rows(
     precision: str,
     blocks: BlockSizes,
 ) -> None:
-    """As ``conv2d_data_gradient_triton.launch_data_gradient``, for one group and a window of 3 x 3 without stride and dilation."""
+    """``launch_data_gradient`` for one group and a window of 3 x 3 without stride and dilation."""
     w_o, w_i, w_h, w_w = weight.stride()
     _launch(
         (gradient, gradient if output is None else output),

@@ -1,10 +1,11 @@
-"""The gradients of a convolution's weight and bias in Triton: sums over all pixels, in a fixed order and without atomics.
+"""Gradients of a convolution's weight and bias, in Triton: sums over all pixels, in a fixed order and without atomics.
 
-The result has few elements and the sum many terms, so the pixels are split: split s adds its share to a slot of its own in
-a buffer of fp32 (``[splits, group's outputs, kh, kw, group's inputs]``). Strip after strip is added to the same slots, each by
-one program; ``launch_reduce`` at last adds the slots in order. Each run gives the same bits.
+The result has few elements and each sum many terms, so the pixels are split. Split s adds its sum to slot s of an fp32 buffer
+``[splits, outputs, kh, kw, inputs of a group]``. Strip after strip is added to the same slots, each slot by one program; at the end
+``launch_reduce`` adds the slots in order. Two runs with the same tiles give the same bits.
 
-Affixes as in ``conv2d_triton``. P pixels, O output channels, C columns: channels of one tap, or of several taps if FLAT.
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, O output channels, C columns: channels of one tap, or of several taps if
+FLAT.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def weight_gradient_kernel(
     DILATION_W: tl.constexpr,
     RELU: tl.constexpr,
     UNPOOL: tl.constexpr,
-    BIAS: tl.constexpr,  # the bias's gradient as well
+    BIAS: tl.constexpr,  # compute the bias's gradient as well
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add this tile's share of the gradients to the slots."""
+    """Add the gradient contributions of this tile to the slots."""
     i_split = tl.program_id(0).to(tl.int64)
     i_group = (tl.program_id(2) % num_groups).to(tl.int64)
     i_o = tl.program_id(2) // num_groups * CHANNELS + tl.arange(0, CHANNELS)  # [O]
@@ -171,11 +172,16 @@ def launch_weight_gradient(
     variant: LaunchVariant = "default",
     block: tuple[int, int, int] | None = None,
 ) -> None:
-    """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv2d.conv2d_weight_gradient`` checks them.
+    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``.
 
     Args:
-        taps: as for ``conv2d_triton.launch_conv2d``; with taps ``gradient`` and ``output`` are of the maxima.
-        variant: how it is split into programs: ``wide`` or ``deep``, the default otherwise.
+        gradient, output: as for ``launch_data_gradient``, without a halo: each output of the image belongs to one tile.
+        x: the input buffer.
+        weights: fp32 slots ``[splits, outputs, kh, kw, inputs of a group]``, contiguous.
+        biases: fp32 slots ``[splits, outputs]``, contiguous; None without a bias.
+        geometry: rows and columns of the buffers.
+        groups, precision, taps: as for ``launch_data_gradient``.
+        variant: ``wide`` or ``deep``; the default otherwise.
         block: pixels, output channels and columns of one program (default: by the layer).
     """
     precision = safe_precision(precision, x.device)  # on which the blocks depend
@@ -190,10 +196,10 @@ def launch_weight_gradient(
     num_taps = math.prod(geometry.kernel)
     flattened = num_taps * group_in if flat else group_in
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
-    # Nor do more pixels fit where operands are four bytes, or where each element has an address of its own.
-    most = 16 if precision == "ieee" else 32 if flat or gradient.dtype == torch.float32 else 64
+    # Registers also limit the pixels if operands have four bytes, or if each element has an address of its own.
+    most_pixels = 16 if precision == "ieee" else 32 if flat or gradient.dtype == torch.float32 else 64
     widest = 128 if variant == "wide" else largest
-    pixels, channels, width_of_block = block or (most, block_size(group_out, largest), block_size(flattened, widest))
+    pixels, channels, width_of_block = block or (most_pixels, block_size(group_out, largest), block_size(flattened, widest))
     num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
     num_pixels = num_samples * rows * columns
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels

@@ -1,4 +1,4 @@
-"""The gradients of weight and bias of a volume's convolution in Triton: in slots, as in ``conv2d_weight_gradient_triton``. One group."""
+"""Gradients of weight and bias of a volume's convolution, in Triton: :mod:`sft.kernels.conv.weight_grad2d_triton` with a third axis. One group."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def volume_weight_gradient_kernel(
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add this tile's share of the gradients to the slots."""
+    """Add the gradient contributions of this tile to the slots."""
     i_split = tl.program_id(0).to(tl.int64)
     i_columns = tl.program_id(1)
     i_o = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)  # [O]
@@ -141,7 +141,7 @@ def launch_volume_weight_gradient(
     precision: str,
     block: tuple[int, int, int] | None = None,
 ) -> None:
-    """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv3d.conv3d_weight_gradient`` checks them.
+    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``; as ``launch_weight_gradient``.
 
     Args:
         block: pixels, output channels and columns of one program (default: by the layer).
@@ -153,8 +153,8 @@ def launch_volume_weight_gradient(
     flat, num_taps = is_flat(num_in), math.prod(kernel)
     flattened = num_taps * num_in if flat else num_in
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
-    most = 16 if precision == "ieee" else 32 if flat or x.dtype == torch.float32 else 64
-    pixels, channels, width_of_block = block or (most, block_size(num_out, largest), block_size(flattened, largest))
+    most_pixels = 16 if precision == "ieee" else 32 if flat or x.dtype == torch.float32 else 64
+    pixels, channels, width_of_block = block or (most_pixels, block_size(num_out, largest), block_size(flattened, largest))
     num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
     num_pixels = gradient.numel() // num_out
     with torch.cuda.device_of(x):

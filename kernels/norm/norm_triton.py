@@ -1,12 +1,12 @@
-"""Norms of a strip in Triton: moments, application, and the backward pass's two sums and elementwise part.
+"""Norms of a strip, in Triton: moments, application, and the two sums and the element-wise part of the backward pass.
 
-The moments and the sums are split over pixels. A program goes through the pixels of its split in blocks, in fp32, and then
-adds to a slot of its own in fp64: strips are added to the same slots one after another, so there are no atomics and the
-order is fixed. The moments of a block are formed around the block's own mean and merged by the rule of Chan, Golub and
-LeVeque (1979). That keeps the digits of the squares where the mean is far from zero only as far as the means themselves are
-known, so within a program everything is told from its first pixel, which is exact.
+The pixels of moments and sums are split. A program sums the blocks of its split in fp32 and adds the result to its own slot in fp64. Strips
+are added to the same slots one after another, so the order is fixed and no atomics are needed. The moments of a block are computed around
+the block's mean and merged by the rule of Chan, Golub and LeVeque (1979). If the mean is far from zero, that rule loses digits of the
+squares with the rounding of the means. So a program subtracts its first pixel, the pivot, from all pixels.
 
-Affixes as in ``conv2d_triton``. P pixels, C channels. A statistic is found at ``i_n * stat_n + i_c // group_size``.
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, C channels. Offset of a statistic:
+``i_n * stat_n + i_c // group_size``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def moments_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Merge this strip's number of elements, mean and sum of squared distances into the slots."""
+    """Merge the number of elements, mean and sum of squared distances of this strip into the slots."""
     i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
     m_c = i_c < num_channels
@@ -52,7 +52,7 @@ def moments_kernel(
     o_pivot = start // columns // rows * x_n + start // columns % rows * x_h + start % columns * x_w
     m_pivot = i_c < tl.where(start < stop, num_channels, 0)
     pivot = tl.load(p_x + o_pivot + i_c, mask=m_pivot, other=0.0).to(tl.float32)
-    mean = tl.zeros((CHANNELS,), tl.float32)  # less the pivot
+    mean = tl.zeros((CHANNELS,), tl.float32)  # minus the pivot
     squares = tl.zeros((CHANNELS,), tl.float32)
     for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
         before = block * PIXELS
@@ -71,14 +71,14 @@ def moments_kernel(
 
     slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
     count = tl.maximum(stop - start, 0)
-    held = tl.load(p_counts + slot, mask=m_c, other=0)
-    held_mean = tl.load(p_means + slot, mask=m_c, other=0.0)
-    held_squares = tl.load(p_squares + slot, mask=m_c, other=0.0)
-    share = count.to(tl.float64) / tl.maximum(held + count, 1).to(tl.float64)
-    delta = pivot.to(tl.float64) + mean.to(tl.float64) - held_mean
-    tl.store(p_counts + slot, held + count, mask=m_c)
-    tl.store(p_means + slot, held_mean + delta * share, mask=m_c)
-    tl.store(p_squares + slot, held_squares + squares.to(tl.float64) + delta * delta * (held.to(tl.float64) * share), mask=m_c)
+    previous = tl.load(p_counts + slot, mask=m_c, other=0)
+    previous_mean = tl.load(p_means + slot, mask=m_c, other=0.0)
+    previous_squares = tl.load(p_squares + slot, mask=m_c, other=0.0)
+    share = count.to(tl.float64) / tl.maximum(previous + count, 1).to(tl.float64)
+    delta = pivot.to(tl.float64) + mean.to(tl.float64) - previous_mean
+    tl.store(p_counts + slot, previous + count, mask=m_c)
+    tl.store(p_means + slot, previous_mean + delta * share, mask=m_c)
+    tl.store(p_squares + slot, previous_squares + squares.to(tl.float64) + delta * delta * (previous.to(tl.float64) * share), mask=m_c)
 
 
 @triton.jit(do_not_specialize=_SPLIT)
@@ -110,7 +110,7 @@ def norm_sums_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Add this strip's sums of dy, and of dy times the normalised x, to the slots."""
+    """Add the sums of dy, and of dy times the normalised x, of this strip to the slots."""
     i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
     m_c = i_c < num_channels
@@ -225,7 +225,7 @@ def norm_gradient_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """dx = rstd * (weight * dy - first - second * normalised x), of dy where y is on."""
+    """dx = rstd * (weight * dy - first - second * normalised x), with dy masked where y is zero."""
     i_n = tl.program_id(2).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
@@ -249,9 +249,13 @@ def norm_gradient_kernel(
 
 
 def launch_moments(x: Tensor, counts: Tensor, means: Tensor, squares: Tensor, *, block: tuple[int, int] | None = None) -> None:
-    """Merge the moments of ``x``, not empty, into contiguous slots ``[splits, samples or 1, C]``.
+    """Merge the moments of a strip ``x`` into contiguous slots ``[splits, samples or 1, C]``.
 
     Args:
+        x: the strip without a halo, not empty: each element of the image belongs to one strip.
+        counts: elements, int64.
+        means: fp64.
+        squares: sums of squared distances from the mean, fp64.
         block: pixels and channels of one step of a program, powers of two (default: by the layer).
     """
     grid, sizes, constants = _splits(x, counts, block)
@@ -270,7 +274,17 @@ def launch_norm_sums(
     *,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Add the sums of a strip, not empty, to contiguous slots; ``block`` as for ``launch_moments``."""
+    """Add the sums of a strip, not empty, to contiguous slots ``[splits, samples or 1, C]``.
+
+    Args:
+        gradient: gradient of the output.
+        output: output of the ReLU, which masks ``gradient``; None without a ReLU.
+        x: input of the norm.
+        mean, rstd: statistics, fp32 ``[samples or 1, groups]``, contiguous.
+        first: sums of the gradient, fp64.
+        second: sums of the gradient times the normalised input, fp64.
+        block: as for ``launch_moments``.
+    """
     grid, sizes, constants = _splits(x, first, block)
     y = gradient if output is None else output
     groups = (mean.shape[1], x.shape[1] // mean.shape[1])
@@ -293,7 +307,17 @@ def launch_normalize(
     relu: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Write the normalised strip to ``out``, not empty; ``block`` as for ``launch_moments``."""
+    """Write ``activation((x - mean) * rstd * weight + bias + residual)`` of a strip to ``out``, which is not empty.
+
+    Args:
+        x: input of the norm.
+        mean, rstd: statistics, fp32 ``[samples or 1, groups]``, contiguous.
+        weight, bias: ``[C]``, contiguous.
+        residual: image like ``x``, added before the activation.
+        out: image like ``x``; may be ``x``.
+        relu: true for a ReLU.
+        block: as for ``launch_moments``.
+    """
     grid, sizes, constants = _elements(out, mean, block)
     r = x if residual is None else residual
     with torch.cuda.device_of(x):
@@ -329,7 +353,16 @@ def launch_norm_gradient(
     *,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Write the input's gradient to ``out``, not empty; ``block`` as for ``launch_moments``."""
+    """Write ``rstd * (weight * gradient - back[0] - back[1] * normalised x)`` to ``out``, which is not empty.
+
+    Args:
+        gradient, output, x, mean, rstd: as for ``launch_norm_sums``.
+        weight: ``[C]``, contiguous.
+        back: fp32 like ``mean``: means of weight times gradient, and of its product with the normalised input; None if mean and rstd are
+            not statistics of this image.
+        out: the input's gradient; may be ``gradient``.
+        block: as for ``launch_moments``.
+    """
     grid, sizes, constants = _elements(out, mean, block)
     y = gradient if output is None else output
     with torch.cuda.device_of(x):
@@ -355,7 +388,7 @@ def launch_norm_gradient(
 
 
 def _splits(x: Tensor, slots: Tensor, block: tuple[int, int] | None) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
-    """Grid, the arguments from ``num_pixels`` to ``num_channels``, and constants of a kernel with slots."""
+    """Grid, arguments from ``num_pixels`` to ``num_channels``, and constants of a kernel with slots."""
     (num_splits, num_samples, num_channels), (rows, columns) = slots.shape, x.shape[2:]
     pixels, channels = block or _block(num_channels, 2048)
     num_pixels = x.shape[0] * rows * columns // num_samples
@@ -367,7 +400,7 @@ def _splits(x: Tensor, slots: Tensor, block: tuple[int, int] | None) -> tuple[tu
 def _elements(
     out: Tensor, mean: Tensor, block: tuple[int, int] | None
 ) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
-    """Grid, the arguments from ``num_pixels`` to ``stat_n``, and constants of an elementwise kernel."""
+    """Grid, arguments from ``num_pixels`` to ``stat_n``, and constants of an element-wise kernel."""
     num_samples, num_channels, rows, columns = out.shape
     num_stats, num_groups = mean.shape
     pixels, channels = block or _block(num_channels, 1024)

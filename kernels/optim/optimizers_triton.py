@@ -1,10 +1,9 @@
-"""One step of AdamW in Triton. Products and sums are rounded once where ATen's vectorised CPU code rounds them once.
+"""Optimizer steps on flat buffers, in Triton: SGD, and AdamW (Loshchilov and Hutter 2019), each in one pass over memory.
 
-Affixes as in ``conv2d_triton``.
-
-One step of SGD in Triton. Products and sums are rounded once where ATen's vectorised CPU code rounds them once.
-
-Affixes as in ``conv2d_triton``.
+Parameter and states are fp32. The gradient may have half precision, and so may a second copy of the parameter, which is rounded from the
+first (Micikevicius et al. 2018). A product and a sum are rounded once where ATen's vectorised CPU code rounds them once (fma), so the
+results have the bits of ``torch.optim`` with ``foreach=False`` on a CPU. The one exception is AdamW's square root: here it is the nearest
+number, while PyTorch's on a CPU may be the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["adamw_kernel", "launch_adamw", "launch_sgd", "sgd_kernel"]
 
-_RATES = ["kept", "share", "rest", "beta", "one_less_beta", "correction", "eps", "step_size"]
+_RATES = ["decay", "share", "rest", "beta", "one_less_beta", "correction", "eps", "step_size"]
 
 
 @triton.jit(do_not_specialize=["size", *_RATES])
@@ -29,20 +28,21 @@ def adamw_kernel(
     p_square,  # fp32 [size]
     p_copy,  # [size]
     size,
-    kept,  # of the parameter, after its decay
-    share,  # of the gradient in the mean
-    rest,
-    beta,  # of the square
+    decay,  # factor of the parameter
+    share,  # weight of the gradient in the running mean
+    rest,  # one minus share
+    beta,  # factor of the running square
     one_less_beta,
-    correction,  # of the square's root
+    correction,  # divisor of the root of the square
     eps,
     step_size,
     DECAY: tl.constexpr,
-    NEAR: tl.constexpr,  # share < 0.5: ATen takes the nearer end of the interpolation
+    NEAR: tl.constexpr,  # share < 0.5: ATen interpolates from the nearer end
     MAXIMIZE: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One step of AdamW, in place."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = i < size
     parameter = tl.load(p_parameter + i, mask=m, other=0.0)
@@ -52,7 +52,7 @@ def adamw_kernel(
     if MAXIMIZE:
         gradient = -gradient
     if DECAY:
-        parameter = parameter * kept
+        parameter = parameter * decay
     if NEAR:
         mean = tl.fma(gradient - mean, zeros + share, mean)
     else:
@@ -82,7 +82,17 @@ def launch_adamw(
     maximize: bool,
     block: int = 1024,
 ) -> None:
-    """One step; arguments as ``adamw.adamw_step`` checks them, not empty."""
+    """One step of AdamW, in place, on contiguous vectors that are not empty.
+
+    Args:
+        parameter: fp32.
+        gradient: of any floating dtype.
+        mean, square: running means of the gradient and of its square (``exp_avg``, ``exp_avg_sq``), fp32.
+        copy: gets the new parameter, rounded; None for no copy.
+        step: number of this step, from 1.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
+        block: elements of one program.
+    """
     share = 1.0 - betas[0]
     with torch.cuda.device_of(parameter):
         adamw_kernel[(ceil_div(parameter.numel(), block),)](
@@ -129,6 +139,7 @@ def sgd_kernel(
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One step of SGD, in place."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = i < size
     parameter = tl.load(p_parameter + i, mask=m, other=0.0)
@@ -139,14 +150,14 @@ def sgd_kernel(
         update = tl.fma(parameter, tl.zeros_like(parameter) + weight_decay, update)
     if MOMENTUM:
         if FIRST:
-            held = update
+            velocity = update
         else:
-            held = tl.fma(update, tl.zeros_like(update) + damped, tl.load(p_momentum + i, mask=m, other=0.0) * momentum)
-        tl.store(p_momentum + i, held, mask=m)
+            velocity = tl.fma(update, tl.zeros_like(update) + damped, tl.load(p_momentum + i, mask=m, other=0.0) * momentum)
+        tl.store(p_momentum + i, velocity, mask=m)
         if NESTEROV:
-            update = tl.fma(held, tl.zeros_like(held) + momentum, update)
+            update = tl.fma(velocity, tl.zeros_like(velocity) + momentum, update)
         else:
-            update = held
+            update = velocity
     parameter = tl.fma(update, tl.zeros_like(update) - lr, parameter)
     tl.store(p_parameter + i, parameter, mask=m)
     if COPY:
@@ -168,7 +179,17 @@ def launch_sgd(
     first: bool,
     block: int = 1024,
 ) -> None:
-    """One step; arguments as ``sgd.sgd_step`` checks them, not empty."""
+    """One step of SGD, in place, on contiguous vectors that are not empty.
+
+    Args:
+        parameter: fp32.
+        gradient: of any floating dtype.
+        momentum_buffer: fp32; None without momentum.
+        copy: gets the new parameter, rounded; None for no copy.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``.
+        first: true for the first step, which sets the momentum buffer.
+        block: elements of one program.
+    """
     with torch.cuda.device_of(parameter):
         sgd_kernel[(ceil_div(parameter.numel(), block),)](
             parameter,

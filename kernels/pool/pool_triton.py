@@ -1,10 +1,9 @@
-"""Pools of a tile in Triton: maximum with the number of the tap it came from, average, and the gradients of both.
+"""Pools of a tile, in Triton: the maximum with its tap (:mod:`sft.kernels.pool.taps`), the average, and the gradients of both.
 
-The tap takes two bits, four channels in a byte, for windows of at most four elements, else a byte; PyTorch's index takes
-eight bytes. A program takes a block of pixels and of channels. The gradient of the input is gathered, not scattered: each
-element asks the windows that read it, so nothing is added atomically.
+A program computes a block of pixels and channels. The gradient of the input is gathered, not scattered: each element reads the windows that
+read it, so no atomics are needed.
 
-Affixes as in ``conv2d_triton``. P pixels, C channels.
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, C channels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BACKWARD = [*_FORWARD, "from_h", "to_h", "from_w", "to_w"]
 
 @triton.jit
 def _place(rows, columns, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The program's pixels: number [P, 1], sample, row and column, in int64; and its channels [1, C]."""
+    """Pixels of the program: number [P, 1], sample, row and column in int64; and its channels [1, C]."""
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     return i_p, i_p // columns // rows, i_p // columns % rows, i_p % columns, i_c
@@ -69,7 +68,7 @@ def max_pool_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The first of equal maxima; a NaN beats everything, as in PyTorch."""
+    """Maxima and taps, with PyTorch's rule: the last NaN, or else the first of equal values."""
     i_p, i_n, i_h, i_w, i_c = _place(rows, columns, PIXELS, CHANNELS)
     m_y = (i_p < num_pixels) & (i_c < num_channels)
     best = tl.full((PIXELS, CHANNELS), float("-inf"), tl.float32)
@@ -96,7 +95,7 @@ def max_pool_kernel(
 @triton.jit(do_not_specialize=_BACKWARD)
 def max_pool_gradient_kernel(
     p_dy,  # [N, channels, h, w]
-    p_taps,  # uint8, as in max_pool_kernel, beside dy
+    p_taps,  # uint8, as in max_pool_kernel, at the pixels of dy
     p_dx,  # [N, channels, rows, columns]
     num_pixels,
     rows,
@@ -131,7 +130,7 @@ def max_pool_gradient_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Each element takes the gradients of the windows that chose it."""
+    """Each element sums the gradients of the windows that chose it."""
     i_p, i_n, i_h, i_w, i_c = _place(rows, columns, PIXELS, CHANNELS)
     m_dx = (i_p < num_pixels) & (i_c < num_channels)
     m_image = m_dx & (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
@@ -155,7 +154,7 @@ def max_pool_gradient_kernel(
 
 @triton.jit
 def _count(first, low, high, KERNEL: tl.constexpr):
-    """How many of KERNEL rows from ``first`` on are in ``[low, high)``."""
+    """Number of the KERNEL rows from ``first`` on that are in ``[low, high)``."""
     return tl.minimum(first + KERNEL, high) - tl.maximum(first, low)
 
 
@@ -176,7 +175,7 @@ def average_pool_kernel(
     shift_h,  # as in conv2d_kernel
     low_h,
     high_h,
-    count_low_h,  # rows [count_low_h, count_high_h) count
+    count_low_h,  # rows [count_low_h, count_high_h) count as elements
     count_high_h,
     shift_w,
     low_w,
@@ -191,6 +190,7 @@ def average_pool_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """Averages of the windows."""
     i_p, i_n, i_h, i_w, i_c = _place(rows, columns, PIXELS, CHANNELS)
     m_y = (i_p < num_pixels) & (i_c < num_channels)
     first_h, first_w = i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
@@ -243,7 +243,7 @@ def average_pool_gradient_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Each element takes its share of the windows that it is in."""
+    """Each element sums its shares of the windows that read it."""
     i_p, i_n, i_h, i_w, i_c = _place(rows, columns, PIXELS, CHANNELS)
     m_dx = (i_p < num_pixels) & (i_c < num_channels)
     m_image = m_dx & (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
@@ -260,15 +260,19 @@ def average_pool_gradient_kernel(
         else:
             count_h = _count(at_h * STRIDE_H + shift_h, count_low_h, count_high_h, KERNEL_H)
             count = count_h * _count(at_w * STRIDE_W + shift_w, count_low_w, count_high_w, KERNEL_W)
-            count = tl.where(m_h & m_w, count, 1)  # elsewhere there is no window, and perhaps no element
+            count = tl.where(m_h & m_w, count, 1)  # masked positions have no window, so the count could be 0
         acc += tl.div_rn(dy, tl.broadcast_to(count.to(tl.float32), dy.shape))
     tl.store(p_dx + i_n * dx_n + i_h * dx_h + i_w * dx_w + i_c, acc.to(p_dx.dtype.element_ty), mask=m_dx)
 
 
 def launch_max_pool(x: Tensor, out: Tensor, taps: Tensor, geometry: Geometry, *, block: tuple[int, int] | None = None) -> None:
-    """Write maxima and taps; arguments as ``pool.max_pool2d`` makes them, ``out`` not empty.
+    """Write the maxima of windows of at most 255 elements to ``out``, which is not empty, and their taps to ``taps``.
 
     Args:
+        x: the input buffer ``[N, C, h, w]``, channels-last like all images.
+        out: the maxima; minus infinity for a window without data.
+        taps: uint8 ``[N, tap_channels, rows, columns]``.
+        geometry: rows and columns of the buffers.
         block: pixels and channels of one program, powers of two, the channels at least 4 (default: by the layer).
     """
     grid, constants = _grid(out, block)
@@ -295,7 +299,11 @@ def launch_max_pool(x: Tensor, out: Tensor, taps: Tensor, geometry: Geometry, *,
 def launch_max_pool_gradient(
     gradient: Tensor, taps: Tensor, out: Tensor, geometry: Geometry, *, block: tuple[int, int] | None = None
 ) -> None:
-    """Write the input's gradient to ``out``, not empty; ``block`` as for ``launch_max_pool``."""
+    """Write the gradient of a maximum pool's input to ``out``, which is not empty; zero in rows that are not data.
+
+    ``gradient`` and ``taps`` have the halo that ``out`` needs; gradients outside the buffer count as zero. ``block`` as for
+    ``launch_max_pool``.
+    """
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(gradient):
@@ -322,7 +330,16 @@ def launch_max_pool_gradient(
 def launch_average_pool(
     x: Tensor, out: Tensor, geometry: Geometry, *, count_padding: bool, divisor: int | None, block: tuple[int, int] | None = None
 ) -> None:
-    """Write the averages to ``out``, not empty; ``block`` as for ``launch_max_pool``."""
+    """Write the averages of windows without dilation to ``out``, which is not empty.
+
+    Args:
+        x: the input buffer.
+        out: the averages.
+        geometry: rows and columns of the buffers.
+        count_padding: true if elements of the padding count.
+        divisor: divisor of each sum; None for the number of elements.
+        block: as for ``launch_max_pool``.
+    """
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(x):
@@ -347,7 +364,7 @@ def launch_average_pool(
 def launch_average_pool_gradient(
     gradient: Tensor, out: Tensor, geometry: Geometry, *, count_padding: bool, divisor: int | None, block: tuple[int, int] | None = None
 ) -> None:
-    """Write the input's gradient to ``out``, not empty; ``block`` as for ``launch_max_pool``."""
+    """Write the gradient of an average pool's input to ``out``, which is not empty; arguments as for ``launch_average_pool``."""
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(gradient):
@@ -381,7 +398,7 @@ def _grid(out: Tensor, block: tuple[int, int] | None) -> tuple[tuple[int, int], 
 
 
 def _sizes(out: Tensor) -> tuple[int, int, int, int]:
-    """The kernels' arguments from ``num_pixels`` to ``num_channels``."""
+    """Arguments of the kernels from ``num_pixels`` to ``num_channels``."""
     num_samples, num_channels, rows, columns = out.shape
     return num_samples * rows * columns, rows, columns, num_channels
 
@@ -391,6 +408,6 @@ def _undilated(geometry: Geometry) -> dict[str, int]:
 
 
 def _count_bounds(axis: TileAxis, count_padding: bool) -> tuple[int, int]:
-    """Rows of the input buffer, as a half-open range of its coordinates, that count towards the number of elements."""
+    """Half-open range of the input buffer's rows that count as elements of a window."""
     padding = axis.window.padding if count_padding else 0
     return -axis.input.start - padding, axis.input.extent - axis.input.start + padding

@@ -1,6 +1,8 @@
-"""Interpolation of a tile in Triton: two bands, rows and columns, gathered. The gradient is the same kernel on the transposed bands.
+"""Resampling of a tile, in Triton: banded matrices for rows and columns. The gradient is the same kernel with the transposed bands.
 
-Affixes as in ``conv2d_triton``. P pixels, C channels.
+Both directions gather, so no atomics are needed.
+
+Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, C channels.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def resize_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """y[o] = sum over the rows and columns of o's bands, of weights times x."""
+    """y[o] = sum of weights times x over the rows and columns of the bands of o."""
     i_n = tl.program_id(2).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
@@ -63,9 +65,12 @@ def resize_kernel(
 
 
 def launch_resize(x: Tensor, out: Tensor, height: BandTable, width: BandTable, *, block: tuple[int, int] | None = None) -> None:
-    """Write the bands' products with ``x`` to ``out``, not empty.
+    """Write the resampled ``x`` to ``out``, which is not empty.
 
     Args:
+        x: the buffer that the tables read, ``[N, C, h, w]``, channels-last.
+        out: ``[N, C, rows, columns]``, channels-last.
+        height, width: tables of the rows and columns of ``out``.
         block: pixels and channels of one program, powers of two (default: by the layer).
     """
     num_samples, num_channels, rows, columns = out.shape

@@ -1,17 +1,15 @@
-"""Dropout whose mask depends on the position of an element in the whole tensor, and not on how the tensor is cut.
+"""Positional random operators: dropout and noise that depend on an element's position in the untiled tensor, not on the tiling.
 
-Strips, panels, recomputation in the backward pass and ranks of a job all see parts of one mask, and none of them keeps
-it: the backward pass evaluates it again. ``mask_tile`` says which random word decides over which element, ``philox``
-where the words come from. On CUDA a Triton kernel runs, elsewhere the plain PyTorch of ``dropout_reference``; the bits
-are the same.
+Strips, panels, recomputation in the backward pass and the ranks of a job all use parts of the same mask. None of them stores it: the
+backward pass evaluates it again. :mod:`sft.kernels.rng.mask_tile` defines the random word of each element,
+:mod:`sft.kernels.rng.philox` computes the words.
 
-Noise whose numbers depend on positions in the whole tensor: uniform, normal and exponential ones, of Philox's words.
+*Dropout* runs by a Triton kernel on CUDA and by the plain PyTorch of ``dropout_reference`` on all other devices; the bits are the same.
 
-What `torch.rand_like`, `torch.randn_like` and `Tensor.exponential_` draw from a generator is drawn here as masks are (``mask_tile``): each
-element has a word of its own, by its place, the seed and the site. A group of four channels shares a call of Philox; two of its words make
-two independent normal numbers, by Box and Muller (1958), "A note on the generation of random normal deviates".
-
-It is plain PyTorch on any device. Words are the same everywhere; logarithms and angles are a device's own, in fp64.
+*Noise* replaces `torch.rand_like`, `torch.randn_like` and `Tensor.exponential_`: uniform, normal and exponential numbers. Each element has
+a word of its own, as in a mask. Two words of a Philox call make two independent normal numbers, by Box and Muller (1958), "A note on the
+generation of random normal deviates". Noise is plain PyTorch on every device. The words are the same on all devices; logarithms and angles
+are computed by the device in fp64.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ __all__ = [
 
 
 def _dropout_forward(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
-    """``x`` times mask times scale, by the kernel of the device; differentiates nothing."""
+    """``x`` times mask times scale, without autograd."""
     result = torch.empty_like(x) if out is None else out
     if x.numel() == 0:
         return result
@@ -55,7 +53,7 @@ def _dropout_forward(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """A diagonal linear map, its own adjoint. Saves where it is, not what it did."""
+    """Dropout as a diagonal linear map, which is its own adjoint. Saves the tile, not the mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tile: MaskTile) -> Tensor:
@@ -85,24 +83,24 @@ def keep_mask(
 
     Args:
         shape: sizes ``[n, C, h, w]`` of the tile; it has all channels.
-        extents: sizes ``[N, C, H, W]`` of the whole tensor.
-        origin: batch index, row and column of the tile's first element in the whole tensor.
+        extents: sizes ``[N, C, H, W]`` of the untiled tensor.
+        origin: batch index, row and column of the tile's first element in the untiled tensor.
         seed: the key, 64 bits; draw it once per step with ``sft.kernels.rng.philox.draw_seed``.
-        site: which dropout of the network this is.
-        draw: tells several masks of one seed and site apart.
+        site: number of the random operator in the network.
+        draw: number of the mask among several masks of one seed and site.
         p: probability of a drop, rounded to a multiple of 2**-32, half to even (``mask_tile.threshold_of``).
-        kind: what is dropped together: ``"element"``, ``"channel"`` (``[n, c]``), ``"row"`` (a sample), ``"batch"``.
-        device: where to make it.
+        kind: unit of a drop: ``"element"``, ``"channel"`` (``[n, c]``), ``"row"`` (a sample) or ``"batch"``.
+        device: device of the mask.
 
     Returns:
-        Bool tensor of ``shape``, True where kept; a view that repeats one value along axes dropped together.
+        Bool tensor of ``shape``, True where kept; an expanded view along axes on which the mask is constant.
 
     Raises:
-        InputError: an argument is out of range, or the tile is not a part of the whole.
+        InputError: an argument is out of range, or the tile is not a part of the untiled tensor.
 
-    >>> where = dict(extents=(1, 2, 6, 5), seed=7, site=0, draw=0, p=0.5, kind="element")
-    >>> whole = keep_mask((1, 2, 6, 5), origin=(0, 0, 0), **where)
-    >>> torch.equal(keep_mask((1, 2, 2, 3), origin=(0, 3, 1), **where), whole[:, :, 3:5, 1:4])
+    >>> rule = dict(extents=(1, 2, 6, 5), seed=7, site=0, draw=0, p=0.5, kind="element")
+    >>> untiled = keep_mask((1, 2, 6, 5), origin=(0, 0, 0), **rule)
+    >>> torch.equal(keep_mask((1, 2, 2, 3), origin=(0, 3, 1), **rule), untiled[:, :, 3:5, 1:4])
     True
     """
     tile = MaskTile(shape=shape, extents=extents, origin=origin, seed=seed, site=site, draw=draw, p=p, kind=kind)
@@ -143,22 +141,23 @@ def dropout(
     kind: MaskKind,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply dropout to one tile: ``x * mask * scale`` with the mask of ``keep_mask`` and scale ``1 / (1 - p)``.
+    """Apply dropout to one tile: ``x * mask * scale`` with the mask of ``keep_mask`` and the scale ``1 / (1 - p)``.
 
-    The products and their roundings are those of eager PyTorch's ``input * noise`` in the dtype of ``x``: a dropped
-    negative number gives -0, a dropped NaN or infinity gives NaN. The gradient is the same function of the output's
-    gradient, with the mask evaluated again, to any order.
+    The products and their roundings are those of eager PyTorch's ``input * noise`` in the dtype of ``x``: a dropped negative number gives
+    -0, a dropped NaN or infinity gives NaN. The gradient is the same function of the output's gradient, to any order; it evaluates the mask
+    again.
 
     Args:
         x: tile ``[n, C, h, w]`` of a floating dtype and any strides.
         origin, extents, seed, site, draw, p, kind: as for ``keep_mask``.
-        out: where to write, of the shape, dtype and device of ``x``; may be ``x`` itself. Not differentiable.
+        out: result of the shape, dtype and device of ``x``; may be ``x``. Not differentiable.
 
     Returns:
         ``out``, or a new tensor with the layout of ``x``.
 
     Raises:
-        InputError: as ``keep_mask``; ``x`` is not such a tile, ``out`` does not fit it, or ``out`` would need a gradient.
+        InputError: as ``keep_mask``; or ``x`` is not such a tile, ``out`` does not match it, or ``out`` is given and an argument requires a
+            gradient.
     """
     if x.dim() != 4 or not x.is_floating_point():
         raise InputError(f"dropout takes a floating tile [n, C, h, w], got {x.dtype} of shape {tuple(x.shape)}; view it as one")
@@ -177,14 +176,14 @@ def dropout(
 
 
 def positional_dropout(x: Tensor, p: float, *, site: int, seed: int, draw: int = 0, kind: MaskKind = "element") -> Tensor:
-    """The same dropout of a whole tensor: what a tiled run must equal, for tests and plain PyTorch models.
+    """Positional dropout of an untiled tensor, for plain PyTorch models: a compiled model computes the same.
 
     Args:
-        x: ``[N, C, ...]`` with any number of spatial axes, the first of which counts as height, the others as width.
+        x: ``[N, C, ...]`` with any number of spatial axes. The first one counts as height, the remaining ones as width.
         p, site, seed, draw, kind: as for ``keep_mask``.
 
     Raises:
-        InputError: as ``dropout``; or ``x`` has less than two axes.
+        InputError: as ``dropout``; or ``x`` has fewer than two axes.
     """
     if x.dim() < 2:
         raise InputError(f"positional dropout needs samples and channels, got shape {tuple(x.shape)}; view it as [N, C, ...]")
@@ -196,12 +195,12 @@ def positional_dropout(x: Tensor, p: float, *, site: int, seed: int, draw: int =
 
 
 class PositionalDropout(nn.Module):
-    """``positional_dropout`` as a module, in place of ``torch.nn.Dropout`` and its relatives; the identity in eval mode.
+    """Module of ``positional_dropout``, in place of ``torch.nn.Dropout`` and its variants; the identity in eval mode.
 
     Args:
         p: probability of a drop.
-        site: tells this dropout from the network's others.
-        kind: what is dropped together; ``"channel"`` is ``torch.nn.Dropout2d``.
+        site: number of the random operator in the network.
+        kind: unit of a drop; ``"channel"`` is ``torch.nn.Dropout2d``.
         seed: the key; set the attribute to a new one (``sft.kernels.rng.philox.draw_seed``) before each step.
     """
 
@@ -214,32 +213,34 @@ class PositionalDropout(nn.Module):
         self.draw = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply dropout in training mode."""
         if not self.training:
             return x
         return positional_dropout(x, self.p, site=self.site, seed=self.seed, draw=self.draw, kind=self.kind)
 
     def extra_repr(self) -> str:
+        """Arguments of the module."""
         return f"p={self.p}, site={self.site}, kind={self.kind!r}, seed={self.seed}, draw={self.draw}"
 
 
 Distribution = Literal["uniform", "normal", "exponential"]
 
-#: Of a uniform number: as many bits as its type has for fractions, so that none is rounded to 1.
+#: Bits of a uniform number: those of the dtype's fraction, so that no number is rounded to 1.
 _MANTISSA_BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def write_noise(tile: MaskTile, distribution: Distribution, out: Tensor) -> None:
-    """Write the noise of a tile to ``out``, of shape ``tile.shape`` and a floating type.
+    """Write the noise of a tile to ``out``, of shape ``tile.shape`` and a floating dtype.
 
     Uniform numbers are in [0, 1), normal ones have mean 0 and deviation 1, exponential ones mean 1 and are positive.
 
     Args:
-        tile: the tile; its ``p`` does not matter, its kind is ``"element"``.
-        distribution: which noise.
-        out: where to write.
+        tile: the tile, of kind ``"element"``; its ``p`` is ignored.
+        distribution: distribution of the numbers.
+        out: the result.
 
     Raises:
-        InputError: there is no such noise.
+        InputError: the distribution, the dtype or the kind of the tile is not supported.
     """
     if distribution not in get_args(Distribution) or out.dtype not in _MANTISSA_BITS or tile.kind != "element":
         raise InputError(
@@ -252,32 +253,32 @@ def write_noise(tile: MaskTile, distribution: Distribution, out: Tensor) -> None
 
 
 def _words_to_distribution(words: tuple[Tensor, Tensor, Tensor, Tensor], distribution: Distribution, dtype: torch.dtype) -> list[Tensor]:
-    """The numbers of four words, in fp64."""
+    """The numbers made from four words, in fp64."""
     if distribution == "uniform":
         return [(word >> (32 - _MANTISSA_BITS[dtype])).double() * 2.0 ** -_MANTISSA_BITS[dtype] for word in words]
     if distribution == "exponential":
         return [-_open_interval_uniform(word).log() for word in words]
-    found = []
+    numbers = []
     for first, second in (words[:2], words[2:]):
         radius, angle = (-2 * _open_interval_uniform(first).log()).sqrt(), second.double() * (2 * math.pi / 2**32)
-        found += [radius * angle.cos(), radius * angle.sin()]
-    return found
+        numbers += [radius * angle.cos(), radius * angle.sin()]
+    return numbers
 
 
 def _open_interval_uniform(word: Tensor) -> Tensor:
-    """Uniform numbers between 0 and 1, neither of which is one."""
+    """Uniform numbers in the open interval (0, 1)."""
     return (word.double() + 0.5) * 2.0**-32
 
 
 def positional_noise(like: Tensor, distribution: Distribution, *, site: int, seed: int, draw: int = 0) -> Tensor:
-    """The noise of a whole tensor: what a tiled run must equal, for tests and plain PyTorch models.
+    """Positional noise of an untiled tensor, for plain PyTorch models: a compiled model draws the same.
 
     Args:
-        like: ``[N, C, ...]``, of the noise's shape, type and device.
-        distribution: which noise.
-        site: tells it from the network's other random operators.
+        like: ``[N, C, ...]``, a tensor of the noise's shape, dtype and device.
+        distribution: distribution of the numbers.
+        site: number of the random operator in the network.
         seed: the key.
-        draw: tells several of one seed and site apart.
+        draw: number of the noise among several of one seed and site.
 
     >>> x = torch.empty(1, 8, 64, 64)
     >>> noise = positional_noise(x, "normal", site=0, seed=7)

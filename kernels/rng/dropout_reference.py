@@ -1,7 +1,7 @@
-"""Dropout masks in plain PyTorch, on any device: what the Triton kernels must equal bit for bit.
+"""Dropout masks in plain PyTorch, on any device. The Triton kernels have the same bits.
 
-The integers of Philox take some eighty bytes for each call of four words, many times the strip that is masked. So a
-tile is walked in small blocks, and the mask of one block is all that exists at a time.
+The integers of Philox take about 80 bytes for each call of four words, many times the memory of the masked strip. So the mask of a tile is
+made block by block, and only the mask of one block exists at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sft.kernels.rng.philox import philox4x32
 
 __all__ = ["block_words", "mask_blocks", "reference_block", "reference_dropout", "reference_keep_mask", "reference_write_mask"]
 
-#: Philox calls in a block: below 4 MiB of temporaries, and enough that the launches do not show
+#: Philox calls of a block: less than 4 MiB of temporaries, and enough to hide the launches
 _BLOCK_CALLS = 2**15
 
 BlockSlices = tuple[slice, slice, slice, slice]
@@ -35,8 +35,8 @@ def reference_dropout(x: Tensor, tile: MaskTile, out: Tensor) -> None:
     """Write ``x`` times mask times scale to ``out``, which has the shape and dtype of ``x`` and may be ``x``."""
     scale = tile.scale(x.dtype)
     for block in mask_blocks(tile.mask_shape):
-        region = tuple(slice(None) if size == 1 else part for size, part in zip(tile.mask_shape, block, strict=True))
-        # A product and not a choice, as in eager PyTorch: a dropped NaN stays one.
+        region = tuple(slice(None) if size == 1 else rows for size, rows in zip(tile.mask_shape, block, strict=True))
+        # A product instead of a selection, as in eager PyTorch: a dropped NaN stays NaN.
         torch.mul(x[region], _keep_block(tile, block, x.device), out=out[region]).mul_(scale)
 
 
@@ -50,13 +50,13 @@ def reference_write_mask(tile: MaskTile, out: Tensor) -> None:
 
 
 def reference_block(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Sizes of the largest block that a mask of ``shape`` is made in: what bounds the temporaries."""
+    """Sizes of the largest block of a mask of ``shape``, which bounds the temporaries."""
     block = next(mask_blocks(shape))
-    return (len(range(*block[0].indices(shape[0]))), *(part.stop - part.start for part in block[1:]))
+    return (len(range(*block[0].indices(shape[0]))), *(extent.stop - extent.start for extent in block[1:]))
 
 
 def mask_blocks(shape: tuple[int, int, int, int]) -> Iterator[BlockSlices]:
-    """Blocks that cover ``shape``: whole rows if possible, then columns of rows, groups of channels, samples."""
+    """Blocks that cover ``shape``. A block grows along columns first, then along rows, groups of channels, and samples."""
     samples, channels, rows, columns = shape
     calls = _BLOCK_CALLS
     sizes: list[int] = []
@@ -64,18 +64,18 @@ def mask_blocks(shape: tuple[int, int, int, int]) -> Iterator[BlockSlices]:
         sizes.append(max(1, min(extent, calls)))
         calls //= sizes[-1]
     steps = (sizes[3], sizes[2] * CHANNELS_PER_CALL, sizes[1], sizes[0])
-    parts = [[slice(at, min(at + step, extent)) for at in range(0, extent, step)] for extent, step in zip(shape, steps, strict=True)]
-    yield from itertools.product(parts[0], parts[1], parts[2], parts[3])
+    slices = [[slice(at, min(at + step, extent)) for at in range(0, extent, step)] for extent, step in zip(shape, steps, strict=True)]
+    yield from itertools.product(slices[0], slices[1], slices[2], slices[3])
 
 
 def block_words(tile: MaskTile, block: BlockSlices, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The words of one block of ``tile.mask_shape``, ``[n, groups of four channels, h, w]`` for each channel of a group."""
+    """The words of one block of ``tile.mask_shape``: for each channel of a group of four a tensor ``[n, groups, h, w]``."""
     sample, channel, row, column = block
     group = slice(channel.start // CHANNELS_PER_CALL, ceil_div(channel.stop, CHANNELS_PER_CALL))
     index = torch.full((1, 1, 1, 1), tile.index_start, dtype=torch.int64, device=device)
-    for axis, (part, stride) in enumerate(zip((sample, group, row, column), tile.index_strides, strict=True)):
-        steps = torch.arange(part.start, part.stop, dtype=torch.int64, device=device) * stride
-        index = index + steps.view([-1 if other == axis else 1 for other in range(4)])
+    for axis, (extent, stride) in enumerate(zip((sample, group, row, column), tile.index_strides, strict=True)):
+        steps = torch.arange(extent.start, extent.stop, dtype=torch.int64, device=device) * stride
+        index = index + steps.view([-1 if dim == axis else 1 for dim in range(4)])
     site, draw = (torch.full((1, 1, 1, 1), word, dtype=torch.int64, device=device) for word in (tile.site, tile.draw))
     return philox4x32((index & 0xFFFFFFFF, index >> 32, site, draw), tile.key)
 
@@ -85,6 +85,6 @@ def _keep_block(tile: MaskTile, block: BlockSlices, device: torch.device) -> Ten
     words = block_words(tile, block, device)
     samples, groups, rows, columns = words[0].shape
     keep = torch.empty((samples, groups, CHANNELS_PER_CALL, rows, columns), dtype=torch.bool, device=device)
-    for place, word in enumerate(words):
-        torch.ge(word, tile.threshold, out=keep[:, :, place])
+    for channel, word in enumerate(words):
+        torch.ge(word, tile.threshold, out=keep[:, :, channel])
     return keep.flatten(1, 2)[:, : block[1].stop - block[1].start]

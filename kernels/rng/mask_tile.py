@@ -1,15 +1,15 @@
-"""Which random word decides whether an element is dropped: a function of its place in the whole tensor, not of the tile.
+"""Positional masks: each element of a tensor has a random word that depends on its position in the untiled tensor, not on the tile.
 
-A mask is defined on *extents*, the sizes (N, C, H, W) of a whole logical tensor, which need never exist. Philox (see
-``philox``) is called with the counter (index low, index high, call site, draw) and the seed as its key, where
+A mask is defined on *extents*, the sizes (N, C, H, W) of the untiled tensor, which need not exist in memory. Philox
+(:mod:`sft.kernels.rng.philox`) gets the counter (index low, index high, call site, draw) and the seed as its key, where
 
     index = ((n * ceil(C / 4) + c // 4) * H + h) * W + w,        and channel c takes word c % 4 of the four.
 
-So one call serves four neighbouring channels. Channels, and not four elements that follow each other in a row, because a
-tile always has all channels: no tile border, whatever its column, splits a call in two, and in channels-last layout the
-four are neighbours in memory. An element is kept if its word is at least the threshold.
+So one call serves four neighbouring channels. A tile always has all channels, so no tile border splits a call, as it would with four
+neighbouring elements of a row; and in channels-last layout the four channels are neighbours in memory. An element is kept if its word is at
+least the threshold.
 
-The other kinds are the same rule on smaller extents, broadcast over the rest:
+The remaining kinds apply the same rule to smaller extents and broadcast the mask:
 
     element  (N, C, H, W)   torch.nn.Dropout
     channel  (N, C, 1, 1)   torch.nn.Dropout2d
@@ -47,10 +47,10 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def threshold_of(p: float) -> int:
-    """The least 32-bit word that keeps an element: ``p * 2**32``, rounded half to even.
+    """The smallest 32-bit word that keeps an element: ``p * 2**32``, rounded half to even.
 
-    The probability of a drop is therefore a multiple of 2**-32, within 2**-33 of ``p``: 0 keeps everything, 1 drops
-    everything, and so do the few ``p`` that round there.
+    So the probability of a drop is a multiple of 2**-32, within 2**-33 of ``p``. A ``p`` that rounds to 0 keeps all elements, one that
+    rounds to 1 drops all.
 
     >>> threshold_of(0.0), threshold_of(0.5) == 2**31, threshold_of(1.0) == 2**32, threshold_of(1.5 * 2**-32)
     (0, True, True, 2)
@@ -60,23 +60,23 @@ def threshold_of(p: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTile:
-    """The part of a dropout mask that belongs to a tile ``[n, C, h, w]`` of a tensor ``[N, C, H, W]``."""
+    """The mask of a tile ``[n, C, h, w]`` of a tensor ``[N, C, H, W]``."""
 
     #: sizes of the tile: batch, channels, height, width
     shape: tuple[int, int, int, int]
-    #: sizes of the whole tensor
+    #: sizes of the untiled tensor
     extents: tuple[int, int, int, int]
-    #: place of the tile's first element in the whole tensor: batch, row, column
+    #: position of the tile's first element in the untiled tensor: batch, row, column
     origin: tuple[int, int, int]
     #: the key, 64 bits
     seed: int
-    #: which dropout of the network this is, 32 bits
+    #: number of the random operator in the network, 32 bits
     site: int
-    #: tells several masks of one seed and site apart, 32 bits
+    #: number of the mask among several masks of one seed and site, 32 bits
     draw: int
     #: probability of a drop
     p: float
-    #: what is dropped together
+    #: unit of a drop: an element, a channel, a sample or the batch
     kind: MaskKind
 
     def __post_init__(self) -> None:
@@ -100,13 +100,13 @@ class MaskTile:
     def _is_inside(self) -> bool:
         num_samples, num_channels, num_rows, num_columns = self.shape
         tile = (num_samples, num_rows, num_columns)
-        whole = (self.extents[0], *self.extents[2:])
-        spans = zip(self.origin, tile, whole, strict=True)
+        untiled = (self.extents[0], *self.extents[2:])
+        spans = zip(self.origin, tile, untiled, strict=True)
         return num_channels == self.extents[1] and all(at >= 0 and size >= 0 and at + size <= extent for at, size, extent in spans)
 
     @property
     def threshold(self) -> int:
-        """The least word that keeps an element, in [0, 2**32]."""
+        """The smallest word that keeps an element, in [0, 2**32]."""
         return threshold_of(self.p)
 
     @property
@@ -116,30 +116,30 @@ class MaskTile:
 
     @property
     def mask_shape(self) -> tuple[int, int, int, int]:
-        """Sizes of the tile's mask, with 1 for the axes along which one decision holds for all."""
+        """Sizes of the tile's mask, with 1 for axes along which the mask is constant."""
         n, c, h, w = self.shape
         return {"element": (n, c, h, w), "channel": (n, c, 1, 1), "row": (n, 1, 1, 1), "batch": (1, 1, 1, 1)}[self.kind]
 
     @property
     def index_strides(self) -> tuple[int, int, int, int]:
-        """By how much the index grows with the sample, with the group of four channels, with the row, with the column."""
+        """Strides of the index along samples, groups of four channels, rows and columns."""
         _, num_channels, height, width = self.extents
         groups = ceil_div(num_channels, CHANNELS_PER_CALL)
-        whole = (groups * height * width, height * width, width, 1)
-        return {"element": whole, "channel": (groups, 1, 0, 0), "row": (1, 0, 0, 0), "batch": (0, 0, 0, 0)}[self.kind]
+        per_element = (groups * height * width, height * width, width, 1)
+        return {"element": per_element, "channel": (groups, 1, 0, 0), "row": (1, 0, 0, 0), "batch": (0, 0, 0, 0)}[self.kind]
 
     @property
     def index_start(self) -> int:
-        """The index at the tile's first element."""
+        """Index of the tile's first element."""
         per_sample, _, per_row, per_column = self.index_strides
         sample, row, column = self.origin
         return sample * per_sample + row * per_row + column * per_column
 
     def scale(self, dtype: torch.dtype) -> float:
-        """The factor of kept values, ``1 / (1 - p)`` with the roundings of eager PyTorch: a number of ``dtype``.
+        """Factor of kept values, ``1 / (1 - p)`` with the roundings of eager PyTorch: a number of ``dtype``.
 
-        Eager divides a mask of ones and zeros of the tensor's dtype by ``1 - p``, in fp32 for the half precisions, and
-        multiplies by the result. (Its fused CUDA dropout leaves the factor of half-precision tensors in fp32.)
+        Eager PyTorch divides a mask of ones and zeros of the tensor's dtype by ``1 - p``, in fp32 for half precisions, and multiplies by
+        the result. (Its fused CUDA dropout keeps the factor of half-precision tensors in fp32.)
         """
         if self.p == 1.0:
             return 0.0

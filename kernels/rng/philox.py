@@ -1,9 +1,8 @@
-"""Philox 4x32-10 in plain PyTorch: random words as a function of a counter and a key, with no state.
+"""Philox 4x32-10 in plain PyTorch: a counter-based generator, random words as a stateless function of a counter and a key.
 
-A dropout mask that must not depend on the tiling cannot come from a generator that is advanced: each tile would have
-to know how many words the others took. A counter-based generator is a bijection of 128-bit counters instead, chosen by
-a 64-bit key and scrambled enough to pass every battery of statistical tests, so the word that belongs to a position is
-found by evaluating the function there, in any order, on any device, as often as needed.
+A dropout mask that must not depend on the tiling cannot come from a generator with a state: each tile would need the number of words that
+all earlier tiles drew. A counter-based generator is a bijection of 128-bit counters, selected by a 64-bit key, that passes the usual
+batteries of statistical tests. The word of a position is the value of the function at its counter, in any order and on any device.
 
 Ten rounds, each of two 32 x 32 -> 64 bit multiplications; the key grows by a constant between rounds.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3; the multipliers
@@ -53,15 +52,15 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
 def _multiply(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """The high and the low word of ``words * multiplier``.
 
-    The product itself needs 64 bits and int64 has 63. Both multipliers exceed 2**31, so ``multiplier - 2**32`` is
-    negative and small: that product fits, has the same low word, and its high word lacks just ``words``.
+    The product needs 64 bits, and int64 has 63. Both multipliers exceed 2**31, so ``multiplier - 2**32`` is negative and small: the product
+    with it fits and has the same low word, and its high word is smaller by ``words``.
     """
     product = words * (multiplier - 2**32)
     return (product >> 32).add_(words), product.bitwise_and_(_LOW_WORD)
 
 
 def key_of(seed: int) -> tuple[int, int]:
-    """The key of a 64-bit seed, low word first; a negative seed stands for its two's complement.
+    """The key of a 64-bit seed, low word first. A negative seed counts as its two's complement.
 
     >>> key_of(-1) == key_of(2**64 - 1) == (0xFFFFFFFF, 0xFFFFFFFF)
     True
@@ -70,7 +69,7 @@ def key_of(seed: int) -> tuple[int, int]:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A seed in [0, 2**64) from a CPU generator of torch (default: the global one), which advances it once.
+    """Draw a seed in [0, 2**64) from a CPU generator of torch (default: the global one).
 
     >>> draw_seed(torch.Generator().manual_seed(3)) == draw_seed(torch.Generator().manual_seed(3))
     True

@@ -1,11 +1,10 @@
-"""Dropout of one tile in Triton: the bits of ``dropout_reference``, at one Philox call for four channels.
+"""Positional dropout and masks of a tile, in Triton: the bits of ``dropout_reference``, with one Philox call for four channels.
 
-A program takes some columns of one row, and some channels. Affixes: ``p_`` pointer, ``i_`` index, ``o_`` offsets,
-``m_`` mask. P columns, G groups of four channels, C = 4 G channels.
+Philox is a device function of its own, with the bits of ``philox.philox4x32``. ``tl.rand`` and ``tl.randint4x`` are not used, since their
+counters and words may change with Triton, while masks must stay the same.
 
-Philox 4x32-10 as a Triton device function: the bits of ``philox.philox4x32``, see there.
-
-Not ``tl.rand`` or ``tl.randint4x``: their counters and their words are Triton's to change, ours are part of a promise.
+A program computes some columns of one row, and some channels. Affixes: ``p_`` pointer, ``i_`` index, ``o_`` offsets, ``m_`` mask. P
+columns, G groups of four channels, C = 4 G channels.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-# Values that change from tile to tile, or from step to step, must not compile a kernel each.
+# Values that change from tile to tile or from step to step, which must not specialize the kernel.
 _RUNTIME = ["num_rows", "num_columns", "start", "index_n", "index_g", "index_h", "index_w"]
 _RUNTIME += ["seed_low", "seed_high", "site", "draw", "threshold"]
 
 
 @triton.jit
 def _place(num_channels, num_rows, num_columns, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The program's sample, row, first column and first channel, in int64: they are multiplied by strides."""
-    num_parts = tl.cdiv(num_channels, CHANNELS)
+    """Sample, row, first column and first channel of the program, in int64, since they are multiplied by strides."""
+    num_channel_blocks = tl.cdiv(num_channels, CHANNELS)
     num_blocks = tl.cdiv(num_columns, COLUMNS)
     pid = tl.program_id(0)
-    i_c = (pid % num_parts).to(tl.int64) * CHANNELS
-    i_w = (pid // num_parts % num_blocks).to(tl.int64) * COLUMNS
-    line = pid // num_parts // num_blocks
+    i_c = (pid % num_channel_blocks).to(tl.int64) * CHANNELS
+    i_w = (pid // num_channel_blocks % num_blocks).to(tl.int64) * COLUMNS
+    line = pid // num_channel_blocks // num_blocks
     return (line // num_rows).to(tl.int64), (line % num_rows).to(tl.int64), i_w, i_c
 
 
@@ -74,7 +73,7 @@ def _keep(index, seed_low, seed_high, site, draw, threshold, CHANNELS: tl.conste
     w0, w1, w2, w3 = _words(index, seed_low, seed_high, site, draw)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [P, G, 2, 2]
     words = tl.reshape(words, (index.shape[0], CHANNELS))
-    return words.to(tl.int64) >= threshold  # in int64, since a threshold of 2**32 drops everything
+    return words.to(tl.int64) >= threshold  # in int64, since a threshold of 2**32 drops all elements
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -96,7 +95,7 @@ def keep_kernel(
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The mask alone."""
+    """The mask as bytes."""
     i_n, i_h, i_w, i_c = _place(num_channels, num_rows, num_columns, COLUMNS, CHANNELS)
     o_w = i_w + tl.arange(0, COLUMNS)[:, None]  # [P, 1]
     o_c = i_c + tl.arange(0, CHANNELS)[None, :]  # [1, C]
@@ -146,7 +145,7 @@ def dropout_kernel(
     m_x = (o_w < num_columns) & (o_c < num_channels)
     x = tl.load(p_x + (i_n * x_n + i_h * x_h) + o_w * x_w + o_c * x_c, mask=m_x, other=0.0)
 
-    # Where one decision holds for several elements it is made once, in a block of size 1 along that axis.
+    # The mask is computed once along axes on which it is constant, in a block of size 1.
     index = tl.full((1, 1), 0, tl.int64) + (start + i_n * index_n + i_h * index_h)
     if PER_COLUMN:
         index += o_w * index_w
@@ -157,13 +156,13 @@ def dropout_kernel(
         word, _w1, _w2, _w3 = _words(index, seed_low, seed_high, site, draw)
         keep = word.to(tl.int64) >= threshold
 
-    # A product and not a choice, as in eager PyTorch: a dropped NaN stays one.
+    # A product instead of a selection, as in eager PyTorch: a dropped NaN stays NaN.
     y = x.to(COMPUTE) * keep.to(COMPUTE) * tl.full((1, 1), scale, COMPUTE)
     tl.store(p_out + (i_n * out_n + i_h * out_h) + o_w * out_w + o_c * out_c, y.to(p_out.dtype.element_ty), mask=m_x)
 
 
 def launch_keep_mask(tile: MaskTile, mask: Tensor, block: tuple[int, int] | None = None) -> None:
-    """Write the mask of a tile to ``mask``, a contiguous bool tensor of shape ``tile.mask_shape`` with elements.
+    """Write the mask of a tile to ``mask``, a contiguous bool tensor of shape ``tile.mask_shape``, which is not empty.
 
     Args:
         block: columns and channels of one program, powers of two, the channels at least 4 (default: by the layout).
@@ -185,7 +184,7 @@ def launch_keep_mask(tile: MaskTile, mask: Tensor, block: tuple[int, int] | None
 
 
 def launch_dropout(x: Tensor, tile: MaskTile, out: Tensor, block: tuple[int, int] | None = None) -> None:
-    """Write ``x`` times mask times scale to ``out``, of the shape and dtype of ``x``, which has elements; any strides.
+    """Write ``x`` times mask times scale to ``out``, of the shape and dtype of ``x``, which is not empty; any strides.
 
     Args:
         block: columns and channels of one program, powers of two, the channels at least 4 (default: by the layout).
@@ -215,12 +214,12 @@ def launch_dropout(x: Tensor, tile: MaskTile, out: Tensor, block: tuple[int, int
 
 
 def _rule(tile: MaskTile) -> tuple[int, ...]:
-    """The kernels' arguments from ``start`` to ``threshold``."""
+    """Arguments of the kernels from ``start`` to ``threshold``."""
     return (tile.index_start, *tile.index_strides, *tile.key, tile.site, tile.draw, tile.threshold)
 
 
 def _block(num_channels: int, num_columns: int, channels_last: bool) -> tuple[int, int]:
-    """Columns and channels of one program: 2048 elements, the most along the axis that is contiguous in memory."""
+    """Columns and channels of one program: 2048 elements, most of them along the axis that is contiguous in memory."""
     widest = 128 if channels_last else CHANNELS_PER_CALL
     channels = max(CHANNELS_PER_CALL, min(widest, triton.next_power_of_2(num_channels)))
     columns = min(2048 // channels, triton.next_power_of_2(num_columns))

@@ -1,7 +1,8 @@
-"""Rows from buffer to buffer in Triton: one or two moves in a launch, each a copy or an addition.
+"""Moves of rows between buffers, in Triton: one or two moves in a launch, each a copy or an addition.
 
-A program takes some columns and channels of one row. Where a row is contiguous it is one long column. Affixes as in
-``conv2d_triton``. P columns, C channels.
+A general concatenation allocates, and copies each operand by a kernel of its own. Here one kernel moves carried and new rows to their
+places in a buffer, or adds them. A program moves some columns and channels of one row; a contiguous row counts as one long column. Affixes
+as in :mod:`sft.kernels.conv.forward2d_triton`. P columns, C channels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _CONTIGUOUS = 1024
 
 
 @triton.jit
-def _move(p_source, p_target, source_w, target_w, i_w, i_c, m, ADD: tl.constexpr):
+def _move_block(p_source, p_target, source_w, target_w, i_w, i_c, m, ADD: tl.constexpr):
+    """Copy or add one block of columns and channels."""
     values = tl.load(p_source + i_w * source_w + i_c, mask=m, other=0.0)
     p_target += i_w * target_w + i_c
     if ADD:
@@ -55,7 +57,8 @@ def move_rows_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    # One axis of the grid alone takes as many programs as a wide row of many channels has blocks.
+    """Carry out both moves; a grid with one move has ``rows_b`` 0."""
+    # Only the first axis of the grid takes as many programs as a wide row of many channels has blocks.
     num_blocks = tl.cdiv(num_channels, CHANNELS)
     row_blocks = tl.cdiv(columns, PIXELS) * num_blocks
     line, i_b = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
@@ -65,17 +68,19 @@ def move_rows_kernel(
     m = (i_w < columns) & (i_c < num_channels)
     if i_h < rows_a:
         o_source, o_target = i_n * source_a_n + i_h * source_a_h, i_n * target_a_n + i_h * target_a_h
-        _move(p_source_a + o_source, p_target_a + o_target, source_a_w, target_a_w, i_w, i_c, m, ADD_A)
+        _move_block(p_source_a + o_source, p_target_a + o_target, source_a_w, target_a_w, i_w, i_c, m, ADD_A)
     else:
         i_h -= rows_a
         o_source, o_target = i_n * source_b_n + i_h * source_b_h, i_n * target_b_n + i_h * target_b_h
-        _move(p_source_b + o_source, p_target_b + o_target, source_b_w, target_b_w, i_w, i_c, m, ADD_B)
+        _move_block(p_source_b + o_source, p_target_b + o_target, source_b_w, target_b_w, i_w, i_c, m, ADD_B)
 
 
 def launch_move_rows(moves: list[tuple[Tensor, Tensor, bool]], *, block: tuple[int, int] | None = None) -> None:
-    """Carry out one or two moves (source, target, whether to add); as ``rows.move_rows`` checks them, not empty.
+    """Carry out one or two moves ``(source, target, add)`` of rows ``[N, C, rows, columns]``, channels-last and not empty.
 
     Args:
+        moves: moves of the same samples, channels, columns and dtype. No move may read or write rows that the other one writes. An
+            addition of half precisions is in fp32.
         block: columns and channels of one program, powers of two (default: by the layout).
     """
     num_samples, num_channels, _, columns = moves[0][0].shape

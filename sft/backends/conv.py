@@ -1,15 +1,14 @@
-"""Convolutions of a program, backwards: the gradients of input, weight and bias, with the ReLU in front of them.
+"""Rewrites of convolutions: forward calls with their epilogues, and the gradients of input, weight and bias.
 
-ATen computes all three in one call, from a gradient that was masked by the ReLU in a pass of its own. Here data and weight are decided on
-one by one; where kernels do all of it, the mask is taken while the gradient is loaded, and is never in memory. The weight's and the bias's
-gradients are sums over the image: a strip finds its share in fp32, in a workspace of the program, and adds it to the accumulator as it is;
-ATen would round a strip's share to half precision first.
+*Forward.* The bias, the sum with a residual branch, the ReLU and the copy into a buffer would each read and write the whole image, while
+the kernel has the numbers in registers. So they are fused into the convolution's call. If no backward pass follows, a frozen norm is fused
+as a scale and a shift. If one does, the recomputed strip needs the norm's input, and both must come from the same numbers, so the norm
+stays an operator of its own.
 
-Convolutions of a program, forwards: with the bias, the sum of two branches, the ReLU and the copy into a buffer that follow.
-
-Each of these reads a whole image and writes one, and a kernel has the numbers in its registers already. The group grows along the one value
-that it makes, for as long as nobody else reads what lies between. Where no backward pass follows, a frozen norm joins it as a scale and a
-shift; where one does, the strip that is recomputed needs the norm's input, and both must be made of the same numbers.
+*Backward.* ATen computes all three gradients in one call, from a gradient that another call has masked by the ReLU. Here a kernel is chosen
+for data and weight separately. If kernels compute all of it, they apply the mask while they load the gradient, and the masked gradient is
+never in memory. The gradients of weight and bias are sums over the image: a strip sums its contribution in fp32 in a workspace and adds it
+to the accumulator as it is. ATen would round the contribution of a strip to half precision first.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvLayer:
-    """A convolution of images or volumes that kernels can do.
+    """A convolution of images or volumes that kernels can compute.
 
     Attributes:
-        padded: what it reads.
+        padded: the input, without a padded copy.
         weight: ``[outputs, inputs of a group, *kernel]``.
-        bias: ``[outputs]``, or none.
-        windows: of the call.
-        groups: of channels.
-        numbers: how elements are multiplied.
+        bias: ``[outputs]``, or None.
+        windows: windows of ATen's call.
+        groups: number of channel groups.
+        numbers: number format.
     """
 
     padded: PaddedBuffer
@@ -68,16 +67,21 @@ class ConvLayer:
     numbers: NumberFormat
 
     @property
-    def is_plain(self) -> bool:
-        """Of images and of one group."""
+    def is_ungrouped_image(self) -> bool:
+        """True for a convolution of images with one group."""
         return self.groups == 1 and len(self.weight.shape) == 4
 
+    @property
+    def is_depthwise(self) -> bool:
+        """True if each input channel is a group."""
+        return self.groups > 1 and self.weight.shape[1] == 1
+
     def geometry(self, outputs: tuple[int, ...]) -> Any:
-        """Of the buffer that is read, without a padded copy."""
+        """Geometry of the input buffer and outputs of these extents."""
         return geometry_of(self.windows, self.padded.slot.shape[2:], outputs, self.padded.before)
 
     def shape_class(self, operator: str, num_pixels: int, fused: tuple[str, ...] = ()) -> ShapeClass:
-        """The class of an operation on it."""
+        """The class of an operation of this layer; ``operator`` begins with ``"conv"``."""
         name = f"conv{len(self.windows.kernel)}d"
         return ShapeClass(
             operator=operator.replace("conv", name, 1),
@@ -92,228 +96,245 @@ class ConvLayer:
         )
 
 
-def channels_last_weight(question: MatchContext, layer: ConvLayer, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
-    """The weight channels-last, as models seldom have it: itself, or a copy with what makes it.
+def channels_last_weight(context: MatchContext, layer: ConvLayer, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
+    """The weight in channels-last layout, and the instructions that copy it if it has another layout, as it has in most models.
 
-    A kernel takes blocks of many inputs of one tap. Only where these are side by side does it load more than a number at a time.
+    A kernel loads blocks of many inputs of one tap. Only if these are neighbours in memory does it load more than one number at a time.
     """
-    is_depthwise = layer.groups > 1 and layer.weight.shape[1] == 1
-    return (layer.weight, ()) if is_depthwise or math.prod(layer.windows.kernel) == 1 else question.image(layer.weight, owner)
+    if layer.is_depthwise or math.prod(layer.windows.kernel) == 1:
+        return layer.weight, ()
+    return context.to_channels_last(layer.weight, owner)
 
 
 def conv_layer_at(
-    question: MatchContext, at: int, *, x: Slot, weight: Slot, bias: Slot | None, geometry: tuple[Any, ...]
+    context: MatchContext, at: int, *, x: Slot, weight: Slot, bias: Slot | None, geometry: tuple[Any, ...]
 ) -> ConvLayer | None:
-    """The layer of ATen's call; None where kernels do not do it.
+    """The layer of ATen's call at a position; None if kernels cannot compute it.
 
     Args:
-        question: the program.
+        context: the program.
         at: position of the call.
-        x, weight, bias: its operands.
-        geometry: stride, padding, dilation, whether it is transposed, output padding, groups.
+        x, weight, bias: operands of the call.
+        geometry: stride, padding, dilation, is-transposed, output padding and groups of the call.
     """
     stride, padding, dilation, is_transposed, _, groups = geometry
-    numbers = question.selector.number_format_of(x.dtype)
+    numbers = context.selector.number_format_of(x.dtype)
     dtypes = {slot.dtype for slot in (x, weight, bias) if slot is not None}
     if is_transposed or numbers is None or len(dtypes) > 1 or len(x.shape) not in (4, 5) or (len(x.shape) == 5 and groups > 1):
         return None
     if not all(x.shape) or not all(weight.shape):
         return None
     windows = WindowParameters.of(weight.shape[2:], stride, padding, dilation)
-    padded = find_padded_buffer(question.listing, x, at, 0.0)
+    padded = find_padded_buffer(context.def_use, x, at, 0.0)
     return ConvLayer(padded=padded, weight=weight, bias=bias, windows=windows, groups=groups, numbers=numbers)
 
 
-def forward_conv_layer(question: MatchContext, at: int, call: Instruction) -> ConvLayer | None:
-    """The layer of a forward call."""
+def forward_conv_layer(context: MatchContext, at: int, call: Instruction) -> ConvLayer | None:
+    """The layer of a forward call; None if kernels cannot compute it."""
     x, weight, bias, *geometry = call.arguments
     out = call.outputs[0]
     if not isinstance(x, Slot) or out is None or out.root != out.number or not all(out.shape):
         return None
-    return conv_layer_at(question, at, x=x, weight=weight, bias=bias, geometry=tuple(geometry))
+    return conv_layer_at(context, at, x=x, weight=weight, bias=bias, geometry=tuple(geometry))
 
 
-def match_convolutions(question: MatchContext) -> Iterator[Rewrite]:
-    """Convolutions with what follows them."""
-    for at, call in list(question.free(aten.convolution.default)):
-        layer = forward_conv_layer(question, at, call)
-        if layer is not None:
-            replacement = _rewrite_convolution(question, at, call, layer)
-            if replacement is not None:
-                yield replacement
+def match_convolutions(context: MatchContext) -> Iterator[Rewrite]:
+    """Forward convolutions with their epilogues."""
+    for at, call in list(context.unclaimed_calls(aten.convolution.default)):
+        layer = forward_conv_layer(context, at, call)
+        rewrite = None if layer is None else _rewrite_convolution(context, at, call, layer)
+        if rewrite is not None:
+            yield rewrite
 
 
-def _rewrite_convolution(question: MatchContext, at: int, call: Instruction, layer: ConvLayer) -> Rewrite | None:
+def _rewrite_convolution(context: MatchContext, at: int, call: Instruction, layer: ConvLayer) -> Rewrite | None:
     out, owner = call.outputs[0], call.owner
     assert out is not None
-    can_fold_norm = question.may_fold_norms and not (layer.groups > 1 and layer.weight.shape[1] == 1)
-    chain = Epilogue.of(question, out, at, ["bias"] if layer.bias is not None else [], can_fold_norm=can_fold_norm)
-    if question.listing.is_written_between(layer.padded.slot, at, chain.last):
+    can_fold_norm = context.may_fold_norms and not layer.is_depthwise
+    epilogue = Epilogue.of(context, out, at, ["bias"] if layer.bias is not None else [], can_fold_norm=can_fold_norm)
+    if context.def_use.is_written_between(layer.padded.slot, at, epilogue.last):
         return None
     num_pixels = math.prod(out.shape) // out.shape[1]
-    wanted = layer.shape_class("conv", num_pixels, tuple(chain.fused))
-    if not question.selector.selects_kernel(wanted):
+    shape_class = layer.shape_class("conv", num_pixels, tuple(epilogue.fused))
+    if not context.selector.selects_kernel(shape_class):
         return None
-    x, body = question.image(layer.padded.slot, owner)
-    residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
-    weight, laid_out = channels_last_weight(question, layer, owner)
-    body = (*body, *laid_out)
+    x, x_copy = context.to_channels_last(layer.padded.slot, owner)
+    residual, residual_copy = (None, ()) if epilogue.residual is None else context.to_channels_last(epilogue.residual, owner)
+    weight, weight_copy = channels_last_weight(context, layer, owner)
+    copies = (*x_copy, *weight_copy, *residual_copy)
     common: dict[str, Any] = {"geometry": layer.geometry(out.shape[2:]), "groups": layer.groups, "numbers": layer.numbers}
-    common["variant"] = question.selector.launch_variant_of(wanted)
+    common |= {"variant": context.selector.launch_variant_of(shape_class), "relu": epilogue.relu, "flops": call.flops}
     operands = (x, weight, layer.bias, residual)
-    if chain.norm is None:
-        plain = ConvolutionCall(flops=call.flops, relu=chain.relu, **common)
-        launch = kernel_instruction(plain.run, chain.value, *operands, writes=(chain.value,), owner=owner)
-        return chain.replacement(owner, (*body, *copied, launch))
-    _, *statistics, _, eps = chain.norm.arguments
-    normed = NormedConvolutionCall(flops=call.flops, relu=chain.relu, eps=eps, **common)
-    space = question.emitter.slot((2 * out.shape[1],), torch.float32)
-    launch = kernel_instruction(normed.run, chain.value, space, *operands, *statistics, writes=(chain.value, space), owner=owner)
-    return chain.replacement(owner, (*body, *copied, allocation(space, owner), launch))
+    value = epilogue.value
+    if epilogue.norm is None:
+        launch = kernel_instruction(ConvolutionCall(**common).run, value, *operands, writes=(value,), owner=owner)
+        return epilogue.to_rewrite(owner, (*copies, launch))
+    _, *statistics, _, eps = epilogue.norm.arguments
+    normed = NormedConvolutionCall(eps=eps, **common)
+    workspace = context.builder.slot((2 * out.shape[1],), torch.float32)
+    launch = kernel_instruction(normed.run, value, workspace, *operands, *statistics, writes=(value, workspace), owner=owner)
+    return epilogue.to_rewrite(owner, (*copies, allocation(workspace, owner), launch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvBackward:
-    """A call of ATen's that differentiates a convolution.
+    """A call of ``convolution_backward``.
 
     Attributes:
-        at: its position.
-        call: itself.
+        at: position of the call.
+        call: the call.
         layer: the convolution.
-        gradient: of the output.
-        out: gradients of input, weight and bias, those that are wanted.
-        bias_sum: position of the sum that is the bias's gradient where the call does not make it, in half precision.
-        bias: what that makes.
+        gradient: gradient of the output.
+        grads: gradients of input, weight and bias; None for those that the call does not make.
+        bias_sum: position of the sum that makes the bias's gradient if the call does not, as in half precision.
+        bias_grad: gradient of the bias, from the call or the sum.
     """
 
     at: int
     call: Instruction
     layer: ConvLayer
     gradient: Slot
-    out: tuple[Slot | None, Slot | None, Slot | None]
+    grads: tuple[Slot | None, Slot | None, Slot | None]
     bias_sum: int | None
-    bias: Slot | None
+    bias_grad: Slot | None
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Of the call, and of the bias's sum."""
+        """Positions of the bias's sum and of the call."""
         return (self.at,) if self.bias_sum is None else (self.bias_sum, self.at)
 
-    def wants(self, operator: str) -> tuple[bool, ...]:
-        """ATen's mask of what is wanted, of one kind."""
-        return tuple(slot is not None and (place == 0) == (operator == "data") for place, slot in enumerate(self.out))
+    @property
+    def num_pixels(self) -> int:
+        """Number of pixels of the convolution's output."""
+        return math.prod(self.gradient.shape) // self.gradient.shape[1]
+
+    def output_mask(self, operator: str) -> tuple[bool, ...]:
+        """ATen's output mask of the gradients of data (``"data"``), or of weight and bias (``"weight"``)."""
+        return tuple(grad is not None and (index == 0) == (operator == "data") for index, grad in enumerate(self.grads))
 
 
-def conv_backward_at(question: MatchContext, at: int, call: Instruction) -> ConvBackward | None:
-    """The call at a position; None where kernels do not do it."""
+def conv_backward_at(context: MatchContext, at: int, call: Instruction) -> ConvBackward | None:
+    """The backward call at a position; None if kernels cannot compute it."""
     gradient, x, weight, _, *geometry, _ = call.arguments
     dx, dw, db = call.outputs
     if not isinstance(gradient, Slot) or not isinstance(x, Slot) or not all(gradient.shape) or gradient.dtype != x.dtype:
         return None
     if any(slot is not None and slot.root != slot.number for slot in call.outputs):
         return None
-    layer = conv_layer_at(question, at, x=x, weight=weight, bias=None, geometry=tuple(geometry))
+    layer = conv_layer_at(context, at, x=x, weight=weight, bias=None, geometry=tuple(geometry))
     if layer is None:
         return None
-    bias_sum = _bias_sum(question, gradient, at) if dw is not None and db is None else None
-    bias = db if bias_sum is None else question.listing.instructions[bias_sum].outputs[0]
-    return ConvBackward(at=at, call=call, layer=layer, gradient=gradient, out=(dx, dw, db), bias_sum=bias_sum, bias=bias)
+    bias_sum = _bias_sum(context, gradient, at) if dw is not None and db is None else None
+    bias_grad = db if bias_sum is None else context.def_use.instructions[bias_sum].outputs[0]
+    return ConvBackward(at=at, call=call, layer=layer, gradient=gradient, grads=(dx, dw, db), bias_sum=bias_sum, bias_grad=bias_grad)
 
 
-def _bias_sum(question: MatchContext, gradient: Slot, at: int) -> int | None:
-    """The position of the sum over all pixels that stands just before a call."""
-    before = at - 1
-    if before < 0 or not question.is_free(before, aten.sum.dim_IntList):
+def _bias_sum(context: MatchContext, gradient: Slot, at: int) -> int | None:
+    """Position of a sum of the gradient over all pixels, directly before position ``at``; None if that instruction is no such sum."""
+    previous = at - 1
+    if previous < 0 or not context.is_unclaimed(previous, aten.sum.dim_IntList):
         return None
-    call = question.listing.instructions[before]
+    call = context.def_use.instructions[previous]
     dims = [0, *range(2, len(gradient.shape))]
-    return before if call.arguments[0] == gradient and list(call.arguments[1]) == dims and len(call.arguments) == 2 else None
+    return previous if call.arguments[0] == gradient and list(call.arguments[1]) == dims and len(call.arguments) == 2 else None
 
 
 def conv_backward_flops(call: Instruction, mask: Sequence[bool]) -> int:
-    """Floating-point operations of the call, had it been asked for these gradients alone."""
+    """Floating-point operations of a backward call with another output mask."""
     formula: Any = flop_registry[aten.convolution_backward]
     shapes = [argument.shape if isinstance(argument, Slot) else argument for argument in call.arguments[:-1]]
-    out = tuple(slot.shape if slot is not None and wanted else None for slot, wanted in zip(call.outputs, mask, strict=True))
+    out = tuple(slot.shape if slot is not None and selected else None for slot, selected in zip(call.outputs, mask, strict=True))
     return int(formula.__wrapped__(*shapes, list(mask), out_shape=out))
 
 
 def deliver_gradient(
-    question: MatchContext, slot: Slot, add: Any, give: Any, space: Slot, at: int, owner: str
+    context: MatchContext, slot: Slot, add: Any, write: Any, workspace: Slot, at: int, owner: str
 ) -> dict[int, tuple[Instruction, ...]]:
-    """What brings a gradient from the workspace to where the program wants it: added to a sum, or as a tensor of its own.
+    """Instructions that bring a gradient from a workspace to its destination: added to an accumulator, or written to a new tensor.
+
+    Args:
+        context: the program.
+        slot: the gradient that the program made before.
+        add: method of the kernel call that adds the gradient to a tensor.
+        write: method of the kernel call that writes the gradient to a tensor.
+        workspace: the kernel's workspace.
+        at: position at which the workspace is complete.
+        owner: operator of the new instructions.
 
     Returns:
-        Instructions at ``at``, where the workspace is filled, or in the place of the one that would have added the gradient.
+        Instructions by position: at ``at``, or in the place of the instruction that added the gradient to its accumulator.
     """
-    listing = question.listing
-    users = listing.users(slot)
-    maker = listing.makers[slot.number]
-    if len(users) == 1 and users[0] > at and question.is_free(users[0], aten.add_.Tensor) and listing.is_private(slot, (maker, users[0])):
-        call = listing.instructions[users[0]]
+    def_use = context.def_use
+    users = def_use.users(slot)
+    maker = def_use.makers[slot.number]
+    if (
+        len(users) == 1
+        and users[0] > at
+        and context.is_unclaimed(users[0], aten.add_.Tensor)
+        and def_use.is_private(slot, (maker, users[0]))
+    ):
+        call = def_use.instructions[users[0]]
         if call.arguments[1] == slot and len(call.arguments) == 2 and not call.keywords and call.arguments[0] != slot:
             total = call.arguments[0]
-            return {users[0]: (kernel_instruction(add, total, space, writes=(total,), owner=call.owner),)}
-    return {at: (allocation(slot, owner), kernel_instruction(give, slot, space, writes=(slot,), owner=owner))}
+            return {users[0]: (kernel_instruction(add, total, workspace, writes=(total,), owner=call.owner),)}
+    return {at: (allocation(slot, owner), kernel_instruction(write, slot, workspace, writes=(slot,), owner=owner))}
 
 
-def match_conv_backward(question: MatchContext) -> Iterator[Rewrite]:
+def match_conv_backward(context: MatchContext) -> Iterator[Rewrite]:
     """Gradients of convolutions."""
-    for at, call in list(question.free(aten.convolution_backward.default)):
-        found = conv_backward_at(question, at, call)
-        if found is not None:
-            replacement = _rewrite_conv_backward(question, found)
-            if replacement is not None:
-                yield replacement
+    for at, call in list(context.unclaimed_calls(aten.convolution_backward.default)):
+        backward = conv_backward_at(context, at, call)
+        rewrite = None if backward is None else _rewrite_conv_backward(context, backward)
+        if rewrite is not None:
+            yield rewrite
 
 
-def _rewrite_conv_backward(question: MatchContext, found: ConvBackward) -> Rewrite | None:
-    """All of it with the mask, or else each part as it is."""
-    dx, dw, db = found.out
-    num_pixels = math.prod(found.gradient.shape) // found.gradient.shape[1]
-    parts = [name for name, out in (("data", dx), ("weight", dw)) if out is not None]
+def _rewrite_conv_backward(context: MatchContext, backward: ConvBackward) -> Rewrite | None:
+    """All gradients with the ReLU's mask if kernels compute all of them, each gradient separately otherwise."""
+    dx, dw, db = backward.grads
+    operators = [name for name, grad in (("data", dx), ("weight", dw)) if grad is not None]
 
-    def way(*wanted: str, fused: tuple[str, ...] = ()) -> LaunchVariant | None:
-        """How kernels do it, if they do."""
-        one = found.layer.shape_class(f"conv {' and '.join(wanted)} gradient", num_pixels, fused)
-        return question.selector.launch_variant_of(one) if question.selector.selects_kernel(one) else None
+    def variant_of(*names: str, fused: tuple[str, ...] = ()) -> LaunchVariant | None:
+        """Launch variant of the kernels of these gradients; None if ATen computes them."""
+        shape_class = backward.layer.shape_class(f"conv {' and '.join(names)} gradient", backward.num_pixels, fused)
+        return context.selector.launch_variant_of(shape_class) if context.selector.selects_kernel(shape_class) else None
 
-    # A bias's gradient alone is ATen's, which reads the masked one.
-    mask = match_relu_grad(question, found.gradient, found.positions) if dw is not None or db is None else None
-    if mask is not None and (together := way(*parts, fused=("relu",))) is not None:
-        return _gradient_kernels(question, found, mask, dict.fromkeys(parts, together))
-    taken = {part: alone for part in parts if (alone := way(part)) is not None}
-    return _gradient_kernels(question, found, None, taken) if taken else None
+    # ATen computes a bias's gradient alone, and reads the masked gradient.
+    prologue = match_relu_grad(context, backward.gradient, backward.positions) if dw is not None or db is None else None
+    if prologue is not None and (variant := variant_of(*operators, fused=("relu",))) is not None:
+        return _rewrite_gradients(context, backward, prologue, dict.fromkeys(operators, variant))
+    variants = {name: variant for name in operators if (variant := variant_of(name)) is not None}
+    return _rewrite_gradients(context, backward, None, variants) if variants else None
 
 
-def _gradient_kernels(
-    question: MatchContext, found: ConvBackward, mask: ReluGradPrologue | None, taken: Mapping[str, LaunchVariant]
+def _rewrite_gradients(
+    context: MatchContext, backward: ConvBackward, prologue: ReluGradPrologue | None, variants: Mapping[str, LaunchVariant]
 ) -> Rewrite:
-    """The call's gradients by kernels as far as they take them, each in its way; by ATen otherwise."""
-    call, owner, given = found.call, found.call.owner, found.gradient if mask is None else mask.gradient
-    takes_data, takes_weight = "data" in taken, "weight" in taken
-    gradient, body = question.image(given, owner)
+    """Kernels for the gradients with a launch variant, ATen's call for the remaining ones."""
+    call, owner = backward.call, backward.call.owner
+    unmasked = backward.gradient if prologue is None else prologue.gradient
+    gradient, body = context.to_channels_last(unmasked, owner)
     output: Slot | None = None
-    if mask is not None:
-        output, copied = question.image(mask.output, owner)
-        body = (*body, *copied)
-    gone = {found.at} if mask is None else {found.at, mask.at}
-    elsewhere: dict[int, tuple[Instruction, ...]] = {}
-    if takes_weight:
-        weight, elsewhere = weight_gradient_calls(question, found, gradient, output, variant=taken["weight"])
-        body = (*body, *weight)
-        gone |= {*found.positions, *elsewhere}
-    if takes_data:
-        body = (*body, *data_gradient_calls(question, found, gradient, output, given.shape[2:], variant=taken["data"]))
-    rest = [slot is not None and not (takes_data if place == 0 else takes_weight) for place, slot in enumerate(found.out)]
-    if any(rest):
-        body = (_with_output_mask(call, rest), *body)
-    return Rewrite(gone=frozenset(gone), inserted={**elsewhere, found.at: body})
+    if prologue is not None:
+        output, copy = context.to_channels_last(prologue.output, owner)
+        body = (*body, *copy)
+    removed = {backward.at} if prologue is None else {backward.at, prologue.at}
+    deliveries: dict[int, tuple[Instruction, ...]] = {}
+    if "weight" in variants:
+        sums, deliveries = weight_gradient_calls(context, backward, gradient, output, variant=variants["weight"])
+        body = (*body, *sums)
+        removed |= {*backward.positions, *deliveries}
+    if "data" in variants:
+        body = (*body, *data_gradient_calls(context, backward, gradient, output, unmasked.shape[2:], variant=variants["data"]))
+    aten_mask = [slot is not None and ("data" if index == 0 else "weight") not in variants for index, slot in enumerate(backward.grads)]
+    if any(aten_mask):
+        body = (_with_output_mask(call, aten_mask), *body)
+    return Rewrite(removed=frozenset(removed), inserted={**deliveries, backward.at: body})
 
 
 def data_gradient_calls(
-    question: MatchContext,
-    found: ConvBackward,
+    context: MatchContext,
+    backward: ConvBackward,
     gradient: Slot,
     output: Slot | None,
     outputs: tuple[int, ...],
@@ -321,53 +342,63 @@ def data_gradient_calls(
     *,
     variant: LaunchVariant,
 ) -> tuple[Instruction, ...]:
-    """The input's gradient by a kernel; ``outputs`` are extents of the convolution's output."""
-    dx, layer, owner = found.out[0], found.layer, found.call.owner
+    """The input's gradient by a kernel.
+
+    Args:
+        context: the program.
+        backward: ATen's call.
+        gradient: gradient of the output, or of the maxima.
+        output: output of the ReLU that masks the gradient.
+        outputs: extents of the convolution's output.
+        taps: positions of the maxima, if ``gradient`` and ``output`` are of maxima.
+        variant: launch variant.
+    """
+    dx, layer, owner = backward.grads[0], backward.layer, backward.call.owner
     assert dx is not None
     data = DataGradientCall(
-        flops=conv_backward_flops(found.call, found.wants("data")),
+        flops=conv_backward_flops(backward.call, backward.output_mask("data")),
         geometry=geometry_of(layer.windows, dx.shape[2:], outputs),
         groups=layer.groups,
         numbers=layer.numbers,
         variant=variant,
     )
-    weight, body = channels_last_weight(question, layer, owner)
-    return (*body, allocation(dx, owner), kernel_instruction(data.run, dx, gradient, weight, output, taps, writes=(dx,), owner=owner))
+    weight, copy = channels_last_weight(context, layer, owner)
+    return (*copy, allocation(dx, owner), kernel_instruction(data.run, dx, gradient, weight, output, taps, writes=(dx,), owner=owner))
 
 
 def weight_gradient_calls(
-    question: MatchContext, found: ConvBackward, gradient: Slot, output: Slot | None, taps: Slot | None = None, *, variant: LaunchVariant
+    context: MatchContext, backward: ConvBackward, gradient: Slot, output: Slot | None, taps: Slot | None = None, *, variant: LaunchVariant
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[Instruction, ...]]]:
-    """The sums by a kernel, with what gives them out at once; and what stands in the place of those who would have added them."""
-    owner, layer, dw = found.call.owner, found.layer, found.out[1]
+    """The gradients of weight and bias by a kernel; arguments as for :func:`data_gradient_calls`.
+
+    Returns:
+        Instructions at the position of ATen's call, and instructions at other positions: those that add the gradients to accumulators.
+    """
+    owner, layer, dw = backward.call.owner, backward.layer, backward.grads[1]
     assert dw is not None
     sums = WeightGradientCall(
-        flops=conv_backward_flops(found.call, found.wants("weight")),
-        geometry=layer.geometry(found.gradient.shape[2:]),
+        flops=conv_backward_flops(backward.call, backward.output_mask("weight")),
+        geometry=layer.geometry(backward.gradient.shape[2:]),
         groups=layer.groups,
         numbers=layer.numbers,
         variant=variant,
         weight=layer.weight.shape,
-        has_bias=found.bias is not None,
-        num_splits=num_gradient_slots(layer.weight.shape, math.prod(found.gradient.shape) // found.gradient.shape[1]),
+        has_bias=backward.bias_grad is not None,
+        num_splits=num_gradient_slots(layer.weight.shape, backward.num_pixels),
     )
-    x, body = question.image(layer.padded.slot, owner)
-    space = question.emitter.slot((sums.num_elements,), torch.float32)
-    body = (
-        *body,
-        *zeroed_workspace(space, owner),
-        kernel_instruction(sums.run, space, gradient, x, output, taps, writes=(space,), owner=owner),
-    )
-    elsewhere = deliver_gradient(question, dw, sums.add_weight, sums.write_weight_grad, space, found.at, owner)
-    if found.bias is not None:
-        of_bias = deliver_gradient(question, found.bias, sums.add_bias, sums.write_bias_grad, space, found.at, owner)
-        elsewhere = {at: (*elsewhere.get(at, ()), *of_bias.get(at, ())) for at in {*elsewhere, *of_bias}}
-    return (*body, *elsewhere.pop(found.at, ())), elsewhere
+    x, copy = context.to_channels_last(layer.padded.slot, owner)
+    workspace = context.builder.slot((sums.num_elements,), torch.float32)
+    launch = kernel_instruction(sums.run, workspace, gradient, x, output, taps, writes=(workspace,), owner=owner)
+    deliveries = deliver_gradient(context, dw, sums.add_weight, sums.write_weight_grad, workspace, backward.at, owner)
+    if backward.bias_grad is not None:
+        of_bias = deliver_gradient(context, backward.bias_grad, sums.add_bias, sums.write_bias_grad, workspace, backward.at, owner)
+        deliveries = {at: (*deliveries.get(at, ()), *of_bias.get(at, ())) for at in {*deliveries, *of_bias}}
+    return (*copy, *zeroed_workspace(workspace, owner), launch, *deliveries.pop(backward.at, ())), deliveries
 
 
 def _with_output_mask(call: Instruction, mask: Sequence[bool]) -> Instruction:
-    """The call for some of its gradients alone."""
-    outputs = tuple(slot if wanted else None for slot, wanted in zip(call.outputs, mask, strict=True))
+    """ATen's backward call with another output mask."""
+    outputs = tuple(slot if selected else None for slot, selected in zip(call.outputs, mask, strict=True))
     arguments = (*call.arguments[:-1], list(mask))
     num_bytes = sum(slot.num_bytes for slot in outputs if slot is not None)
     return call._replace(arguments=arguments, outputs=outputs, flops=conv_backward_flops(call, mask), num_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""Launches of the convolution kernels as calls of a program: images (also depthwise) and volumes."""
+"""Kernel calls of convolutions and their gradients: of images, also depthwise, and of volumes."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ __all__ = [
     "num_gradient_slots",
 ]
 
+#: ``precision`` argument of the launches, by number format
 _PRECISIONS = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
-#: programs that fill any GPU of today a few times over, the most slots of a weight, and the least pixels that one sums up
-_PROGRAMS, _MOST_SPLITS, _LEAST_PIXELS = 1024, 32, 512
+#: enough programs to fill a current GPU a few times
+_NUM_PROGRAMS = 1024
+_MAX_SPLITS = 32
+#: pixels that a slot sums up at least
+_MIN_PIXELS = 512
 _WEIGHT_BLOCK = 32
 
 
 def num_gradient_slots(weight: tuple[int, ...], num_pixels: int) -> int:
-    """In how many slots a weight's gradient is summed up: enough programs for a GPU, and no more than that, as each slot is a weight.
+    """Number of slots that sum up a weight's gradient: enough programs for a GPU, but no more, since each slot is as large as the weight.
 
     >>> num_gradient_slots((64, 3, 3, 3), 2**20), num_gradient_slots((512, 512, 3, 3), 2**20), num_gradient_slots((64, 3, 3, 3), 1024)
     (32, 1, 2)
     """
     num_out, num_in, *kernel = weight
     num_taps = math.prod(kernel)
-    blocks = -(-num_out // _WEIGHT_BLOCK) * (
+    num_blocks = -(-num_out // _WEIGHT_BLOCK) * (
         -(-num_taps * num_in // _WEIGHT_BLOCK) if num_in < _WEIGHT_BLOCK else num_taps * -(-num_in // _WEIGHT_BLOCK)
     )
-    return max(1, min(_MOST_SPLITS, _PROGRAMS // blocks, num_pixels // _LEAST_PIXELS))
+    return max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_blocks, num_pixels // _MIN_PIXELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConvolutionCallBase(KernelCall):
-    """A call about a convolution.
+    """Kernel call of a convolution.
 
     Attributes:
-        geometry: of the buffers: a `Geometry`, or a `VolumeGeometry`.
-        groups: of channels.
-        numbers: how products are formed.
-        variant: how images are split into programs.
+        geometry: geometry of the buffers, a `Geometry` or a `VolumeGeometry`.
+        groups: number of channel groups.
+        numbers: number format.
+        variant: launch variant, for images.
     """
 
     geometry: Any
@@ -59,32 +63,32 @@ class _ConvolutionCallBase(KernelCall):
 
     @property
     def precision(self) -> str:
-        """As the launches name it."""
+        """The ``precision`` argument of the launches."""
         return _PRECISIONS[self.numbers]
 
     @property
     def is_image(self) -> bool:
-        """Of images, not of volumes."""
+        """True for images, false for volumes."""
         return isinstance(self.geometry, Geometry)
 
     def is_depthwise(self, num_in: int) -> bool:
-        """Whether each channel is a group."""
+        """True if each of the input channels is a group; ``num_in`` are the inputs of a group."""
         return num_in == 1 and self.groups > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionCall(_ConvolutionCallBase):
-    """``relu(conv(x) + bias + residual)``, each part where there is one.
+    """``relu(conv(x) + bias + residual)``; all but the convolution is optional.
 
     Attributes:
-        relu: whether there is a ReLU.
+        relu: true if the ReLU is fused.
     """
 
     relu: bool = False
 
     def run(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-        """Write to ``out``."""
-        if not self.begins(out):
+        """Write the result to ``out``."""
+        if not self.begin_launch(out):
             return
         x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         if not self.is_image:
@@ -114,11 +118,11 @@ class ConvolutionCall(_ConvolutionCallBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormedConvolutionCall(_ConvolutionCallBase):
-    """``relu(norm(conv(x) + bias) + residual)`` with a frozen norm: a scale and a shift of each channel.
+    """``relu(norm(conv(x) + bias) + residual)`` with a frozen norm, applied as a scale and a shift of each channel.
 
     Attributes:
         eps: added to the variance.
-        relu: whether there is a ReLU.
+        relu: true if the ReLU is fused.
     """
 
     eps: float
@@ -127,7 +131,7 @@ class NormedConvolutionCall(_ConvolutionCallBase):
     def run(
         self,
         out: Tensor,
-        space: Tensor,
+        workspace: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -137,10 +141,10 @@ class NormedConvolutionCall(_ConvolutionCallBase):
         mean: Tensor,
         variance: Tensor,
     ) -> None:
-        """Write to ``out``; the workspace is fp32 ``[2 * outputs]``."""
-        if not self.begins(out):
+        """Write the result to ``out``; the workspace is fp32 ``[2 * outputs]``."""
+        if not self.begin_launch(out):
             return
-        scale, shift = space.view(2, -1).unbind()
+        scale, shift = workspace.view(2, -1).unbind()
         scale.copy_(variance).add_(self.eps).rsqrt_()
         shift.copy_(mean).neg_()
         if bias is not None:
@@ -164,11 +168,11 @@ class NormedConvolutionCall(_ConvolutionCallBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledConvolutionCall(_ConvolutionCallBase):
-    """The maxima of 2 x 2 pixels of ``relu(conv(x) + bias)``, and where they came from."""
+    """The maxima of 2 x 2 pixels of ``relu(conv(x) + bias)``, and the numbers of the chosen pixels (taps)."""
 
     def run(self, out: Tensor, taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Write the maxima to ``out``, their numbers to ``taps``."""
-        if not self.begins(out):
+        """Write the maxima to ``out`` and their taps to ``taps``."""
+        if not self.begin_launch(out):
             return
         from sft.kernels.conv.forward2d_triton import launch_conv2d  # not above: it imports Triton
 
@@ -181,8 +185,8 @@ class DataGradientCall(_ConvolutionCallBase):
     """The gradient of a convolution's input."""
 
     def run(self, out: Tensor, gradient: Tensor, weight: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
-        """Write to ``out``. The gradient counts where ``output``, of a ReLU, is on; with ``taps`` both are of maxima."""
-        if not self.begins(out):
+        """Write to ``out``. ``output``, of a ReLU, masks the gradient; with ``taps`` both are of maxima of 2 x 2 pixels."""
+        if not self.begin_launch(out):
             return
         gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         if not self.is_image:
@@ -211,12 +215,12 @@ class DataGradientCall(_ConvolutionCallBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGradientCall(_ConvolutionCallBase):
-    """A strip's share of the gradients of weight and bias: sums in fp32, in slots that are added up in their order.
+    """Contribution of a strip to the gradients of weight and bias: fp32 sums in slots, which are added up in their order.
 
     Attributes:
-        weight: the weight's shape, ``[outputs, inputs of a group, *kernel]``.
-        has_bias: whether the bias's gradient is found as well.
-        num_splits: slots.
+        weight: shape of the weight, ``[outputs, inputs of a group, *kernel]``.
+        has_bias: true if the bias's gradient is computed as well.
+        num_splits: number of slots.
     """
 
     weight: tuple[int, ...]
@@ -225,20 +229,20 @@ class WeightGradientCall(_ConvolutionCallBase):
 
     @property
     def num_elements(self) -> int:
-        """Of the workspace, fp32: the slots of the weight, then those of the bias."""
+        """Number of fp32 elements of the workspace: the slots of the weight, then those of the bias."""
         return self.num_splits * (math.prod(self.weight) + (self.weight[0] if self.has_bias else 0))
 
-    def _slots(self, space: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _slots(self, workspace: Tensor) -> tuple[Tensor, Tensor | None]:
         num_out, num_in, *kernel = self.weight
         num_biases = self.num_splits * num_out if self.has_bias else 0
-        weights = space[: space.numel() - num_biases].view(self.num_splits, num_out, *kernel, num_in)
-        return weights, space[space.numel() - num_biases :].view(self.num_splits, num_out) if self.has_bias else None
+        weights = workspace[: workspace.numel() - num_biases].view(self.num_splits, num_out, *kernel, num_in)
+        return weights, workspace[workspace.numel() - num_biases :].view(self.num_splits, num_out) if self.has_bias else None
 
-    def run(self, space: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
-        """Find the sums, in a workspace of zeros; each sum is then in its first slot."""
-        if not self.begins(space):
+    def run(self, workspace: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
+        """Sum up in a zeroed workspace; the first slot of each sum then has the total."""
+        if not self.begin_launch(workspace):
             return
-        weights, biases = self._slots(space)
+        weights, biases = self._slots(workspace)
         gradient, x, output = to_channels_last(gradient), to_channels_last(x), None if output is None else to_channels_last(output)
         if not self.is_image:
             from sft.kernels.conv.weight_grad3d_triton import launch_volume_weight_gradient  # not above: it imports Triton
@@ -258,28 +262,28 @@ class WeightGradientCall(_ConvolutionCallBase):
 
             for slots in (weights, biases):
                 if slots is not None:
-                    launch_reduce(slots, slots[0])  # an element is read from all slots before it is written
+                    launch_reduce(slots, slots[0])  # each element is read from all slots before it is written
 
-    def add_weight(self, total: Tensor, space: Tensor) -> None:
+    def add_weight(self, total: Tensor, workspace: Tensor) -> None:
         """Add the weight's gradient to ``total``, of the weight's shape."""
-        total.add_(self._weight(space))
+        total.add_(self._weight(workspace))
 
-    def write_weight_grad(self, out: Tensor, space: Tensor) -> None:
+    def write_weight_grad(self, out: Tensor, workspace: Tensor) -> None:
         """Write the weight's gradient to ``out``."""
-        out.copy_(self._weight(space))
+        out.copy_(self._weight(workspace))
 
-    def _weight(self, space: Tensor) -> Tensor:
-        return self._slots(space)[0][0].movedim(-1, 1)
+    def _weight(self, workspace: Tensor) -> Tensor:
+        return self._slots(workspace)[0][0].movedim(-1, 1)
 
-    def add_bias(self, total: Tensor, space: Tensor) -> None:
+    def add_bias(self, total: Tensor, workspace: Tensor) -> None:
         """Add the bias's gradient to ``total``."""
-        total.add_(self._bias(space))
+        total.add_(self._bias(workspace))
 
-    def write_bias_grad(self, out: Tensor, space: Tensor) -> None:
+    def write_bias_grad(self, out: Tensor, workspace: Tensor) -> None:
         """Write the bias's gradient to ``out``."""
-        out.copy_(self._bias(space))
+        out.copy_(self._bias(workspace))
 
-    def _bias(self, space: Tensor) -> Tensor:
-        biases = self._slots(space)[1]
+    def _bias(self, workspace: Tensor) -> Tensor:
+        biases = self._slots(workspace)[1]
         assert biases is not None
         return biases[0]

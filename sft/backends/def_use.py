@@ -1,12 +1,12 @@
-"""What a list of instructions does to memory: who makes a slot, who reads it, and which instructions may change places.
+"""Def-use analysis of a program: the instructions that make, read and write a slot, and the moves that keep the program's meaning.
 
-A pass that puts one call in the place of several instructions moves their reads and writes to where the call stands. That is the same
-program if, for each instruction that moves, nothing between its old and its new place writes what it reads or writes, or reads what it
-writes. Slots that share a storage share a root, and it is roots that are compared. An instruction that only makes a view of a storage
-touches no elements of it.
+A rewrite replaces several instructions by one call, so it moves their reads and writes to the position of that call. The program stays the
+same if, for each moved instruction, no instruction between its old and its new position writes a slot that it reads or writes, or reads a
+slot that it writes. Slots that share a storage have the same root, so the analysis compares roots. An instruction that only makes a view
+touches no elements.
 
-Two groups that both move cannot upset each other: an instruction of one that was before an instruction of the other, and is behind it
-afterwards, passed the other's old place, where the rule has looked.
+Two rewrites cannot conflict by moving both. If an instruction of the first was before an instruction of the second and is after it now, it
+has passed the old position of the second, which the rule has checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DefUse", "slots_in"]
 
 
 def slots_in(value: Any) -> Iterator[Slot]:
-    """The slots in an argument."""
+    """All slots in an argument, nested lists, tuples and dictionaries included."""
     if isinstance(value, Slot):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -35,7 +35,7 @@ def slots_in(value: Any) -> Iterator[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class _Effects:
-    """Roots whose elements an instruction reads, and writes."""
+    """Roots of the elements that an instruction reads, and of those that it writes."""
 
     reads: frozenset[int]
     writes: frozenset[int]
@@ -43,12 +43,12 @@ class _Effects:
 
 @dataclass(kw_only=True)
 class DefUse:
-    """Instructions with their uses, by position.
+    """Definitions and uses of the slots of a program, by position.
 
     Attributes:
-        instructions: in order.
-        ports: slots that are the caller's.
-        results: slots that go to the caller.
+        instructions: the program.
+        ports: slots that belong to the caller before the program.
+        results: slots that belong to the caller after the program.
     """
 
     instructions: tuple[Instruction, ...]
@@ -66,23 +66,23 @@ class DefUse:
 
     @cached_property
     def _users(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        users: dict[int, list[int]] = {}
         for at, instruction in enumerate(self.instructions):
-            for slot in {s.number for s in slots_in((instruction.arguments, instruction.keywords, instruction.writes))}:
-                found.setdefault(slot, []).append(at)
-        return found
+            for number in {s.number for s in slots_in((instruction.arguments, instruction.keywords, instruction.writes))}:
+                users.setdefault(number, []).append(at)
+        return users
 
     @cached_property
     def _accesses(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        accesses: dict[int, list[int]] = {}
         for at, effects in enumerate(self._effects):
             for root in effects.reads | effects.writes:
-                found.setdefault(root, []).append(at)
-        return found
+                accesses.setdefault(root, []).append(at)
+        return accesses
 
     @cached_property
     def outside(self) -> frozenset[int]:
-        """Roots that belong to the caller, before or after."""
+        """Roots that belong to the caller, before or after the program."""
         return frozenset(slot.root for slot in (*self.ports.values(), *self.results.values()))
 
     def maker(self, slot: Slot) -> Instruction | None:
@@ -91,37 +91,41 @@ class DefUse:
         return None if at is None else self.instructions[at]
 
     def users(self, slot: Slot) -> list[int]:
-        """Positions at which a slot itself is named as an operand."""
+        """Positions of the instructions with the slot itself as an operand."""
         return self._users.get(slot.number, [])
 
     def accesses(self, slot: Slot) -> list[int]:
-        """Positions at which elements of a slot's storage are read or written, its making included."""
+        """Positions that read or write elements of a slot's storage, its allocation included."""
         return self._accesses.get(slot.root, [])
 
     def is_private(self, slot: Slot, positions: Collection[int], *, after: int = -1) -> bool:
-        """Whether nobody but these positions touches the slot's storage (behind position ``after``), and it never leaves the program."""
+        """True if only these positions access the slot's storage (after position ``after``), and the caller never sees it."""
         return slot.root not in self.outside and all(at in positions for at in self.accesses(slot) if at > after)
 
+    def is_read(self, slot: Slot | None) -> bool:
+        """True if an instruction or the caller reads a result of an instruction; false for None."""
+        return slot is not None and (bool(self.users(slot)) or slot.root in self.outside)
+
     def is_written_between(self, slot: Slot, first: int, last: int) -> bool:
-        """Whether the slot's storage is written behind ``first`` and before ``last``."""
+        """True if an instruction after ``first`` and before ``last`` writes the slot's storage."""
         return any(slot.root in self._effects[at].writes for at in range(first + 1, last))
 
     def can_move_to(self, positions: Collection[int], last: int) -> bool:
-        """Whether the instructions at these positions may all stand at position ``last``."""
+        """True if the instructions at these positions may all move to position ``last``."""
         for start in positions:
-            ours = self._effects[start]
+            moved = self._effects[start]
             for at in range(start + 1, last):
                 if at in positions:
                     continue
-                theirs = self._effects[at]
-                if theirs.writes & (ours.reads | ours.writes) or theirs.reads & ours.writes:
+                passed = self._effects[at]
+                if passed.writes & (moved.reads | moved.writes) or passed.reads & moved.writes:
                     return False
         return True
 
 
 def _effects_of(instruction: Instruction) -> _Effects:
-    made = [out for out in instruction.outputs if out is not None]
-    written = frozenset(slot.root for slot in (*instruction.writes, *made))
-    if made and not instruction.writes and all(out.root != out.number for out in made):
+    outputs = [out for out in instruction.outputs if out is not None]
+    written = frozenset(slot.root for slot in (*instruction.writes, *outputs))
+    if outputs and not instruction.writes and all(out.root != out.number for out in outputs):
         return _Effects(frozenset(), frozenset())  # a view
     return _Effects(frozenset(slot.root for slot in slots_in((instruction.arguments, instruction.keywords))), written)

@@ -1,9 +1,10 @@
-"""What follows a value that a kernel makes, as far as the kernel can do it as well: a sum of two branches, a ReLU, a copy into a buffer.
+"""Fusion of element-wise operators into a kernel call: epilogues after a value, and the ReLU gradient before a backward kernel.
 
-Each of these would read the whole value and write one again. A chain grows for as long as the next call makes one value of it that the
-kernel can write instead, and nobody else reads what lies between.
+An *epilogue* is a chain of operators after a value that a kernel makes: the sum with a residual branch, a ReLU, a copy into a buffer. Each
+of them would read the whole value and write a new one. The chain grows as long as the next operator makes one value that the kernel can
+write instead, and no other instruction reads the values in between.
 
-A ReLU's gradient in front of a kernel that can take it while it loads the gradient.
+A *prologue* is the ReLU gradient (``threshold_backward``) before a kernel that can apply the mask while it loads the gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["Epilogue", "ReluGradPrologue", "match_relu", "match_relu_grad"]
 aten = torch.ops.aten
 
 
-def match_relu(question: MatchContext, value: Slot, at: int) -> Slot | None:
-    """What the ReLU at a position makes of a value; None if there is none of it."""
-    call = question.listing.instructions[at]
+def match_relu(context: MatchContext, value: Slot, at: int) -> Slot | None:
+    """The result of a ReLU of ``value`` at a position; None if the instruction is no such ReLU."""
+    call = context.def_use.instructions[at]
     if call.function is aten.relu_.default and call.arguments[0] == value:
         return value
     if call.function is aten.relu.default and call.arguments[0] == value:
@@ -34,24 +35,39 @@ def match_relu(question: MatchContext, value: Slot, at: int) -> Slot | None:
     return None
 
 
-@dataclass(slots=True)
-class Epilogue:
-    """A group that grows along its value.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """A candidate for the next operator of an epilogue.
 
     Attributes:
-        value: what it makes so far.
-        positions: of what belongs to it.
-        made: where memory for ``value`` is to be made; None for a buffer that is there.
-        residual: what is added.
-        relu: whether a ReLU is at its end.
-        fused: names of what was taken in.
-        can_fold_norm: whether a frozen norm may follow at once.
+        value: its result; None if the operator cannot be fused.
+        name: name in a shape class; empty for a copy.
+        residual: the operand that it adds.
+    """
+
+    value: Slot | None
+    name: str = ""
+    residual: Slot | None = None
+
+
+@dataclass(slots=True)
+class Epilogue:
+    """A value and the chain of operators fused after it.
+
+    Attributes:
+        value: result of the chain so far.
+        positions: instructions of the group.
+        allocated_at: position at which to allocate ``value``; None if it is an existing buffer.
+        residual: operand that is added.
+        relu: true if the chain ends in a ReLU.
+        fused: names of the fused operators.
+        can_fold_norm: true if a frozen norm may follow directly.
         norm: the call of that norm.
     """
 
     value: Slot
     positions: list[int]
-    made: int | None
+    allocated_at: int | None
     residual: Slot | None = None
     relu: bool = False
     fused: list[str] = field(default_factory=list)
@@ -59,82 +75,82 @@ class Epilogue:
     norm: Instruction | None = None
 
     @classmethod
-    def of(cls, question: MatchContext, value: Slot, at: int, fused: Sequence[str] = (), *, can_fold_norm: bool = False) -> Epilogue:
-        """What follows the call at a position, which makes a value."""
-        chain = cls(value=value, positions=[at], made=at, fused=list(fused), can_fold_norm=can_fold_norm)
-        while chain._step(question):
+    def of(cls, context: MatchContext, value: Slot, at: int, fused: Sequence[str] = (), *, can_fold_norm: bool = False) -> Epilogue:
+        """The longest epilogue of the call at a position, which makes ``value``."""
+        epilogue = cls(value=value, positions=[at], allocated_at=at, fused=list(fused), can_fold_norm=can_fold_norm)
+        while epilogue._extend(context):
             pass
-        return chain
+        return epilogue
 
     @property
     def last(self) -> int:
-        """Where the group stands."""
+        """Position of the kernel call that replaces the group."""
         return self.positions[-1]
 
-    def replacement(self, owner: str, body: Sequence[Instruction]) -> Rewrite:
-        """These instructions in the place of the chain, with memory for what it makes."""
+    def to_rewrite(self, owner: str, body: Sequence[Instruction]) -> Rewrite:
+        """The rewrite that replaces the group by ``body``, with the allocation of its result."""
         inserted = {self.last: tuple(body)}
-        if self.made is not None:
-            inserted[self.made] = (allocation(self.value, owner), *inserted.get(self.made, ()))
-        return Rewrite(gone=frozenset(self.positions), inserted=inserted)
+        if self.allocated_at is not None:
+            inserted[self.allocated_at] = (allocation(self.value, owner), *inserted.get(self.allocated_at, ()))
+        return Rewrite(removed=frozenset(self.positions), inserted=inserted)
 
-    def _step(self, question: MatchContext) -> bool:
-        """Take in what follows, if it can be."""
-        if self.made is None:
-            return False  # what is in a buffer has readers enough
-        listing = question.listing
-        following = [at for at in listing.users(self.value) if at > self.positions[-1]]
-        if not following or following[0] in question.taken:
+    def _extend(self, context: MatchContext) -> bool:
+        """Fuse the next operator; return false if it cannot be fused."""
+        if self.allocated_at is None:
+            return False  # a value in an existing buffer has other readers
+        def_use = context.def_use
+        later_users = [at for at in def_use.users(self.value) if at > self.positions[-1]]
+        if not later_users or later_users[0] in context.claimed:
             return False
-        at = following[0]
-        call = listing.instructions[at]
-        made, residual, relu, name = self._next(question, at, call)
-        if made is None or made.dtype != self.value.dtype or made.shape != self.value.shape:
+        at = later_users[0]
+        link = self._link(context, at, def_use.instructions[at])
+        value = link.value
+        if value is None or value.dtype != self.value.dtype or value.shape != self.value.shape:
             return False
         positions = [*self.positions, at]
-        if made != self.value and not listing.is_private(self.value, positions):
+        if value != self.value and not def_use.is_private(self.value, positions):
             return False
-        if not listing.can_move_to(positions, at):
+        if not def_use.can_move_to(positions, at):
             return False
-        is_new = made.root == made.number and listing.makers.get(made.number) == at
-        if not is_new and made != self.value and not question.is_image(made):
-            return False  # a buffer of the caller's
+        is_new = value.root == value.number and def_use.makers.get(value.number) == at
+        if not is_new and value != self.value and not context.is_channels_last(value):
+            return False  # a buffer of the caller
         self.positions = positions
-        self.residual, self.relu = residual or self.residual, relu or self.relu
-        self.norm = call if name == "norm" else self.norm
-        if made != self.value:
-            self.made = at if is_new else None
-        self.value = made
-        if name:
-            self.fused.append(name)
+        self.residual, self.relu = link.residual or self.residual, link.name == "relu" or self.relu
+        self.norm = def_use.instructions[at] if link.name == "norm" else self.norm
+        if value != self.value:
+            self.allocated_at = at if is_new else None
+        self.value = value
+        if link.name:
+            self.fused.append(link.name)
         return True
 
-    def _next(self, question: MatchContext, at: int, call: Instruction) -> tuple[Slot | None, Slot | None, bool, str]:
-        """What the following call makes of the value, with what it adds, whether it is a ReLU, and its name."""
-        if (made := match_relu(question, self.value, at)) is not None:
-            return (None if self.relu else made), None, True, "relu"
+    def _link(self, context: MatchContext, at: int, call: Instruction) -> _Link:
+        """The operator at a position as a candidate for fusion."""
+        if (value := match_relu(context, self.value, at)) is not None:
+            return _Link(value=None if self.relu else value, name="relu")
         if call.function is aten._native_batch_norm_legit_no_training.default and call.arguments[0] == self.value:
             is_first = self.can_fold_norm and self.norm is None and not self.relu and self.residual is None
-            return (call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None), None, False, "norm"
+            return _Link(value=call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None, name="norm")
         if call.function is aten.copy_.default and call.arguments[1] == self.value:
-            return call.writes[0], None, False, ""
+            return _Link(value=call.writes[0])
         if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None:
             left, right = call.arguments[:2]
-            other = right if left == self.value else left
-            if isinstance(other, Slot) and other != self.value and other.shape == self.value.shape and "alpha" not in call.keywords:
-                made = call.writes[0] if call.writes else call.outputs[0]
-                return (made if other.dtype == self.value.dtype else None), other, False, "residual"
-        return None, None, False, ""
+            branch = right if left == self.value else left
+            if isinstance(branch, Slot) and branch != self.value and branch.shape == self.value.shape and "alpha" not in call.keywords:
+                value = call.writes[0] if call.writes else call.outputs[0]
+                return _Link(value=value if branch.dtype == self.value.dtype else None, name="residual", residual=branch)
+        return _Link(value=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReluGradPrologue:
-    """The call that masks.
+    """A ReLU gradient that a backward kernel can apply.
 
     Attributes:
-        at: its position.
-        gradient: before it.
-        output: of the ReLU.
+        at: position of ``threshold_backward``.
+        gradient: gradient before the mask.
+        output: output of the ReLU.
     """
 
     at: int
@@ -142,21 +158,21 @@ class ReluGradPrologue:
     output: Slot
 
 
-def match_relu_grad(question: MatchContext, masked: Slot, positions: Sequence[int]) -> ReluGradPrologue | None:
-    """The masking of a gradient, where only the calls at these positions, in order, read what it makes."""
-    listing = question.listing
-    before = [at for at in listing.accesses(masked) if at < positions[0]]
-    if not before or not question.computes_operands:
+def match_relu_grad(context: MatchContext, masked: Slot, positions: Sequence[int]) -> ReluGradPrologue | None:
+    """The ReLU gradient that makes ``masked``, if only the calls at these positions, in order, read its result; None otherwise."""
+    def_use = context.def_use
+    earlier = [at for at in def_use.accesses(masked) if at < positions[0]]
+    if not earlier or not context.computes_operands:
         return None
-    at = before[-1]
-    call = listing.instructions[at]
-    if at in question.taken or call.function not in (aten.threshold_backward.default, aten.threshold_backward.grad_input):
+    at = earlier[-1]
+    call = def_use.instructions[at]
+    if at in context.claimed or call.function not in (aten.threshold_backward.default, aten.threshold_backward.grad_input):
         return None
     gradient, output, threshold = call.arguments
     written = call.writes[0] if call.writes else call.outputs[0]
     if threshold != 0 or written != masked or output.dtype != masked.dtype or output.root == masked.root:
         return None
     group = (at, *positions)
-    if not listing.is_private(masked, group, after=at - 1 if call.writes else -1) or not listing.can_move_to(group, positions[-1]):
+    if not def_use.is_private(masked, group, after=at - 1 if call.writes else -1) or not def_use.can_move_to(group, positions[-1]):
         return None
     return ReluGradPrologue(at=at, gradient=gradient, output=output)

@@ -1,12 +1,14 @@
-"""What a kernel call in a program is.
+"""Kernel calls as instructions of a program.
 
-A call is data: a frozen value that says all that a launch must know besides its tensors, with a method that takes these. Its bound method
-is the function of an instruction, so a program with kernels prints, has a signature, and is counted like any other. A call allocates
-nothing: outputs and workspaces are slots of the program, made by instructions in front of it.
+A kernel call is a frozen dataclass with all parameters of a launch except its tensors; its ``run`` method takes the tensors. The bound
+method is the function of an instruction. So a program with kernels can be printed, hashed and counted like any other program. A call
+allocates no memory: its outputs and workspaces are slots of the program, allocated by instructions before it.
 
-Two more rules hold for every call. On meta tensors it does nothing, since a program on meta tensors is a dry run. And its floating-point
-operations are those of what it replaces: an operator without any effect, ``sft::kernel_flops``, tells them to whoever counts at the
-dispatcher (``torch.utils.flop_counter``), which never sees a Triton launch.
+Two rules hold for every call:
+
+1. On meta tensors it returns at once: a program on meta tensors is a dry run.
+2. It reports the floating-point operations of the operators that it replaces. ``torch.utils.flop_counter`` counts at the dispatcher and
+   never sees a Triton launch, so the call dispatches the operator ``sft::kernel_flops``, which has no effect but its FLOP formula.
 """
 
 from __future__ import annotations
@@ -47,28 +49,31 @@ def _kernel_flops(like: Any, flops: int, *arguments: Any, **keywords: Any) -> in
 
 
 def count_flops(like: Tensor, flops: int) -> None:
-    """Tell whoever counts that a kernel on the device of ``like`` does so many operations."""
+    """Report the floating-point operations of a kernel on the device of ``like`` to active FLOP counters."""
     if flops and has_dispatch_mode():
         torch.ops.sft.kernel_flops.default(like, flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """A launch of one kernel or a few.
+    """Launch of one or a few kernels.
 
     Attributes:
-        flops: floating-point operations that it stands for.
+        flops: floating-point operations of the operators that it replaces.
     """
 
-    #: whether it copies something from the host each time
+    #: true if each run copies a table from the host
     uploads: ClassVar[bool] = False
     flops: int = 0
 
-    def begins(self, like: Tensor) -> bool:
-        """Say the operations, and whether there is anything to do: not on the meta device.
+    def begin_launch(self, like: Tensor) -> bool:
+        """Report the FLOPs; return false on the meta device, where no kernel runs.
 
         Args:
-            like: what is written first. Kernels take its channels for neighbours, so an image that is laid out otherwise would be garbage.
+            like: the first tensor that the launch writes.
+
+        Raises:
+            InternalError: ``like`` is an image that is not channels-last, as kernels require.
         """
         count_flops(like, self.flops)
         if like.device.type == "meta":
@@ -79,38 +84,38 @@ class KernelCall:
 
 
 def to_channels_last(tensor: Tensor) -> Tensor:
-    """The tensor channels-last, as kernels take it. Programs lay it out so; this is for a tensor that came otherwise all the same."""
+    """The tensor itself if it is channels-last, a copy otherwise. Programs lay their images out; this handles tensors of other origin."""
     return tensor if is_channels_last(tensor) else tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
 
 
 def kernel_call_of(function: Callable[..., Any]) -> KernelCall | None:
-    """The call whose method is an instruction's function; None for anything else."""
+    """The kernel call that an instruction's function is a method of; None for any other function."""
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, KernelCall) else None
 
 
 def kernel_operators(programs: Iterable[Program]) -> tuple[str, ...]:
-    """Operators of the graph that programs run by kernels, sorted; what is fused into one counts under its name."""
+    """Operators of the graph that programs run by kernels, sorted. A fused group counts under the name of its first operator."""
     return tuple(sorted({i.owner for program in programs for i in program.instructions if kernel_call_of(i.function) is not None}))
 
 
 def kernel_instruction(
     function: Callable[..., Any], *arguments: Any, writes: tuple[Slot, ...], owner: str, scratch_bytes: int = 0
 ) -> Instruction:
-    """A call as an instruction that writes into slots. Its operations are those of ``run``; other methods only hand results on."""
+    """An instruction that runs a method of a kernel call and writes into slots. Only ``run`` counts the call's FLOPs."""
     call = kernel_call_of(function)
     flops = call.flops if call is not None and getattr(function, "__name__", "") == "run" else 0
     return Instruction(function, arguments, {}, (), writes, flops, 0, scratch_bytes, owner)
 
 
 def allocation(slot: Slot, owner: str) -> Instruction:
-    """Memory for a slot, uninitialised; channels-last where it is an image."""
+    """An instruction that allocates uninitialised memory for a slot, channels-last if the slot is an image."""
     layout = CHANNELS_LAST.get(len(slot.shape), torch.contiguous_format)
     keywords = {"dtype": slot.dtype, "device": DEVICE, "memory_format": layout}
     return Instruction(torch.empty, (slot.shape,), keywords, (slot,), (), 0, slot.num_bytes, 0, owner)
 
 
 def zeroed_workspace(slot: Slot, owner: str) -> tuple[Instruction, Instruction]:
-    """Memory for a slot of one dimension, and zeros in it."""
+    """Instructions that allocate a one-dimensional slot and fill it with zeros."""
     zero = torch.ops.aten.zero_.default
     return allocation(slot, owner), Instruction(zero, (slot,), {}, (), (slot,), 0, 0, 0, owner)

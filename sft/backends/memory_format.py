@@ -1,8 +1,8 @@
-"""Which slots are surely channels-last, as kernels need them.
+"""Memory-format inference: the slots of a program that are known to be channels-last.
 
-A slot says its shape and its type, not its strides. Buffers that the lowering makes are channels-last, strips of sources are (they were
-copied where they were not), and ATen's operators hand the layout of their first image on. What comes from elsewhere, such as the gradient
-of an output, has the caller's layout; in front of a kernel it gets a copy, which the program counts.
+A slot has a shape and a dtype but no strides. Buffers of the lowering are channels-last, and so are strips of sources, which are copied if
+necessary. ATen's operators propagate the layout of their first image. Tensors of the caller, such as the gradient of an output, have the
+caller's layout; a kernel reads a channels-last copy of them, which the program counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["channels_last_slots"]
 
 aten = torch.ops.aten
 
-#: Operators whose result is laid out as one of their operands is, and which operand; None for those that want all images alike.
+#: Operators that propagate the memory format of an operand, and the operand's index; None if all image operands must share the format.
 _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.slice.Tensor: 0,
     aten.convolution.default: 0,
@@ -51,33 +51,33 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
-def channels_last_slots(listing: DefUse, laid_out: Collection[Port]) -> frozenset[int]:
+def channels_last_slots(def_use: DefUse, laid_out: Collection[Port]) -> frozenset[int]:
     """Numbers of the slots that are channels-last.
 
     Args:
-        listing: the program.
-        laid_out: ports that are bound to such images.
+        def_use: the program.
+        laid_out: ports bound to channels-last images.
     """
-    found = {slot.number for port, slot in listing.ports.items() if port in laid_out}
-    for instruction in listing.instructions:
+    known = {slot.number for port, slot in def_use.ports.items() if port in laid_out}
+    for instruction in def_use.instructions:
         for out in instruction.outputs:
-            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, found)):
-                found.add(out.number)
-    return frozenset(found)
+            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, known)):
+                known.add(out.number)
+    return frozenset(known)
 
 
 def _is_channels_last_slot(instruction: Instruction, known: Collection[int]) -> bool:
     function = instruction.function
     if kernel_call_of(function) is not None:
         return True
-    asked: Any = instruction.keywords.get("memory_format")
-    if asked is not None:
-        return asked in _FORMATS
+    memory_format: Any = instruction.keywords.get("memory_format")
+    if memory_format is not None:
+        return memory_format in _FORMATS
     if function not in _FORMAT_PRESERVING_OPS:
         return False
-    place = _FORMAT_PRESERVING_OPS[function]
-    if place is None:
+    index = _FORMAT_PRESERVING_OPS[function]
+    if index is None:
         images = [slot for slot in slots_in(instruction.arguments) if len(slot.shape) in (4, 5)]
         return bool(images) and all(slot.number in known for slot in images)
-    operand = instruction.arguments[place]
+    operand = instruction.arguments[index]
     return isinstance(operand, Slot) and operand.number in known

@@ -1,7 +1,7 @@
-"""Norms of a program: frozen ones, and the parts that a norm over the image is made of (:mod:`sft.analysis.passes.decompose_norms`).
+"""Rewrites of norms: frozen batch norms, and the parts of decomposed norms (:mod:`sft.analysis.passes.decompose_norms`).
 
-Applying a norm, adding a branch and the ReLU are one pass over the image; so are, backwards, the ReLU's mask with the sums that are the
-gradients of scale and shift, and once more with the input's gradient.
+Norm, residual sum and ReLU become one pass over the image. The backward pass becomes two: the ReLU's mask with the sums that make the
+gradients of scale and shift, and the mask with the input's gradient.
 """
 
 from __future__ import annotations
@@ -24,229 +24,250 @@ __all__ = ["match_affine_gradients", "match_affines", "match_frozen_norm_gradien
 aten = torch.ops.aten
 
 
-def _selects_kernel(question: MatchContext, operator: str, image: Slot, fused: tuple[str, ...] = ()) -> bool:
-    numbers = question.selector.number_format_of(image.dtype)
+def _selects_kernel(context: MatchContext, operator: str, image: Slot, fused: tuple[str, ...] = ()) -> bool:
+    """True if a kernel runs for an operation on an image."""
+    numbers = context.selector.number_format_of(image.dtype)
     if numbers is None or len(image.shape) != 4 or not all(image.shape):
         return False
     num_pixels = math.prod(image.shape) // image.shape[1]
     channels = (image.shape[1], image.shape[1])
-    wanted = ShapeClass(operator=operator, fused=fused, numbers=numbers, channels=channels, pixels=pixel_class(num_pixels))
-    return question.selector.selects_kernel(wanted)
+    shape_class = ShapeClass(operator=operator, fused=fused, numbers=numbers, channels=channels, pixels=pixel_class(num_pixels))
+    return context.selector.selects_kernel(shape_class)
 
 
-def _fp32_workspace(question: MatchContext, num_elements: int, owner: str) -> tuple[Slot, Instruction]:
-    """A workspace of fp32 that need not be zero."""
-    slot = question.emitter.slot((num_elements,), torch.float32)
+def _fp32_workspace(context: MatchContext, num_elements: int, owner: str) -> tuple[Slot, Instruction]:
+    """An uninitialised fp32 workspace and its allocation."""
+    slot = context.builder.slot((num_elements,), torch.float32)
     return slot, allocation(slot, owner)
 
 
-def match_frozen_norms(question: MatchContext) -> Iterator[Rewrite]:
-    """Batch norms in evaluation mode, with what follows them."""
-    for at, call in list(question.free(aten._native_batch_norm_legit_no_training.default)):
+def match_frozen_norms(context: MatchContext) -> Iterator[Rewrite]:
+    """Batch norms in evaluation mode, with their epilogues."""
+    for at, call in list(context.unclaimed_calls(aten._native_batch_norm_legit_no_training.default)):
         x, weight, bias, mean, variance, _, eps = call.arguments
-        out, *others = call.outputs
-        if out is None or any(other is not None for other in others) or out.root != out.number:
+        out, *statistics = call.outputs
+        if out is None or any(slot is not None for slot in statistics) or out.root != out.number:
             continue
-        chain = Epilogue.of(question, out, at)
-        if question.listing.is_written_between(x, at, chain.last) or not _selects_kernel(question, "frozen norm", x, tuple(chain.fused)):
+        epilogue = Epilogue.of(context, out, at)
+        if context.def_use.is_written_between(x, at, epilogue.last) or not _selects_kernel(
+            context, "frozen norm", x, tuple(epilogue.fused)
+        ):
             continue
         owner = call.owner
-        image, body = question.image(x, owner)
-        residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
-        space, memory = _fp32_workspace(question, 2 * x.shape[1], owner)
-        norm = FrozenNormCall(eps=eps, relu=chain.relu)
+        image, body = context.to_channels_last(x, owner)
+        residual, copy = (None, ()) if epilogue.residual is None else context.to_channels_last(epilogue.residual, owner)
+        workspace, memory = _fp32_workspace(context, 2 * x.shape[1], owner)
+        norm = FrozenNormCall(eps=eps, relu=epilogue.relu)
         launch = kernel_instruction(
-            norm.run, chain.value, space, image, weight, bias, mean, variance, residual, writes=(chain.value, space), owner=owner
+            norm.run,
+            epilogue.value,
+            workspace,
+            image,
+            weight,
+            bias,
+            mean,
+            variance,
+            residual,
+            writes=(epilogue.value, workspace),
+            owner=owner,
         )
-        yield chain.replacement(owner, (*body, *copied, memory, launch))
+        yield epilogue.to_rewrite(owner, (*body, *copy, memory, launch))
 
 
-def match_frozen_norm_gradients(question: MatchContext) -> Iterator[Rewrite]:
-    """Gradients of such norms."""
-    for at, call in list(question.free(aten.native_batch_norm_backward.default)):
+def match_frozen_norm_gradients(context: MatchContext) -> Iterator[Rewrite]:
+    """Gradients of batch norms in evaluation mode."""
+    for at, call in list(context.unclaimed_calls(aten.native_batch_norm_backward.default)):
         gradient, x, *_, is_training, _, _ = call.arguments
         if is_training or any(out is not None and out.root != out.number for out in call.outputs):
             continue
-        mask = match_relu_grad(question, gradient, (at,))
-        if _selects_kernel(question, "frozen norm gradient", x, () if mask is None else ("relu",)):
-            yield _rewrite_frozen_norm_gradient(question, at, call, mask)
+        prologue = match_relu_grad(context, gradient, (at,))
+        if _selects_kernel(context, "frozen norm gradient", x, () if prologue is None else ("relu",)):
+            yield _rewrite_frozen_norm_gradient(context, at, call, prologue)
 
 
-def _rewrite_frozen_norm_gradient(question: MatchContext, at: int, call: Instruction, mask: ReluGradPrologue | None) -> Rewrite:
+def _rewrite_frozen_norm_gradient(context: MatchContext, at: int, call: Instruction, prologue: ReluGradPrologue | None) -> Rewrite:
     gradient, x, weight, mean, variance, _, _, _, eps, _ = call.arguments
     dx, dw, db = call.outputs
     owner, num_channels = call.owner, x.shape[1]
     num_splits = num_norm_splits(1, num_channels, math.prod(x.shape) // num_channels)
     norm = FrozenNormCall(eps=eps, num_splits=num_splits)
-    given, body = question.image(gradient if mask is None else mask.gradient, owner)
-    output, copied = (None, ()) if mask is None else question.image(mask.output, owner)
-    space, memory = _fp32_workspace(question, 2 * num_channels, owner)
-    body = (*body, *copied, memory)
+    unmasked, body = context.to_channels_last(gradient if prologue is None else prologue.gradient, owner)
+    output, copy = (None, ()) if prologue is None else context.to_channels_last(prologue.output, owner)
+    workspace, memory = _fp32_workspace(context, 2 * num_channels, owner)
+    body = (*body, *copy, memory)
     if dw is not None or db is not None:
-        image, copied = question.image(x, owner)
-        sums = question.emitter.slot((2 * num_splits * num_channels,), torch.float64)
-        launch = kernel_instruction(norm.sum, sums, space, given, image, mean, variance, output, writes=(sums, space), owner=owner)
-        body = (*body, *copied, *zeroed_workspace(sums, owner), launch)
-        for out, give in ((dw, norm.write_weight_grad), (db, norm.write_bias_grad)):
+        image, copy = context.to_channels_last(x, owner)
+        sums = context.builder.slot((2 * num_splits * num_channels,), torch.float64)
+        launch = kernel_instruction(
+            norm.sum, sums, workspace, unmasked, image, mean, variance, output, writes=(sums, workspace), owner=owner
+        )
+        body = (*body, *copy, *zeroed_workspace(sums, owner), launch)
+        for out, write in ((dw, norm.write_weight_grad), (db, norm.write_bias_grad)):
             if out is not None:
-                body = (*body, allocation(out, owner), kernel_instruction(give, out, sums, writes=(out,), owner=owner))
+                body = (*body, allocation(out, owner), kernel_instruction(write, out, sums, writes=(out,), owner=owner))
     if dx is not None:
-        launch = kernel_instruction(norm.differentiate, dx, space, given, weight, mean, variance, output, writes=(dx, space), owner=owner)
+        launch = kernel_instruction(
+            norm.differentiate, dx, workspace, unmasked, weight, mean, variance, output, writes=(dx, workspace), owner=owner
+        )
         body = (*body, allocation(dx, owner), launch)
-    return Rewrite(gone=frozenset({at} if mask is None else {at, mask.at}), inserted={at: body})
+    return Rewrite(removed=frozenset({at} if prologue is None else {at, prologue.at}), inserted={at: body})
 
 
 def _num_scale_keys(image: Slot, scale: Slot) -> int | None:
-    """How many samples have a scale of their own; None where it is not one for each channel."""
-    lead = (image.shape[1], *[1] * (len(image.shape) - 2))
-    if len(scale.shape) != len(image.shape) or scale.shape[1:] != lead or scale.dtype != torch.float32:
+    """Number of rows of scales: of each sample, or 1; None if the slot is no fp32 scale of each channel."""
+    per_channel = (image.shape[1], *[1] * (len(image.shape) - 2))
+    if len(scale.shape) != len(image.shape) or scale.shape[1:] != per_channel or scale.dtype != torch.float32:
         return None
     return scale.shape[0] if scale.shape[0] in (1, image.shape[0]) else None
 
 
-def match_affines(question: MatchContext) -> Iterator[Rewrite]:
-    """Affine maps of each channel, with what follows them; in half precision with the casts around them."""
+def match_affines(context: MatchContext) -> Iterator[Rewrite]:
+    """Affine maps of each channel with their epilogues; in half precision with the casts around them."""
     for function in (aten.addcmul.default, aten.addcmul.out):
-        for at, call in list(question.free(function)):
-            found = _match_affine(question, at, call)
-            if found is not None:
-                yield found
+        for at, call in list(context.unclaimed_calls(function)):
+            rewrite = _match_affine(context, at, call)
+            if rewrite is not None:
+                yield rewrite
 
 
-def _match_affine(question: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+def _match_affine(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
     shift, x, scale = call.arguments
     if not all(isinstance(slot, Slot) for slot in call.arguments) or call.keywords.keys() - {"out"} or len(x.shape) != 4:
         return None
     num_keys = _num_scale_keys(x, scale)
     if num_keys is None or _num_scale_keys(x, shift) != num_keys:
         return None
-    owner, cast = call.owner, _cast_before(question, at, call)
+    owner, cast = call.owner, _cast_before(context, at, call)
     if cast is not None:
-        return _rewrite_half_affine(question, at, call, cast, num_keys)
-    made = call.writes[0] if call.writes else call.outputs[0]
-    if made is None or made.root == x.root or made.dtype != x.dtype or (call.writes and not question.is_image(made)):
+        return _rewrite_half_affine(context, at, call, cast, num_keys)
+    result = call.writes[0] if call.writes else call.outputs[0]
+    if result is None or result.root == x.root or result.dtype != x.dtype or (call.writes and not context.is_channels_last(result)):
         return None
-    chain = Epilogue(value=made, positions=[at], made=None) if call.writes else Epilogue.of(question, made, at)
-    if any(question.listing.is_written_between(slot, at, chain.last) for slot in (x, scale, shift)):
+    epilogue = Epilogue(value=result, positions=[at], allocated_at=None) if call.writes else Epilogue.of(context, result, at)
+    if any(context.def_use.is_written_between(slot, at, epilogue.last) for slot in (x, scale, shift)):
         return None
-    if not _selects_kernel(question, "affine", x, tuple(chain.fused)):
+    if not _selects_kernel(context, "affine", x, tuple(epilogue.fused)):
         return None
-    return _rewrite_affine(question, chain, x, scale, shift, num_keys, owner)
+    return _rewrite_affine(context, epilogue, x, scale, shift, num_keys, owner)
 
 
-def _rewrite_affine(question: MatchContext, chain: Epilogue, x: Slot, scale: Slot, shift: Slot, num_keys: int, owner: str) -> Rewrite:
-    image, body = question.image(x, owner)
-    residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
-    space, memory = _fp32_workspace(question, 3 * num_keys * x.shape[1], owner)
-    made = AffineCall(num_keys=num_keys, relu=chain.relu)
-    launch = kernel_instruction(made.run, chain.value, space, image, scale, shift, residual, writes=(chain.value, space), owner=owner)
-    return chain.replacement(owner, (*body, *copied, memory, launch))
+def _rewrite_affine(context: MatchContext, epilogue: Epilogue, x: Slot, scale: Slot, shift: Slot, num_keys: int, owner: str) -> Rewrite:
+    image, body = context.to_channels_last(x, owner)
+    residual, copy = (None, ()) if epilogue.residual is None else context.to_channels_last(epilogue.residual, owner)
+    workspace, memory = _fp32_workspace(context, 3 * num_keys * x.shape[1], owner)
+    affine = AffineCall(num_keys=num_keys, relu=epilogue.relu)
+    launch = kernel_instruction(
+        affine.run, epilogue.value, workspace, image, scale, shift, residual, writes=(epilogue.value, workspace), owner=owner
+    )
+    return epilogue.to_rewrite(owner, (*body, *copy, memory, launch))
 
 
-def _cast_before(question: MatchContext, at: int, call: Instruction) -> int | None:
-    """Position of the cast that makes what is mapped, in place, in single precision; None where it is mapped as it is."""
+def _cast_before(context: MatchContext, at: int, call: Instruction) -> int | None:
+    """Position of the cast to fp32 before an in-place affine map; None if the map reads the image directly."""
     wide = call.arguments[1]
-    maker = question.listing.makers.get(wide.number)
-    if maker is None or not call.writes or call.writes[0] != wide or not question.is_free(maker, aten._to_copy.default):
+    maker = context.def_use.makers.get(wide.number)
+    if maker is None or not call.writes or call.writes[0] != wide or not context.is_unclaimed(maker, aten._to_copy.default):
         return None
     return maker
 
 
-def _rewrite_half_affine(question: MatchContext, at: int, call: Instruction, cast: int, num_keys: int) -> Rewrite | None:
-    """Of a half precision: widened, mapped in place, and rounded into the result."""
-    listing = question.listing
+def _rewrite_half_affine(context: MatchContext, at: int, call: Instruction, cast: int, num_keys: int) -> Rewrite | None:
+    """An affine map of a half-precision image: a cast to fp32, the map in place, and a cast or copy of the result."""
+    def_use = context.def_use
     shift, wide, scale = call.arguments
-    x = listing.instructions[cast].arguments[0]
-    after = [p for p in listing.users(wide) if p > at]
-    if len(after) != 1 or after[0] in question.taken or not listing.is_private(wide, (cast, at, after[0])):
+    x = def_use.instructions[cast].arguments[0]
+    users = [p for p in def_use.users(wide) if p > at]
+    if len(users) != 1 or users[0] in context.claimed or not def_use.is_private(wide, (cast, at, users[0])):
         return None
-    last = after[0]
-    final = listing.instructions[last]
+    last = users[0]
+    final = def_use.instructions[last]
     if final.function is aten._to_copy.default:
-        made, memory = final.outputs[0], last
+        result, allocated_at = final.outputs[0], last
     elif final.function is aten.copy_.default and final.arguments[1] == wide:
-        made, memory = final.writes[0], None
-        if not question.is_image(made):
+        result, allocated_at = final.writes[0], None
+        if not context.is_channels_last(result):
             return None
     else:
         return None
     positions = [cast, at, last]
-    if made is None or made.dtype != x.dtype or not listing.can_move_to(positions, last) or not _selects_kernel(question, "affine", x):
+    if result is None or result.dtype != x.dtype or not def_use.can_move_to(positions, last) or not _selects_kernel(context, "affine", x):
         return None
-    chain = Epilogue(value=made, positions=positions, made=memory)
-    return _rewrite_affine(question, chain, x, scale, shift, num_keys, call.owner)
+    epilogue = Epilogue(value=result, positions=positions, allocated_at=allocated_at)
+    return _rewrite_affine(context, epilogue, x, scale, shift, num_keys, call.owner)
 
 
-def match_affine_gradients(question: MatchContext) -> Iterator[Rewrite]:
-    """Sums that are the gradients of scale and shift: of a product with the image, and of the gradient itself."""
-    for at, call in list(question.free(aten.mul.Tensor)):
-        found = _rewrite_affine_gradients(question, at, call)
-        if found is not None:
-            yield found
+def match_affine_gradients(context: MatchContext) -> Iterator[Rewrite]:
+    """Gradients of scale and shift: the sums of the gradient times the image, and of the gradient itself."""
+    for at, call in list(context.unclaimed_calls(aten.mul.Tensor)):
+        rewrite = _rewrite_affine_gradients(context, at, call)
+        if rewrite is not None:
+            yield rewrite
 
 
-def _rewrite_affine_gradients(question: MatchContext, at: int, call: Instruction) -> Rewrite | None:
-    listing = question.listing
+def _rewrite_affine_gradients(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+    def_use = context.def_use
     if len(call.arguments) != 2 or not all(isinstance(slot, Slot) for slot in call.arguments) or call.outputs[0] is None:
         return None
     (gradient, x), product, owner = call.arguments, call.outputs[0], call.owner
     if gradient.shape != x.shape or len(x.shape) != 4 or gradient.dtype != x.dtype or gradient.dtype != torch.float32:
         return None
-    sums = [p for p in listing.users(product) if question.is_free(p, aten.sum.dim_IntList)]
-    others = [p for p in listing.users(gradient) if p > at and question.is_free(p, aten.sum.dim_IntList)]
-    if len(sums) != 1 or not others or not listing.is_private(product, (at, sums[0])):
+    product_sums = [p for p in def_use.users(product) if context.is_unclaimed(p, aten.sum.dim_IntList)]
+    gradient_sums = [p for p in def_use.users(gradient) if p > at and context.is_unclaimed(p, aten.sum.dim_IntList)]
+    if len(product_sums) != 1 or not gradient_sums or not def_use.is_private(product, (at, product_sums[0])):
         return None
-    first, second = sums[0], others[0]
-    asked, also = listing.instructions[first], listing.instructions[second]
-    dims, scale, shift = asked.arguments[1], asked.outputs[0], also.outputs[0]
-    if asked.arguments[1:] != also.arguments[1:] or asked.keywords or also.keywords or scale is None or shift is None:
+    first, second = product_sums[0], gradient_sums[0]
+    product_sum, gradient_sum = def_use.instructions[first], def_use.instructions[second]
+    dims, scale, shift = product_sum.arguments[1], product_sum.outputs[0], gradient_sum.outputs[0]
+    if product_sum.arguments[1:] != gradient_sum.arguments[1:] or product_sum.keywords or gradient_sum.keywords:
         return None
-    if list(dims) not in ([0, 2, 3], [2, 3]) or second < first or listing.is_written_between(gradient, first, second):
+    if scale is None or shift is None:
         return None
-    if not listing.can_move_to((at, first), first) or not _selects_kernel(question, "affine gradient", x):
+    if list(dims) not in ([0, 2, 3], [2, 3]) or second < first or def_use.is_written_between(gradient, first, second):
+        return None
+    if not def_use.can_move_to((at, first), first) or not _selects_kernel(context, "affine gradient", x):
         return None
     num_keys = 1 if 0 in dims else x.shape[0]
     num_splits = num_norm_splits(num_keys, x.shape[1], math.prod(x.shape) // x.shape[1] // num_keys)
-    given, body = question.image(gradient, owner)
-    image, copied = question.image(x, owner)
+    dense_gradient, body = context.to_channels_last(gradient, owner)
+    image, copy = context.to_channels_last(x, owner)
     size = num_keys * x.shape[1]
-    space, memory = _fp32_workspace(question, 2 * size, owner)
-    total = question.emitter.slot((2 * num_splits * size,), torch.float64)
-    made = AffineCall(num_keys=num_keys, num_splits=num_splits)
-    launch = kernel_instruction(made.sum, total, space, given, image, None, writes=(total, space), owner=owner)
-    body = (*body, *copied, memory, *zeroed_workspace(total, owner), launch)
-    for out, give in ((scale, made.write_scale_grad), (shift, made.write_shift_grad)):
-        body = (*body, allocation(out, owner), kernel_instruction(give, out, total, writes=(out,), owner=owner))
-    return Rewrite(gone=frozenset({at, first, second}), inserted={first: body})
+    workspace, memory = _fp32_workspace(context, 2 * size, owner)
+    total = context.builder.slot((2 * num_splits * size,), torch.float64)
+    affine = AffineCall(num_keys=num_keys, num_splits=num_splits)
+    launch = kernel_instruction(affine.sum, total, workspace, dense_gradient, image, None, writes=(total, workspace), owner=owner)
+    body = (*body, *copy, memory, *zeroed_workspace(total, owner), launch)
+    for out, write in ((scale, affine.write_scale_grad), (shift, affine.write_shift_grad)):
+        body = (*body, allocation(out, owner), kernel_instruction(write, out, total, writes=(out,), owner=owner))
+    return Rewrite(removed=frozenset({at, first, second}), inserted={first: body})
 
 
-def match_moments(question: MatchContext) -> Iterator[Rewrite]:
+def match_moments(context: MatchContext) -> Iterator[Rewrite]:
     """Mean and variance of each channel, or group of channels, of a strip."""
-    for at, call in enumerate(question.listing.instructions):
-        if at not in question.taken and getattr(call.function, "__name__", "") == "_var_mean":
-            found = _rewrite_moments(question, at, call)
-            if found is not None:
-                yield found
+    for at, call in enumerate(context.def_use.instructions):
+        if at not in context.claimed and getattr(call.function, "__name__", "") == "_var_mean":
+            rewrite = _rewrite_moments(context, at, call)
+            if rewrite is not None:
+                yield rewrite
 
 
-def _rewrite_moments(question: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+def _rewrite_moments(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
     split, dims = call.arguments
     variance, mean = call.outputs
-    view: Any = question.listing.maker(split)
+    view: Any = context.def_use.maker(split)
     if variance is None or mean is None or view is None or view.function is not aten.view.default or len(split.shape) != 5:
         return None
     x, owner = view.arguments[0], call.owner
     num_groups = split.shape[1]
-    if dims not in ([2, 3, 4], [0, 2, 3, 4]) or x.shape[1] != num_groups * split.shape[2] or not _selects_kernel(question, "moments", x):
+    if dims not in ([2, 3, 4], [0, 2, 3, 4]) or x.shape[1] != num_groups * split.shape[2] or not _selects_kernel(context, "moments", x):
         return None
     num_keys = 1 if 0 in dims else x.shape[0]
     num_splits = num_norm_splits(num_keys, x.shape[1], math.prod(x.shape) // x.shape[1] // num_keys)
     size = num_splits * num_keys * x.shape[1]
-    made = MomentsCall(num_keys=num_keys, num_groups=num_groups, num_splits=num_splits)
-    image, body = question.image(x, owner)
-    counts, sums = question.emitter.slot((size,), torch.int64), question.emitter.slot((2 * size,), torch.float64)
+    moments = MomentsCall(num_keys=num_keys, num_groups=num_groups, num_splits=num_splits)
+    image, body = context.to_channels_last(x, owner)
+    counts, sums = context.builder.slot((size,), torch.int64), context.builder.slot((2 * size,), torch.float64)
     launch = kernel_instruction(
-        made.run,
+        moments.run,
         variance,
         mean,
         counts,
@@ -254,7 +275,7 @@ def _rewrite_moments(question: MatchContext, at: int, call: Instruction) -> Rewr
         image,
         writes=(variance, mean, counts, sums),
         owner=owner,
-        scratch_bytes=8 * made.scratch_elements * size,
+        scratch_bytes=8 * moments.scratch_elements * size,
     )
     memory = (allocation(variance, owner), allocation(mean, owner), *zeroed_workspace(counts, owner), *zeroed_workspace(sums, owner))
-    return Rewrite(gone=frozenset({at}), inserted={at: (*body, *memory, launch)})
+    return Rewrite(removed=frozenset({at}), inserted={at: (*body, *memory, launch)})

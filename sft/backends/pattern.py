@@ -1,4 +1,4 @@
-"""What a match puts in the place of instructions, and what all matchers are given."""
+"""Patterns of the kernel rewriter: the state that all matchers share, and the rewrites that they propose."""
 
 from __future__ import annotations
 
@@ -21,68 +21,68 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """Instructions that go, and what comes in their place.
+    """Instructions to remove, and the instructions that replace them.
 
     Attributes:
-        gone: positions of those that go.
-        inserted: what stands there instead, by position; among these.
+        removed: positions of the removed instructions.
+        inserted: new instructions by position, each position one of the removed ones.
     """
 
-    gone: frozenset[int]
+    removed: frozenset[int]
     inserted: dict[int, tuple[Instruction, ...]]
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All that is inserted, in order."""
-        return tuple(one for at in sorted(self.inserted) for one in self.inserted[at])
+        """All inserted instructions, in order."""
+        return tuple(instruction for at in sorted(self.inserted) for instruction in self.inserted[at])
 
 
 @dataclass(kw_only=True)
 class MatchContext:
-    """A program and who decides; makes the slots that a replacement needs.
+    """A program and the decisions about it, shared by all patterns.
 
     Attributes:
-        listing: the program as it was lowered.
-        selector: who decides.
-        emitter: makes slots.
-        last: numbers of the slots that are channels-last.
-        computes_operands: whether products of numbers that a kernel computes itself come out right on the device (see
-            ``kernels/common_triton.py``); where not, kernels would make them in memory first, which a program counts better.
-        may_fold_norms: whether a frozen norm may become part of the convolution in front of it: no backward pass follows.
-        taken: positions that belong to a replacement already.
+        def_use: the program as it was lowered.
+        selector: chooses between kernels and ATen.
+        builder: makes the slots that a rewrite needs.
+        channels_last: numbers of the slots that are known to be channels-last.
+        computes_operands: true if matrix products of operands that a kernel computes come out right on the device (see
+            ``kernels/common_triton.py``). If not, kernels would write these operands to memory first, without the program counting it.
+        may_fold_norms: true if no backward pass follows, so that a frozen norm may become part of the convolution before it.
+        claimed: positions that belong to an earlier rewrite.
     """
 
-    listing: DefUse
+    def_use: DefUse
     selector: KernelSelector
-    emitter: ProgramBuilder
-    last: frozenset[int]
+    builder: ProgramBuilder
+    channels_last: frozenset[int]
     computes_operands: bool = True
     may_fold_norms: bool = False
-    taken: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)
 
-    def free(self, function: object) -> Iterator[tuple[int, Instruction]]:
-        """Positions and instructions of a function that nobody has taken."""
-        for at, instruction in enumerate(self.listing.instructions):
-            if instruction.function is function and at not in self.taken:
+    def unclaimed_calls(self, function: object) -> Iterator[tuple[int, Instruction]]:
+        """Positions and instructions that call a function and belong to no rewrite yet."""
+        for at, instruction in enumerate(self.def_use.instructions):
+            if instruction.function is function and at not in self.claimed:
                 yield at, instruction
 
-    def is_free(self, at: int, function: object) -> bool:
-        """Whether a position holds this function and is nobody's."""
-        return at not in self.taken and self.listing.instructions[at].function is function
+    def is_unclaimed(self, at: int, function: object) -> bool:
+        """True if the instruction at a position calls this function and belongs to no rewrite yet."""
+        return at not in self.claimed and self.def_use.instructions[at].function is function
 
-    def is_image(self, slot: Slot) -> bool:
-        """Whether a slot is surely channels-last."""
-        return slot.number in self.last or slot.shape[1] == 1
+    def is_channels_last(self, slot: Slot) -> bool:
+        """True if a slot is known to be channels-last."""
+        return slot.number in self.channels_last or slot.shape[1] == 1
 
-    def image(self, slot: Slot, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
-        """The slot channels-last: itself, or a copy with what makes it."""
-        if self.is_image(slot):
+    def to_channels_last(self, slot: Slot, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
+        """The slot itself if it is channels-last; otherwise a channels-last copy and the instructions that make it."""
+        if self.is_channels_last(slot):
             return slot, ()
-        copied = self.emitter.slot(slot.shape, slot.dtype)
-        return copied, (allocation(copied, owner), Instruction(aten.copy_.default, (copied, slot), {}, (), (copied,), 0, 0, 0, owner))
+        copy = self.builder.slot(slot.shape, slot.dtype)
+        return copy, (allocation(copy, owner), Instruction(aten.copy_.default, (copy, slot), {}, (), (copy,), 0, 0, 0, owner))
 
 
 class Pattern(Protocol):
-    """Finds one family of groups in a program."""
+    """Matcher of one family of instruction groups."""
 
-    def __call__(self, question: MatchContext) -> Iterator[Rewrite]: ...
+    def __call__(self, context: MatchContext) -> Iterator[Rewrite]: ...

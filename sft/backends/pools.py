@@ -1,8 +1,8 @@
-"""Maximum and average pools of a program.
+"""Rewrites of maximum and average pools, and their kernel calls.
 
-A maximum keeps the number of the element that it came from, in two or eight bits, where ATen keeps an index of eight bytes. A strip's
-program leaves ATen's indices out of its forward half, since they would be the largest thing that it keeps, and finds them again in its
-backward half; the numbers are small enough to keep, so here a pool runs once.
+A kernel keeps the tap of each maximum, the number of the window element that it came from, in two or eight bits. ATen keeps an index of
+eight bytes. The program of a strip drops these indices after its forward half, since they would be its largest residual, and pools again
+in its backward half. Taps are small enough to keep, so with a kernel the pool runs once.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_p
 
 aten = torch.ops.aten
 
-#: a tap's number has one byte
+#: a tap has one byte
 _MAX_TAPS = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxPoolCall(KernelCall):
-    """Maxima, and where they came from.
+    """Maxima and their taps.
 
     Attributes:
-        geometry: of the buffers.
+        geometry: geometry of the buffers.
     """
 
     geometry: Geometry
 
     def run(self, out: Tensor, taps: Tensor, x: Tensor) -> None:
         """Write maxima and taps."""
-        if self.begins(out):
+        if self.begin_launch(out):
             from sft.kernels.pool.pool_triton import launch_max_pool  # not above: it imports Triton
 
             launch_max_pool(to_channels_last(x), out, taps, self.geometry)
 
     def differentiate(self, out: Tensor, gradient: Tensor, taps: Tensor) -> None:
         """Write the input's gradient."""
-        if self.begins(out):
+        if self.begin_launch(out):
             from sft.kernels.pool.pool_triton import launch_max_pool_gradient  # not above: it imports Triton
 
             launch_max_pool_gradient(to_channels_last(gradient), taps, out, self.geometry)
@@ -58,12 +58,12 @@ class MaxPoolCall(KernelCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragePoolCall(KernelCall):
-    """Averages.
+    """Averages of windows.
 
     Attributes:
-        geometry: of the buffers.
-        count_padding: whether elements of the padding count.
-        divisor: divides each sum instead of the number of elements.
+        geometry: geometry of the buffers.
+        count_padding: true if elements of the padding count.
+        divisor: divisor of each sum; None for the number of elements.
     """
 
     geometry: Geometry
@@ -72,14 +72,14 @@ class AveragePoolCall(KernelCall):
 
     def run(self, out: Tensor, x: Tensor) -> None:
         """Write the averages."""
-        if self.begins(out):
+        if self.begin_launch(out):
             from sft.kernels.pool.pool_triton import launch_average_pool  # not above: it imports Triton
 
             launch_average_pool(to_channels_last(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
 
     def differentiate(self, out: Tensor, gradient: Tensor) -> None:
         """Write the input's gradient."""
-        if self.begins(out):
+        if self.begin_launch(out):
             from sft.kernels.pool.pool_triton import launch_average_pool_gradient  # not above: it imports Triton
 
             launch_average_pool_gradient(
@@ -87,11 +87,11 @@ class AveragePoolCall(KernelCall):
             )
 
 
-def _selects_kernel(question: MatchContext, operator: str, windows: WindowParameters, image: Slot, num_pixels: int) -> bool:
-    numbers = question.selector.number_format_of(image.dtype)
+def _selects_kernel(context: MatchContext, operator: str, windows: WindowParameters, image: Slot, num_pixels: int) -> bool:
+    numbers = context.selector.number_format_of(image.dtype)
     if numbers is None or len(image.shape) != 4 or not all(image.shape) or not num_pixels:
         return False
-    wanted = ShapeClass(
+    shape_class = ShapeClass(
         operator=operator,
         numbers=numbers,
         channels=(image.shape[1], image.shape[1]),
@@ -100,89 +100,86 @@ def _selects_kernel(question: MatchContext, operator: str, windows: WindowParame
         dilation=windows.dilation,
         pixels=pixel_class(num_pixels),
     )
-    return question.selector.selects_kernel(wanted)
+    return context.selector.selects_kernel(shape_class)
 
 
-def match_max_pools(question: MatchContext) -> Iterator[Rewrite]:
+def match_max_pools(context: MatchContext) -> Iterator[Rewrite]:
     """Maximum pools, with their gradients."""
-    listing = question.listing
-    for at, call in list(question.free(aten.max_pool2d_with_indices.default)):
-        if at in question.taken:
-            continue  # the second call of one that was found
+    def_use = context.def_use
+    for at, call in list(context.unclaimed_calls(aten.max_pool2d_with_indices.default)):
+        if at in context.claimed:
+            continue  # the second call of a pool that was matched
         x, kernel, stride, padding, dilation, _ = call.arguments
-        alike = [p for p in listing.users(x) if question.is_free(p, call.function) and listing.instructions[p].arguments == call.arguments]
-        if at != alike[0] or listing.is_written_between(x, at, alike[-1]):
-            alike = [at]
-        indices = [slot for p in alike if (slot := listing.instructions[p].outputs[1]) is not None]
-        readers = sorted({p for slot in indices for p in listing.users(slot)})
-        if any(slot.root in listing.outside for slot in indices) or len(readers) > 1:
+        pools = [
+            p for p in def_use.users(x) if context.is_unclaimed(p, call.function) and def_use.instructions[p].arguments == call.arguments
+        ]
+        if at != pools[0] or def_use.is_written_between(x, at, pools[-1]):
+            pools = [at]
+        indices = [slot for p in pools if (slot := def_use.instructions[p].outputs[1]) is not None]
+        readers = sorted({p for slot in indices for p in def_use.users(slot)})
+        if any(slot.root in def_use.outside for slot in indices) or len(readers) > 1:
             continue
-        if any(not question.is_free(p, aten.max_pool2d_with_indices_backward.default) for p in readers):
+        if any(not context.is_unclaimed(p, aten.max_pool2d_with_indices_backward.default) for p in readers):
             continue
-        if any(_reads_result(question, p) for p in alike[1:]):
+        if any(def_use.is_read(def_use.instructions[p].outputs[0]) for p in pools[1:]):
             continue
         windows = WindowParameters.of(kernel, stride, padding, dilation)
         out = call.outputs[0]
         if out is None or math.prod(windows.kernel) > _MAX_TAPS or out.root != out.number:
             continue
         num_pixels = math.prod(out.shape) // max(1, out.shape[1])
-        if _selects_kernel(question, "max pool", windows, x, num_pixels) and all(
-            [_selects_kernel(question, "max pool gradient", windows, x, num_pixels) for _ in readers]
+        if _selects_kernel(context, "max pool", windows, x, num_pixels) and all(
+            [_selects_kernel(context, "max pool gradient", windows, x, num_pixels) for _ in readers]
         ):
-            yield _rewrite_max_pool(question, alike, readers, windows, find_padded_buffer(listing, x, at, float("-inf")))
-
-
-def _reads_result(question: MatchContext, at: int) -> bool:
-    out = question.listing.instructions[at].outputs[0]
-    return out is not None and (bool(question.listing.users(out)) or out.root in question.listing.outside)
+            yield _rewrite_max_pool(context, pools, readers, windows, find_padded_buffer(def_use, x, at, float("-inf")))
 
 
 def _rewrite_max_pool(
-    question: MatchContext, pools: list[int], readers: list[int], windows: WindowParameters, padded: PaddedBuffer
+    context: MatchContext, pools: list[int], readers: list[int], windows: WindowParameters, padded: PaddedBuffer
 ) -> Rewrite:
-    call = question.listing.instructions[pools[0]]
+    call = context.def_use.instructions[pools[0]]
     x, out, owner = call.arguments[0], call.outputs[0], call.owner
     assert out is not None
-    # Of a padded copy the gradient is of the copy: there its border is data like any other.
+    # The gradient is that of the padded copy, in which the padding is data.
     forward: Any = geometry_of(windows, padded.slot.shape[2:], out.shape[2:], padded.before)
     backward: Any = geometry_of(windows, x.shape[2:], out.shape[2:])
-    taps = question.emitter.slot((out.shape[0], tap_channels(out.shape[1], forward), *out.shape[2:]), torch.uint8)
-    image, body = question.image(padded.slot, owner)
+    taps = context.builder.slot((out.shape[0], tap_channels(out.shape[1], forward), *out.shape[2:]), torch.uint8)
+    image, body = context.to_channels_last(padded.slot, owner)
     launch = kernel_instruction(MaxPoolCall(geometry=forward).run, out, taps, image, writes=(out, taps), owner=owner)
     inserted = {pools[0]: (*body, allocation(out, owner), allocation(taps, owner), launch)}
     for at in readers:
-        reader = question.listing.instructions[at]
+        reader = context.def_use.instructions[at]
         dx = reader.outputs[0]
         assert dx is not None
-        gradient, body = question.image(reader.arguments[0], owner)
+        gradient, body = context.to_channels_last(reader.arguments[0], owner)
         launch = kernel_instruction(MaxPoolCall(geometry=backward).differentiate, dx, gradient, taps, writes=(dx,), owner=owner)
         inserted[at] = (*body, allocation(dx, owner), launch)
-    return Rewrite(gone=frozenset({*pools, *readers}), inserted=inserted)
+    return Rewrite(removed=frozenset({*pools, *readers}), inserted=inserted)
 
 
-def match_average_pools(question: MatchContext) -> Iterator[Rewrite]:
+def match_average_pools(context: MatchContext) -> Iterator[Rewrite]:
     """Average pools, and their gradients."""
-    for at, call in [*question.free(aten.avg_pool2d.default), *question.free(aten.avg_pool2d_backward.default)]:
-        found = _rewrite_average_pool(question, at, call)
-        if found is not None:
-            yield found
+    for at, call in [*context.unclaimed_calls(aten.avg_pool2d.default), *context.unclaimed_calls(aten.avg_pool2d_backward.default)]:
+        rewrite = _rewrite_average_pool(context, at, call)
+        if rewrite is not None:
+            yield rewrite
 
 
-def _rewrite_average_pool(question: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+def _rewrite_average_pool(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
     is_backward = call.function is aten.avg_pool2d_backward.default
     gradient, x = call.arguments[:2] if is_backward else (None, call.arguments[0])
     kernel, stride, padding, _, count_padding, divisor = call.arguments[2 if is_backward else 1 :]
-    made, owner = call.outputs[0], call.owner
+    result, owner = call.outputs[0], call.owner
     windows = WindowParameters.of(kernel, stride or kernel, padding, [1, 1])
-    if made is None or made.root != made.number or not isinstance(x, Slot):
+    if result is None or result.root != result.number or not isinstance(x, Slot):
         return None
-    output = made if gradient is None else gradient
+    output = result if gradient is None else gradient
     operator = "average pool gradient" if is_backward else "average pool"
-    if not _selects_kernel(question, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
+    if not _selects_kernel(context, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
         return None
-    # What counts in a mean is told by the buffer's own border, so a padded copy stays one.
+    # The number of elements of a mean depends on the border of the buffer that ATen reads, so a padded copy stays.
     pool = AveragePoolCall(geometry=geometry_of(windows, x.shape[2:], output.shape[2:]), count_padding=count_padding, divisor=divisor)
-    image, body = question.image(x if gradient is None else gradient, owner)
+    image, body = context.to_channels_last(x if gradient is None else gradient, owner)
     run = pool.run if gradient is None else pool.differentiate
-    launch = kernel_instruction(run, made, image, writes=(made,), owner=owner)
-    return Rewrite(gone=frozenset({at}), inserted={at: (*body, allocation(made, owner), launch)})
+    launch = kernel_instruction(run, result, image, writes=(result,), owner=owner)
+    return Rewrite(removed=frozenset({at}), inserted={at: (*body, allocation(result, owner), launch)})

@@ -1,8 +1,8 @@
-"""Interpolations of a program: rows and columns in one pass.
+"""Rewrites of interpolations: rows and columns in one pass.
 
-The lowering gathers rows by one call and leaves the columns to another, or to ATen where a strip has all of them. A kernel does both at
-once and keeps nothing between. Which rows and weights these are depends on where the strip lies, so the tables are made when the program
-runs, from the very bands that the lowering gathers by (:mod:`sft.analysis.ir.ops.resize_matrix`).
+The lowering resamples rows by one call and columns by another, or by ATen if a strip has all columns. A kernel does both at once, without
+an intermediate image. Its tables of rows and weights depend on the origin of the strip, so they are made when the program runs, from the
+same banded matrices as the lowering's (:mod:`sft.analysis.ir.ops.resize_matrix`).
 """
 
 from __future__ import annotations
@@ -31,30 +31,36 @@ __all__ = ["ResizeCall", "band_rows", "band_table", "match_resizes"]
 
 aten = torch.ops.aten
 
-#: of a result's elements more are better summed up one axis after the other
+#: with more terms for an element of the result it is faster to resample one axis after the other
 _MAX_TERMS = 36
 
 
 @functools.lru_cache(maxsize=256)
 def band_rows(span: ResampledRange, first: int, start: int) -> tuple[Any, Any, Any]:
-    """First column, count and weights of each row that a span makes, as its buffer numbers the columns."""
+    """First column, number of columns and weights of each result row of a range, columns numbered as in its buffer.
+
+    Args:
+        span: the range.
+        first: first output row.
+        start: first input row.
+    """
     band = span.sampling.adjoint if span.is_adjoint else span.sampling.forward
     rows, low, extent = (start, first, span.length) if span.is_adjoint else (first, start, span.extent)
-    taken = slice(rows, rows + span.num_rows)
-    begin, end = band.start[taken], band.stop[taken]
-    inside = np.clip(begin, low, low + extent), np.clip(end, low, low + extent)
-    count = np.maximum(inside[1] - inside[0], 0)
-    place = np.minimum((inside[0] - begin)[:, None] + np.arange(band.width), band.width - 1)
-    weights = np.take_along_axis(band.weights[taken], place, 1)
-    return (inside[0] - low).astype(np.int32), count.astype(np.int32), weights.astype(np.float32)
+    selected = slice(rows, rows + span.num_rows)
+    begin, end = band.start[selected], band.stop[selected]
+    clipped_begin, clipped_end = np.clip(begin, low, low + extent), np.clip(end, low, low + extent)
+    count = np.maximum(clipped_end - clipped_begin, 0)
+    index = np.minimum((clipped_begin - begin)[:, None] + np.arange(band.width), band.width - 1)
+    weights = np.take_along_axis(band.weights[selected], index, 1)
+    return (clipped_begin - low).astype(np.int32), count.astype(np.int32), weights.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeCall(KernelCall):
-    """Rows and columns resampled.
+    """Resampling of rows and columns.
 
     Attributes:
-        height, width: what the strip has of each axis; None where nothing changes along it.
+        height, width: resampled range of each axis; None for an axis that stays as it is.
     """
 
     uploads: ClassVar[bool] = True
@@ -62,27 +68,28 @@ class ResizeCall(KernelCall):
     width: ResampledRange | None
 
     def run(self, out: Tensor, x: Tensor, origin: tuple[int, int, int] | None) -> None:
-        """Write the resampled strip, whose place in the image is ``origin``."""
-        if not self.begins(out):
+        """Write the resampled strip; ``origin`` is its first sample, row and column in the image."""
+        if not self.begin_launch(out):
             return
         from sft.kernels.resize.resize_triton import launch_resize  # not above: it imports Triton
 
-        where = (0, 0, 0) if origin is None else origin
-        tables = [band_table(span, where, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
+        start = (0, 0, 0) if origin is None else origin
+        tables = [band_table(span, start, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
         launch_resize(to_channels_last(x), out, *tables)
 
     def scratch_bytes(self, out: tuple[int, ...]) -> int:
-        """Of the tables."""
+        """Bytes of the tables, for an output of this shape."""
         spans = ((self.height, out[2]), (self.width, out[3]))
         return sum(4 * length * (2 + (1 if span is None else span.width)) for span, length in spans)
 
 
 def band_table(span: ResampledRange | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
+    """The table of one axis; of the identity on ``length`` rows if the range is None."""
     if span is None:
         ones = torch.ones(length, dtype=torch.int32, device=device)
         return BandTable(first=torch.arange(length, dtype=torch.int32, device=device), count=ones, weights=ones.float().view(-1, 1))
-    parts = [upload_table(part, device) for part in band_rows(span, *span.places(origin))]
-    return BandTable(first=parts[0], count=parts[1], weights=parts[2])
+    first, count, weights = (upload_table(array, device) for array in band_rows(span, *span.places(origin)))
+    return BandTable(first=first, count=count, weights=weights)
 
 
 def _span_of(call: Instruction) -> ResampledRange | None:
@@ -94,18 +101,18 @@ _NEAREST = {aten.upsample_nearest2d.default: False, aten.upsample_nearest2d_back
 
 
 def _match_axis_resizes(call: Instruction) -> tuple[ResampledRange | None, ResampledRange | None] | None:
-    """What ATen's interpolation does along rows and columns of the buffer that it is given; None for anything else."""
+    """Resampled ranges of rows and columns of ATen's interpolation of a buffer; None for any other call."""
     if call.function in _LINEAR:
         kind, is_adjoint = "linear", _LINEAR[call.function]
     elif call.function in _NEAREST:
         kind, is_adjoint = "nearest", _NEAREST[call.function]
     else:
         return None
-    rest = list(call.arguments[1:])
-    lengths = rest.pop(0)
-    extents = rest.pop(0)[2:] if is_adjoint else call.arguments[0].shape[2:]
-    align_corners = rest.pop(0) if kind == "linear" else False
-    scales = rest or [None] * len(lengths)  # `size=` alone says none
+    arguments = list(call.arguments[1:])
+    lengths = arguments.pop(0)
+    extents = arguments.pop(0)[2:] if is_adjoint else call.arguments[0].shape[2:]
+    align_corners = arguments.pop(0) if kind == "linear" else False
+    scales = arguments or [None] * len(lengths)  # a call with `size=` has no scales
     spans = []
     for axis, (extent, length, scale) in enumerate(zip(extents, lengths, scales, strict=True)):
         sampling = AxisResampling(
@@ -122,14 +129,14 @@ def _match_axis_resizes(call: Instruction) -> tuple[ResampledRange | None, Resam
 
 @dataclass(slots=True)
 class _ResizePass:
-    """Calls that make one resampling together.
+    """Group of calls that resample both axes.
 
     Attributes:
-        positions: in order.
-        spans: along rows and columns.
-        x: what they read.
-        origin: where the strip lies.
-        value: what they make.
+        positions: positions of the calls, in order.
+        spans: resampled ranges of rows and columns.
+        x: the input.
+        origin: port of the strip's origin.
+        value: the result.
     """
 
     positions: list[int]
@@ -139,7 +146,7 @@ class _ResizePass:
     value: Slot
 
 
-def _match_resize(question: MatchContext, at: int, call: Instruction) -> _ResizePass | None:
+def _match_resize(context: MatchContext, at: int, call: Instruction) -> _ResizePass | None:
     out = call.outputs[0] if call.outputs else None
     if out is None or out.root != out.number or len(out.shape) != 4 or not all(out.shape):
         return None
@@ -147,65 +154,67 @@ def _match_resize(question: MatchContext, at: int, call: Instruction) -> _Resize
     if span is not None and span.axis in (ROWS, COLUMNS):
         both = [span, None] if span.axis == ROWS else [None, span]
         return _ResizePass([at], both, call.arguments[0], call.arguments[1], out)
-    found = _match_axis_resizes(call)
-    return None if found is None or not any(found) else _ResizePass([at], list(found), call.arguments[0], None, out)
+    spans = _match_axis_resizes(call)
+    return None if spans is None or not any(spans) else _ResizePass([at], list(spans), call.arguments[0], None, out)
 
 
-def match_resizes(question: MatchContext) -> Iterator[Rewrite]:
-    """Interpolations."""
-    for at, call in enumerate(question.listing.instructions):
-        found = None if at in question.taken else _match_resize(question, at, call)
-        if found is None or not all(found.x.shape):
+def match_resizes(context: MatchContext) -> Iterator[Rewrite]:
+    """Interpolations of images."""
+    for at, call in enumerate(context.def_use.instructions):
+        resize = None if at in context.claimed else _match_resize(context, at, call)
+        if resize is None or not all(resize.x.shape):
             continue
-        _extend_pass(question, found)
-        replacement = _rewrite_resize(question, found)
-        if replacement is not None:
-            yield replacement
+        _extend_pass(context, resize)
+        rewrite = _rewrite_resize(context, resize)
+        if rewrite is not None:
+            yield rewrite
 
 
-def _extend_pass(question: MatchContext, found: _ResizePass) -> None:
-    """Take in the other axis, then a cast."""
-    listing = question.listing
+def _extend_pass(context: MatchContext, resize: _ResizePass) -> None:
+    """Extend the group by the resampling of the second axis, and by a cast of the result."""
+    def_use = context.def_use
     for _ in range(2):
-        users = [p for p in listing.users(found.value) if p > found.positions[-1]]
-        if len(users) != 1 or users[0] in question.taken or not listing.is_private(found.value, [*found.positions, users[0]]):
+        users = [p for p in def_use.users(resize.value) if p > resize.positions[-1]]
+        if len(users) != 1 or users[0] in context.claimed or not def_use.is_private(resize.value, [*resize.positions, users[0]]):
             return
         at = users[0]
-        call = listing.instructions[at]
-        other = _match_resize(question, at, call)
-        if other is not None and other.x == found.value and not any(a and b for a, b in zip(found.spans, other.spans, strict=True)):
-            if found.origin is not None and other.origin is not None and found.origin != other.origin:
+        call = def_use.instructions[at]
+        other = _match_resize(context, at, call)
+        if other is not None and other.x == resize.value and not any(a and b for a, b in zip(resize.spans, other.spans, strict=True)):
+            if resize.origin is not None and other.origin is not None and resize.origin != other.origin:
                 return
-            spans, origin = [a or b for a, b in zip(found.spans, other.spans, strict=True)], found.origin or other.origin
-            made: Slot | None = other.value
+            spans, origin = [a or b for a, b in zip(resize.spans, other.spans, strict=True)], resize.origin or other.origin
+            value: Slot | None = other.value
         elif call.function is aten._to_copy.default and call.keywords.keys() == {"dtype"}:
-            spans, origin, made = found.spans, found.origin, call.outputs[0]
+            spans, origin, value = resize.spans, resize.origin, call.outputs[0]
         else:
             return
-        if made is None or not listing.can_move_to([*found.positions, at], at):
+        if value is None or not def_use.can_move_to([*resize.positions, at], at):
             return
-        found.positions.append(at)
-        found.spans, found.origin, found.value = spans, origin, made
+        resize.positions.append(at)
+        resize.spans, resize.origin, resize.value = spans, origin, value
 
 
-def _rewrite_resize(question: MatchContext, found: _ResizePass) -> Rewrite | None:
-    numbers = question.selector.number_format_of(found.x.dtype)
-    terms = math.prod(span.width for span in found.spans if span is not None)
-    out, owner = found.value, question.listing.instructions[found.positions[0]].owner
-    if numbers is None or terms > _MAX_TERMS or question.selector.number_format_of(out.dtype) is None:
+def _rewrite_resize(context: MatchContext, resize: _ResizePass) -> Rewrite | None:
+    numbers = context.selector.number_format_of(resize.x.dtype)
+    num_terms = math.prod(span.width for span in resize.spans if span is not None)
+    out, owner = resize.value, context.def_use.instructions[resize.positions[0]].owner
+    if numbers is None or num_terms > _MAX_TERMS or context.selector.number_format_of(out.dtype) is None:
         return None
-    is_adjoint = any(span is not None and span.is_adjoint for span in found.spans)
-    wanted = ShapeClass(
+    is_adjoint = any(span is not None and span.is_adjoint for span in resize.spans)
+    shape_class = ShapeClass(
         operator="resize gradient" if is_adjoint else "resize",
         numbers=numbers,
         channels=(out.shape[1], out.shape[1]),
-        kernel=tuple(1 if span is None else span.width for span in found.spans),
+        kernel=tuple(1 if span is None else span.width for span in resize.spans),
         pixels=pixel_class(math.prod(out.shape) // out.shape[1]),
     )
-    if not question.selector.selects_kernel(wanted):
+    if not context.selector.selects_kernel(shape_class):
         return None
-    call = ResizeCall(height=found.spans[0], width=found.spans[1])
-    image, body = question.image(found.x, owner)
-    launch = kernel_instruction(call.run, out, image, found.origin, writes=(out,), owner=owner, scratch_bytes=call.scratch_bytes(out.shape))
-    last = found.positions[-1]
-    return Rewrite(gone=frozenset(found.positions), inserted={last: (*body, allocation(out, owner), launch)})
+    call = ResizeCall(height=resize.spans[0], width=resize.spans[1])
+    image, body = context.to_channels_last(resize.x, owner)
+    launch = kernel_instruction(
+        call.run, out, image, resize.origin, writes=(out,), owner=owner, scratch_bytes=call.scratch_bytes(out.shape)
+    )
+    last = resize.positions[-1]
+    return Rewrite(removed=frozenset(resize.positions), inserted={last: (*body, allocation(out, owner), launch)})

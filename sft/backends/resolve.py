@@ -1,8 +1,10 @@
-"""From what the user asked for to the backend of a device.
+"""Resolution of ``Options.backend`` to the backend of a device.
 
-``"aten"`` is PyTorch alone. ``"triton"`` takes every kernel that computes the same as what it replaces; without a GPU that is for tests,
-under Triton's interpreter. ``"auto"`` takes the kernels that were measured to be faster on this very GPU with this very Triton, and
-verified there (:mod:`sft.backends.autotune.table`); where nobody has measured, it is PyTorch alone.
+- ``"aten"``: PyTorch's operators alone.
+- ``"triton"``: every kernel that computes the same as the operators that it replaces. Without a GPU this is for tests, under Triton's
+  interpreter.
+- ``"auto"``: the kernels that were measured to be faster, and verified, on this GPU with this Triton (:mod:`sft.backends.autotune.table`).
+  Without measurements it is ``"aten"``.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from sft.lower.context import Backend
 
 __all__ = ["allows_tf32", "backend_for", "check_triton", "computes_operands", "runs_kernels"]
 
-#: Of the GPUs that our kernels were written for: older ones lack the matrix instructions.
+#: Lowest compute capability of the GPUs that the kernels are written for: older GPUs lack the matrix instructions.
 _MIN_CAPABILITY = (8, 0)
 
 
 def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
-    """The backend; ``None`` for ATen alone.
+    """The backend of a device; ``None`` for ATen alone.
 
     Args:
         name: ``"auto"``, ``"aten"`` or ``"triton"``.
-        device: where programs run. On the meta device nothing runs, and a GPU is assumed.
-        folders: where measured tables are looked for, the first one first.
+        device: device of the programs. The meta device runs no program; a GPU is assumed.
+        folders: folders of measured tables, searched in this order.
 
     Raises:
-        InputError: ``"triton"`` on a device on which no kernel can run.
+        InputError: ``"triton"`` on a device that runs no kernels.
     """
     if name == "triton":
         check_triton(device)
@@ -52,16 +54,16 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run on a device: on CUDA devices, and on the CPU under Triton's interpreter."""
+    """True on devices that run kernels: CUDA devices, and the CPU under Triton's interpreter."""
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return has_triton() and (device.type == "cuda" or is_interpreted)
 
 
 def check_triton(device: torch.device) -> None:
-    """Whether ``backend="triton"`` can be followed on a device; a warning where it is slow.
+    """Check that ``backend="triton"`` is possible on a device; warn if it is slow.
 
     Raises:
-        InputError: it cannot.
+        InputError: Triton is not installed, or the device runs no kernels.
     """
     if device.type == "meta":
         return
@@ -81,15 +83,15 @@ def check_triton(device: torch.device) -> None:
 
 
 def allows_tf32(device: torch.device) -> bool:
-    """Whether the user lets convolutions round fp32 operands to ten bits, as PyTorch does by default on a GPU."""
+    """True if convolutions may round fp32 operands to ten bits, as is PyTorch's default on a GPU."""
     if device.type != "cuda":
         return False
-    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # it makes itself an object
+    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # a module that replaces itself by an object
     return precision == "tf32"
 
 
 def computes_operands(device: torch.device) -> bool:
-    """Whether products of numbers that a kernel computes itself come out right on the device."""
+    """True if matrix products of operands that a kernel computes come out right on the device."""
     if device.type != "cuda":
         return True
     from sft.kernels.common_triton import can_compute_operands  # not above: it imports Triton

@@ -1,8 +1,8 @@
-"""The pass that puts kernels into a program.
+"""Rewriting pass that replaces instruction groups of a program by kernel calls.
 
-It runs once for each program, after the lowering and before dead instructions go and frees are placed. So workspaces, outputs and freed
-intermediate values are counted by the same sum as everything else, and what a group no longer needs (a padded copy, indices of a pool)
-disappears by itself. Matchers are asked in order, the largest groups first; what none of them takes stays as it was, to the bit.
+The pass runs once for each program, after the lowering and before dead code elimination and the placement of frees. So the usual accounting
+covers workspaces, outputs and freed intermediate values, and a value that a group no longer needs (a padded copy, the indices of a pool)
+disappears by itself. Patterns run in order, the largest groups first. Instructions that no pattern matches stay as they were, to the bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sft.lower.program import Instruction, Port
 
 __all__ = ["KernelBackend"]
 
-#: Larger groups first: what one has taken is not looked at again.
+#: Larger groups first: an instruction belongs to the first rewrite that matches it.
 _PATTERNS: tuple[Pattern, ...] = (
     match_pooled_convolutions,
     match_convolutions,
@@ -45,10 +45,10 @@ _PATTERNS: tuple[Pattern, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend:
-    """A backend of Triton kernels, where the selector takes them.
+    """Backend that runs Triton kernels where a selector chooses them.
 
     Attributes:
-        selector: who decides.
+        selector: chooses between kernels and ATen.
         computes_operands: see :class:`sft.backends.pattern.MatchContext`.
     """
 
@@ -56,46 +56,50 @@ class KernelBackend:
     computes_operands: bool = True
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
-        """Replace instructions of an emitter.
+        """Replace instructions of a program builder in place.
 
         Args:
-            emitter: holds the lowered program; its instructions are exchanged.
+            builder: builder of the lowered program.
             laid_out: ports bound to images that are channels-last.
-            training: whether a backward pass follows.
-            turn: number of instructions of the first of two halves.
+            training: true if a backward pass follows.
+            num_forward: number of instructions in the forward half of a joint program; None for a program of one half.
 
         Returns:
-            The same number afterwards.
+            ``num_forward`` after the rewrites.
         """
-        listing = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
-        taken: set[int] = set()
+        def_use = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
+        removed: set[int] = set()
         inserted: dict[int, tuple[Instruction, ...]] = {}
-        for replacement in self.replacements(listing, builder, laid_out, training=training):
-            taken |= replacement.gone
-            inserted |= replacement.inserted
-        if not taken:
+        for rewrite in self.rewrites(def_use, builder, laid_out, training=training):
+            removed |= rewrite.removed
+            inserted |= rewrite.inserted
+        if not removed:
             return num_forward
-        kept = [inserted.get(at, ()) if at in taken else (one,) for at, one in enumerate(listing.instructions)]
-        builder.instructions[:] = _merge_rewrites(kept)
-        return None if num_forward is None else len(_merge_rewrites(kept[:num_forward]))
+        by_position = [inserted.get(at, ()) if at in removed else (instruction,) for at, instruction in enumerate(def_use.instructions)]
+        builder.instructions[:] = _concatenated(by_position)
+        return None if num_forward is None else len(_concatenated(by_position[:num_forward]))
 
-    def replacements(self, listing: DefUse, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool) -> Iterator[Rewrite]:
-        """What is replaced, group by group; arguments as for :meth:`rewrite`."""
-        question = MatchContext(
-            listing=listing,
+    def rewrites(self, def_use: DefUse, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool) -> Iterator[Rewrite]:
+        """All rewrites, pattern by pattern; arguments as for :meth:`rewrite`.
+
+        Raises:
+            InternalError: two rewrites share an instruction.
+        """
+        context = MatchContext(
+            def_use=def_use,
             selector=self.selector,
-            emitter=emitter,
-            last=channels_last_slots(listing, laid_out),
+            builder=builder,
+            channels_last=channels_last_slots(def_use, laid_out),
             computes_operands=self.computes_operands,
             may_fold_norms=not training,
         )
-        for matcher in _PATTERNS:
-            for replacement in matcher(question):
-                if not question.taken.isdisjoint(replacement.gone) or not replacement.gone.issuperset(replacement.inserted):
-                    raise InternalError(f"{matcher}: two groups share an instruction, at {sorted(replacement.gone)}")
-                question.taken |= replacement.gone
-                yield replacement
+        for pattern in _PATTERNS:
+            for rewrite in pattern(context):
+                if not context.claimed.isdisjoint(rewrite.removed) or not rewrite.removed.issuperset(rewrite.inserted):
+                    raise InternalError(f"{pattern}: two groups share an instruction, at {sorted(rewrite.removed)}")
+                context.claimed |= rewrite.removed
+                yield rewrite
 
 
-def _merge_rewrites(parts: Sequence[Sequence[Instruction]]) -> list[Instruction]:
-    return [one for part in parts for one in part]
+def _concatenated(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
+    return [instruction for group in groups for instruction in group]

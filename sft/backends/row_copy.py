@@ -1,4 +1,4 @@
-"""Carried rows brought into their buffer by the kernel that moves rows: two blocks to a launch."""
+"""Loads of carried rows by the row-moving kernel: two blocks of rows in a launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sft.analysis.ir.axes import ROWS
 from sft.backends.kernel_call import KernelCall, kernel_instruction
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
@@ -18,17 +19,17 @@ from sft.lower.program import load_rows
 
 __all__ = ["LoadRowsCall", "match_row_loads"]
 
-#: rows of an image ``[N, C, h, w]``
-_LOADS_PER_LAUNCH = 2
+#: moves that the kernel makes in one launch
+_MOVES_PER_LAUNCH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRowsCall(KernelCall):
-    """Pieces of blocks, each copied to its offset."""
+    """Copies of row blocks to their offsets in a buffer."""
 
     def run(self, destination: Tensor, dim: int, pieces: list[tuple[int, Interval, Tensor]]) -> None:
-        """Copy the pieces; ``dim`` is that of rows."""
-        if not self.begins(destination):
+        """Copy ``rows`` of each block to ``offset``, for each ``(offset, rows, block)``; ``dim`` is the dimension of rows."""
+        if not self.begin_launch(destination):
             return
         from sft.kernels.rows.rows_triton import launch_move_rows  # not above: it imports Triton
 
@@ -40,24 +41,24 @@ class LoadRowsCall(KernelCall):
         if not all(is_channels_last(source) for source, _, _ in moves):
             load_rows(destination, dim, pieces)
             return
-        for first in range(0, len(moves), 2):
-            launch_move_rows(moves[first : first + 2])
+        for first in range(0, len(moves), _MOVES_PER_LAUNCH):
+            launch_move_rows(moves[first : first + _MOVES_PER_LAUNCH])
 
 
-def match_row_loads(question: MatchContext) -> Iterator[Rewrite]:
-    """Loads of carried rows of images."""
+def match_row_loads(context: MatchContext) -> Iterator[Rewrite]:
+    """Loads of carried rows of images ``[N, C, h, w]``."""
     loads: Callable[..., Any] = load_rows
-    for at, call in list(question.free(loads)):
+    for at, call in list(context.unclaimed_calls(loads)):
         destination, dim, pieces = call.arguments
-        numbers = question.selector.number_format_of(destination.dtype)
-        if numbers is None or len(destination.shape) != 4 or dim != _LOADS_PER_LAUNCH or not all(destination.shape):
+        numbers = context.selector.number_format_of(destination.dtype)
+        if numbers is None or len(destination.shape) != 4 or dim != 2 + ROWS or not all(destination.shape):
             continue
-        wanted = ShapeClass(
+        shape_class = ShapeClass(
             operator="carried rows",
             numbers=numbers,
             channels=(destination.shape[1], destination.shape[1]),
             pixels=pixel_class(math.prod(destination.shape) // destination.shape[1]),
         )
-        if destination.number in question.last and question.selector.selects_kernel(wanted):
+        if destination.number in context.channels_last and context.selector.selects_kernel(shape_class):
             launch = kernel_instruction(LoadRowsCall().run, destination, dim, pieces, writes=(destination,), owner=call.owner)
-            yield Rewrite(gone=frozenset({at}), inserted={at: (launch,)})
+            yield Rewrite(removed=frozenset({at}), inserted={at: (launch,)})

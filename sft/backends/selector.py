@@ -1,8 +1,8 @@
-"""What kind of operation a kernel would do, and who decides whether it does.
+"""Kernel selection: classes of operations, and the protocol that chooses between a kernel and ATen for each class.
 
-A `ShapeClass` is what a measured time speaks of: the operation with what is fused into it, its channels and windows, its numbers' type,
-and about how many pixels it has. Two strips of one layer at almost the same height are of one class. `KernelSelector` is asked for each
-class that a program has a kernel for; :mod:`sft.backends.autotune.table` answers from measurements.
+A `ShapeClass` is the unit of measurement: an operation with the operations fused into it, its channels and windows, its number format, and
+the approximate number of pixels. Two strips of one layer with nearly the same height are of one class. A `KernelSelector` decides for each
+class that has a kernel; :mod:`sft.backends.autotune.table` decides by measurements.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sft.kernels.common import LaunchVariant, is_flat
 
 __all__ = ["AlwaysKernel", "KernelSelector", "NumberFormat", "ShapeClass", "launch_variants", "pixel_class", "storage_format"]
 
-#: How numbers are stored and multiplied: fp32 exactly, or rounded to ten bits as PyTorch does where it is allowed to.
+#: Format of stored and multiplied numbers. ``tf32`` is fp32 whose products round operands to ten bits, as PyTorch does where allowed.
 NumberFormat = Literal["float32", "tf32", "bfloat16", "float16"]
 
 
 def pixel_class(num_pixels: int) -> int:
-    """About how many pixels: the nearest power of four.
+    """The power of four nearest to a number of pixels.
 
     >>> [pixel_class(n) for n in (1, 3, 1000, 2048 * 2048)]
     [1, 4, 1024, 4194304]
@@ -32,16 +32,16 @@ def pixel_class(num_pixels: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeClass:
-    """A class of operations that one measurement stands for.
+    """Class of operations that share one measurement.
 
     Attributes:
-        operator: what is done, such as ``"conv2d"`` or ``"conv2d weight gradient"``.
-        fused: what is done in the same call: ``"bias"``, ``"residual"``, ``"relu"``, ``"pool"``.
-        numbers: type of the elements.
-        channels: of the input and of the output.
-        kernel, stride, dilation: of the window, for each axis; empty where there is none.
-        groups: of channels.
-        pixels: of the output, about: a power of four.
+        operator: name of the operation, such as ``"conv2d"`` or ``"conv2d weight gradient"``.
+        fused: operations in the same call: ``"bias"``, ``"residual"``, ``"relu"``, ``"pool"``.
+        numbers: number format.
+        channels: channels of the input and of the output.
+        kernel, stride, dilation: the window, axis by axis; empty for an operation without windows.
+        groups: number of channel groups.
+        pixels: approximate number of output pixels, a power of four.
     """
 
     operator: str
@@ -55,79 +55,79 @@ class ShapeClass:
     pixels: int
 
     def of_pixels(self, pixels: int) -> ShapeClass:
-        """The class of another number of pixels."""
+        """The same class at another number of pixels."""
         return replace(self, pixels=pixels)
 
     @property
     def label(self) -> str:
-        """One line for people.
+        """Description in one line.
 
         >>> ShapeClass(operator="conv2d", fused=("bias", "relu"), numbers="bfloat16", channels=(64, 64), kernel=(3, 3), pixels=4**11).label
         'conv2d + bias + relu, bfloat16, 64 -> 64 channels, 3x3, about 4194304 pixels'
         """
-        parts = [" + ".join((self.operator, *self.fused)), self.numbers, f"{self.channels[0]} -> {self.channels[1]} channels"]
-        parts += ["x".join(map(str, self.kernel))] if self.kernel else []
-        parts += [f"stride {'x'.join(map(str, self.stride))}"] if any(step != 1 for step in self.stride) else []
-        parts += [f"dilation {'x'.join(map(str, self.dilation))}"] if any(step != 1 for step in self.dilation) else []
-        parts += [f"{self.groups} groups"] if self.groups != 1 else []
-        return ", ".join((*parts, f"about {self.pixels} pixels"))
+        words = [" + ".join((self.operator, *self.fused)), self.numbers, f"{self.channels[0]} -> {self.channels[1]} channels"]
+        words += ["x".join(map(str, self.kernel))] if self.kernel else []
+        words += [f"stride {'x'.join(map(str, self.stride))}"] if any(step != 1 for step in self.stride) else []
+        words += [f"dilation {'x'.join(map(str, self.dilation))}"] if any(step != 1 for step in self.dilation) else []
+        words += [f"{self.groups} groups"] if self.groups != 1 else []
+        return ", ".join((*words, f"about {self.pixels} pixels"))
 
 
 def launch_variants(shape_class: ShapeClass) -> tuple[LaunchVariant, ...]:
-    """In which ways the kernels of a class may be split into programs, the default first: those that compile without spills, or with few
-    (``tests/table_registers.json`` has the bytes).
+    """Launch variants of the kernels of a class, the default first: those that compile without spills, or with few
+    (``tests/kernels/table_registers.json`` has the bytes).
 
-    All round alike, and have the same bits but for gradients of an input that are found row by row.
+    All variants round alike. They have the same bits, except for gradients of an input that are computed row by row.
     """
     if not shape_class.operator.startswith("conv2d") or shape_class.groups == math.prod(shape_class.channels) ** 0.5 > 1:
         return ("default",)
     is_half = shape_class.numbers in ("bfloat16", "float16")
-    ways: tuple[LaunchVariant, ...] = ("default", "deep")
+    variants: tuple[LaunchVariant, ...] = ("default", "deep")
     if shape_class.operator != "conv2d weight gradient":
         is_masked = shape_class.operator != "conv2d" and "relu" in shape_class.fused
-        ways += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
+        variants += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
         if shape_class.operator == "conv2d" and is_flat(shape_class.channels[0] // shape_class.groups):
-            ways = tuple(way for way in ways if way != "tall")
-        plain = (shape_class.kernel, shape_class.stride, shape_class.dilation, shape_class.groups) == ((3, 3), (1, 1), (1, 1), 1)
-        summed = shape_class.channels[0 if shape_class.operator == "conv2d" else 1]
-        if plain and 16 <= summed <= 64 and is_half:
-            ways += ("rows",)
-    return ways
+            variants = tuple(variant for variant in variants if variant != "tall")
+        is_plain = (shape_class.kernel, shape_class.stride, shape_class.dilation, shape_class.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        num_inner = shape_class.channels[0 if shape_class.operator == "conv2d" else 1]
+        if is_plain and 16 <= num_inner <= 64 and is_half:
+            variants += ("rows",)
+    return variants
 
 
 class KernelSelector(Protocol):
-    """Says where a kernel runs."""
+    """Chooses between kernels and ATen's operators."""
 
-    def selects_kernel(self, wanted: ShapeClass) -> bool:
-        """Whether the kernel is to run; ATen's operators do otherwise."""
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        """True to run the kernel of a class, false to run ATen's operators."""
 
-    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
-        """How a kernel that runs is split into programs; one of :func:`launch_variants`."""
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
+        """Launch variant of a selected kernel, one of :func:`launch_variants`."""
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """How elements of this type are multiplied; None where kernels have no such type."""
+        """Number format of elements of a dtype; None for a dtype without kernels."""
 
 
 _NUMBER_FORMATS: dict[torch.dtype, NumberFormat] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def storage_format(dtype: torch.dtype, *, allows_tf32: bool) -> NumberFormat | None:
-    """How elements of a type are multiplied; None where kernels have no such type."""
+    """Number format of elements of a dtype; None for a dtype without kernels."""
     return "tf32" if allows_tf32 and dtype == torch.float32 else _NUMBER_FORMATS.get(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AlwaysKernel:
-    """Takes every kernel that computes the same; products of fp32 numbers exactly, since rounded ones differ from ATen's rounded ones."""
+    """Selects every kernel. Products of fp32 numbers are exact: ATen rounds operands in another way, so rounded products would differ."""
 
-    def selects_kernel(self, wanted: ShapeClass) -> bool:
-        """Always."""
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        """True for every class."""
         return True
 
-    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
-        """The default."""
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
+        """The default variant."""
         return "default"
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """As the elements are."""
+        """The format that elements are stored in."""
         return storage_format(dtype, allows_tf32=False)

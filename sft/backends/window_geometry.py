@@ -1,9 +1,9 @@
-"""The geometry of ATen's windows, as kernels take it.
+"""Geometry of ATen's windows in the form that kernels take.
 
-What ATen is given in a program is a buffer and a symmetric padding of zeros, whatever part of an image that is; rows beyond a true border
-were put there, or were padded, by the lowering. So to a kernel the buffer is an image of its own, and its place in the real one does not
-matter: a row that is read beyond it is a zero (of a maximum, nothing), as in the call that is replaced. Where the lowering has padded a
-copy of the buffer, the kernel can take the buffer itself: what was padded joins the window's own padding.
+In a program an ATen call sees a buffer and a symmetric zero padding, whichever part of an image the buffer holds; the lowering has added
+rows beyond a true border, or padded them. So to a kernel the buffer is an untiled image: a row read beyond it counts as zero (for a
+maximum: not at all), as in the call that is replaced. Where the lowering has padded a copy of a buffer, the kernel can read the buffer
+itself, with the copy's padding added to the window's own.
 """
 
 from __future__ import annotations
@@ -32,41 +32,42 @@ class WindowParameters:
 
     @classmethod
     def of(cls, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> WindowParameters:
-        """From ATen's lists."""
+        """Parameters from ATen's lists."""
         return cls(kernel=tuple(kernel), stride=tuple(stride), padding=tuple(padding), dilation=tuple(dilation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBuffer:
-    """A buffer, and the rows that the program puts in front of each of its axes (and behind, as many as the outputs read)."""
+    """A buffer, and the rows of padding before it along each axis. After it the padding is as long as the outputs read."""
 
     slot: Slot
     before: tuple[int, ...]
 
 
-def find_padded_buffer(listing: DefUse, slot: Slot, at: int, value: float) -> PaddedBuffer:
-    """The buffer behind a copy that was padded with ``value``; the slot itself where it is none, or the buffer changes before ``at``."""
+def find_padded_buffer(def_use: DefUse, slot: Slot, at: int, value: float) -> PaddedBuffer:
+    """The source of a slot that is a copy padded with ``value``; the slot itself if it is no such copy, or if the source changes before
+    position ``at``."""
     rank = len(slot.shape) - 2
-    whole = PaddedBuffer(slot=slot, before=(0,) * rank)
-    maker = listing.maker(slot)
+    unpadded = PaddedBuffer(slot=slot, before=(0,) * rank)
+    maker = def_use.maker(slot)
     if maker is None or maker.function is not torch.ops.aten.constant_pad_nd.default or maker.arguments[2] != value:
-        return whole
-    source, flat = maker.arguments[0], maker.arguments[1]
-    if not isinstance(source, Slot) or len(flat) != 2 * rank or min(flat) < 0 or not all(source.shape):
-        return whole
-    if listing.is_written_between(source, listing.makers[slot.number], at):
-        return whole
-    return PaddedBuffer(slot=source, before=tuple(flat[2 * axis] for axis in reversed(range(rank))))
+        return unpadded
+    source, pads = maker.arguments[0], maker.arguments[1]
+    if not isinstance(source, Slot) or len(pads) != 2 * rank or min(pads) < 0 or not all(source.shape):
+        return unpadded
+    if def_use.is_written_between(source, def_use.makers[slot.number], at):
+        return unpadded
+    return PaddedBuffer(slot=source, before=tuple(pads[2 * axis] for axis in reversed(range(rank))))
 
 
 def geometry_of(windows: WindowParameters, size: Sequence[int], outputs: Sequence[int], before: Sequence[int] | None = None) -> Any:
-    """A `Geometry` (or, of three axes, a `VolumeGeometry`) of a buffer of ``size`` and of all its outputs.
+    """The `Geometry` (or, of three axes, the `VolumeGeometry`) of a buffer and all its outputs.
 
     Args:
-        windows: of the call that is replaced.
+        windows: windows of the replaced call.
         size: extents of the buffer.
         outputs: extents of the output.
-        before: rows of padding in front of the buffer, besides the window's own.
+        before: rows of padding before the buffer, in addition to the window's own.
     """
     axes = [
         TileAxis(

@@ -173,7 +173,7 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
                 backend=collector,
             )
             engine.plan_for_shapes(shapes, dtypes)
-    return list(collector.trials.values())
+    return list(collector.cases.values())
 
 
 def show_tune(request: TuneRequest, console: Console, *, as_json: bool, benchmarker: Benchmarker | None = None) -> int:
@@ -205,8 +205,8 @@ def _summary(report: TuningReport) -> dict[str, object]:
         "device": report.table.device,
         "triton": report.table.triton,
         "num_entries": len(report.table.entries),
-        "num_known": report.known,
-        "num_left": report.left,
+        "num_known": report.num_known,
+        "num_left": report.num_left,
         "num_kernels_faster": sum(entry.fastest == "triton" for entry in report.table.entries),
         "measured": [
             {
@@ -235,9 +235,9 @@ def _print_report(report: TuningReport, console: Console) -> None:
         console.print(table)
     lines = [f"refused: {line}" for line in report.refused]
     faster = sum(entry.fastest == "triton" for entry in report.table.entries)
-    lines.append(f"{len(report.measured)} measured, {report.known} known before, {len(report.refused)} refused")
-    if report.left:
-        lines.append(f"no time for {report.left} more: the same command goes on with them")
+    lines.append(f"{len(report.measured)} measured, {report.num_known} known before, {len(report.refused)} refused")
+    if report.num_left:
+        lines.append(f"no time for {report.num_left} more: the same command goes on with them")
     lines.append(f"kernels are faster for {faster} of {len(report.table.entries)} classes; written: {report.path}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

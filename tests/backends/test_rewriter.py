@@ -34,11 +34,11 @@ class Never:
     def __init__(self) -> None:
         self.asked: list[ShapeClass] = []
 
-    def selects_kernel(self, wanted: ShapeClass) -> bool:
-        self.asked.append(wanted)
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        self.asked.append(shape_class)
         return False
 
-    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
         return "default"
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
@@ -118,10 +118,10 @@ def test_without_computed_operands_no_mask_is_fused() -> None:
 
 def test_a_chooser_may_take_one_gradient_alone() -> None:
     class Weights(Never):
-        def selects_kernel(self, wanted: ShapeClass) -> bool:
-            return wanted.operator == "conv2d weight gradient"
+        def selects_kernel(self, shape_class: ShapeClass) -> bool:
+            return shape_class.operator == "conv2d weight gradient"
 
-        def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+        def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
             return "deep"
 
     problem = _problem()

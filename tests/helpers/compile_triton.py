@@ -165,7 +165,7 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
     for trial in trials:
         for variant in launch_variants(trial.shape_class):
             with _noted(affected=affected) as calls, FakeTensorMode(), torch.no_grad():
-                varied = trial.varied(variant)
+                varied = trial.with_variant(variant)
                 varied.run_kernels(varied.draw(torch.device("cpu")))
             found.append((trial.shape_class.label, variant, [_job(*call) for call in calls]))
     return found

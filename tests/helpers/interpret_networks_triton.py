@@ -147,7 +147,7 @@ def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: st
     engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
     engine.plan_for_shapes([shape])
     found = []
-    for wanted, trial in collector.trials.items():
+    for wanted, trial in collector.cases.items():
         errors = verify_on(trial, torch.device("cpu"))
         found.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
     return found

@@ -1,4 +1,4 @@
-"""Where kernels are verified and timed: a GPU, or anything else that can answer two questions about a trial."""
+"""Benchmarkers of tuning cases: verification against fp64, and timing, of kernels and of ATen's calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WARMUP_RUNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeErrors:
-    """Relative L2 errors of the results against fp64, the largest of each way.
+    """Largest relative L2 errors of the results against fp64.
 
     Attributes:
-        kernels: of the kernels.
-        aten: of ATen's calls.
+        kernels: error of the kernels.
+        aten: error of ATen's calls.
     """
 
     kernels: float
@@ -38,7 +38,7 @@ class RelativeErrors:
 
 
 class Benchmarker(Protocol):
-    """Verifies and times."""
+    """Verifies and times tuning cases on a device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -48,15 +48,15 @@ class Benchmarker(Protocol):
     def triton_version(self) -> str: ...
     @property
     def torch_version(self) -> str: ...
-    def verify(self, trial: TuningCase) -> RelativeErrors:
-        """How far both ways are from the truth."""
+    def verify(self, case: TuningCase) -> RelativeErrors:
+        """Errors of the kernels and of ATen's calls."""
 
-    def time(self, trial: TuningCase) -> tuple[float, float]:
+    def time(self, case: TuningCase) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
 
 
 def compiler_version(device: torch.device) -> str:
-    """What makes kernels for a GPU: the version of Triton, with that of the assembler where it is NVIDIA's."""
+    """Version of the compiler of kernels: of Triton and, on NVIDIA's GPUs, of the assembler."""
     version = importlib.metadata.version("triton")
     if torch.version.hip is not None:
         return version
@@ -67,7 +67,7 @@ def compiler_version(device: torch.device) -> str:
 
 
 def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest relative L2 error; infinite where a result is not finite, or of another shape."""
+    """The largest relative L2 error; infinite if a result is not finite or has another shape."""
     errors = [0.0]
     for ours, exact in zip(results, truth, strict=True):
         if ours.shape != exact.shape or not bool(ours.isfinite().all()):
@@ -76,21 +76,21 @@ def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return max(errors)
 
 
-def verify_on(trial: TuningCase, device: torch.device) -> RelativeErrors:
-    """Run a trial both ways, each on operands of its own, and in fp64."""
+def verify_on(case: TuningCase, device: torch.device) -> RelativeErrors:
+    """Run the kernels and ATen's calls of a case, each on fresh operands, and compare them with ATen's calls in fp64."""
     with torch.no_grad():
-        truth = trial.run_float64(device)
-        kernels = relative_error(trial.run_kernels(trial.draw(device)), truth)
-        return RelativeErrors(kernels=kernels, aten=relative_error(trial.run_aten(trial.draw(device)), truth))
+        truth = case.run_float64(device)
+        kernels = relative_error(case.run_kernels(case.draw(device)), truth)
+        return RelativeErrors(kernels=kernels, aten=relative_error(case.run_aten(case.draw(device)), truth))
 
 
 @dataclass(slots=True)
 class CudaBenchmarker:
-    """The GPU of this machine.
+    """Benchmarker on a GPU of this machine.
 
     Attributes:
-        device: which one.
-        num_rounds: timed rounds; both ways take turns, and the cache is overwritten before each.
+        device: the GPU.
+        num_rounds: timed rounds. Kernels and ATen's calls take turns, and the cache is overwritten before each.
     """
 
     device: torch.device
@@ -104,43 +104,43 @@ class CudaBenchmarker:
 
     @property
     def device_name(self) -> str:
-        """As torch has it."""
+        """Name of the GPU."""
         return torch.cuda.get_device_name(self.device)
 
     @property
     def triton_version(self) -> str:
-        """Of the installed Triton, and its assembler."""
+        """Version of the installed Triton and its assembler."""
         return compiler_version(self.device)
 
     @property
     def torch_version(self) -> str:
-        """Of the installed PyTorch."""
+        """Version of the installed PyTorch."""
         return torch.__version__
 
-    def verify(self, trial: TuningCase) -> RelativeErrors:
-        """How far both ways are from the truth."""
-        found = verify_on(trial, self.device)
+    def verify(self, case: TuningCase) -> RelativeErrors:
+        """Errors of the kernels and of ATen's calls."""
+        errors = verify_on(case, self.device)
         torch.cuda.empty_cache()
-        return found
+        return errors
 
-    def time(self, trial: TuningCase) -> tuple[float, float]:
+    def time(self, case: TuningCase) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        ways = [functools.partial(way, trial.draw(self.device)) for way in (trial.run_kernels, trial.run_aten)]
+        calls = [functools.partial(run, case.draw(self.device)) for run in (case.run_kernels, case.run_aten)]
         times: tuple[list[float], list[float]] = ([], [])
         with torch.no_grad():
             for number in range(self.num_rounds + _WARMUP_RUNS):
-                for way, own in zip(ways, times, strict=True):
-                    taken = self._seconds(way, flush)
+                for call, call_times in zip(calls, times, strict=True):
+                    seconds = self._seconds(call, flush)
                     if number >= _WARMUP_RUNS:
-                        own.append(taken)
+                        call_times.append(seconds)
         torch.cuda.empty_cache()
         return statistics.median(times[0]), statistics.median(times[1])
 
     def _seconds(self, call: Callable[[], object], flush: Tensor) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        for _ in range(_FLUSH_RUNS):  # while the GPU is busy with these, the host launches what is timed: its own time is not counted
+        for _ in range(_FLUSH_RUNS):  # while the GPU is busy, the host launches the timed call, so the launch time is not counted
             flush.zero_()
         start.record()
         call()

@@ -1,7 +1,7 @@
-"""A class of operations as something that can be run: ATen's calls as they stand in a program, and the kernels that would replace them.
+"""Tuning cases: for a class of operations, ATen's calls of a program and the kernels that would replace them, ready to run.
 
-Both come from the pass itself, so what is verified and timed is what will run, with all that is fused into it: no second description of any
-operator. A trial has its own random operands. ATen's calls on the same operands in fp64 are the truth.
+Both come from the rewriting pass, so the verified and timed kernels are those that will run, with all fused operations, and no operator is
+described twice. A case draws its own random operands. ATen's calls on the same operands in fp64 are the exact results.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Operands = dict[int, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TuningCase:
-    """Two ways to do one thing.
+    """One class of operations, by ATen's calls and by kernels.
 
     Attributes:
-        shape_class: what is done.
+        shape_class: the class.
         aten: ATen's calls, in order.
-        kernels: what would stand in their place.
+        kernels: the instructions that would replace them.
         operands: slots that exist before.
-        ports: roles of those that are the caller's.
+        ports: role of each operand that is a port, by the slot's number.
         results: slots that are read afterwards.
     """
 
@@ -50,34 +50,34 @@ class TuningCase:
     ports: dict[int, str]
     results: tuple[Slot, ...]
 
-    def varied(self, variant: LaunchVariant) -> TuningCase:
-        """The same with kernels that are split into programs in another way."""
+    def with_variant(self, variant: LaunchVariant) -> TuningCase:
+        """The same case with another launch variant of the kernels."""
         kernels = []
         for call in self.kernels:
             owner = kernel_call_of(call.function)
             if owner is not None and hasattr(owner, "variant"):
-                call = call._replace(function=getattr(replace(owner, variant=variant), call.function.__name__))  # type: ignore[call-arg]  # it has one
+                call = call._replace(function=getattr(replace(owner, variant=variant), call.function.__name__))  # type: ignore[call-arg]  # a field of the subclass
             kernels.append(call)
         return replace(self, kernels=tuple(kernels))
 
     def draw(self, device: torch.device, dtype: torch.dtype | None = None) -> Operands:
-        """Random operands, the same for every type; ``dtype`` stands for that of the floating-point ones."""
+        """Random operands, the same for every dtype; ``dtype`` replaces the dtypes of fp32 and half-precision operands."""
         random = torch.Generator(device).manual_seed(0)
         weights = {call.arguments[1].number for call in self.aten if call.function is torch.ops.aten.convolution.default}
         weights |= {call.arguments[2].number for call in self.aten if call.function is torch.ops.aten.convolution_backward.default}
-        return {slot.number: self._drawn(slot, device, dtype, random, slot.number in weights) for slot in self.operands}
+        return {slot.number: self._random_operand(slot, device, dtype, random, slot.number in weights) for slot in self.operands}
 
-    def _drawn(self, slot: Slot, device: torch.device, dtype: torch.dtype | None, random: torch.Generator, is_weight: bool) -> Any:
+    def _random_operand(self, slot: Slot, device: torch.device, dtype: torch.dtype | None, random: torch.Generator, is_weight: bool) -> Any:
         role = self.ports.get(slot.number, "")
         if role == "origin":
             return (0, 0, 0)
         if not slot.dtype.is_floating_point:
             return torch.zeros(slot.shape, dtype=slot.dtype, device=device)
-        if 0 in slot.shape:  # statistics that no forward pass has saved
+        if 0 in slot.shape:  # empty statistics: no forward pass has saved them
             return empty_statistics(
                 torch.empty(slot.shape, dtype=dtype if dtype is not None and slot.dtype in _NARROW_DTYPES else slot.dtype, device=device)
             )
-        if len(slot.shape) == 1:  # a vector may be a variance
+        if len(slot.shape) == 1:  # positive, since a vector may be a variance
             value = torch.rand(slot.shape, generator=random, device=device) + 0.5
         else:
             value = torch.randn(slot.shape, generator=random, device=device)
@@ -91,28 +91,28 @@ class TuningCase:
         return [(0, Interval(0, slot.shape[2]), value)] if role == "carry" else value
 
     def run_aten(self, tensors: Operands) -> list[Tensor]:
-        """ATen's way; the results."""
+        """Results of ATen's calls."""
         return self._run(self.aten, tensors)
 
     def run_kernels(self, tensors: Operands) -> list[Tensor]:
-        """The kernels' way."""
+        """Results of the kernels."""
         return self._run(self.kernels, tensors)
 
     def run_float64(self, device: torch.device) -> list[Tensor]:
-        """ATen's way in fp64."""
+        """Results of ATen's calls in fp64."""
         return self._run([_in_float64(call) for call in self.aten], self.draw(device, torch.float64))
 
     def _run(self, calls: Collection[Instruction], tensors: Operands) -> list[Tensor]:
-        held = dict(tensors)
+        values = dict(tensors)
         for call in calls:
-            device = next(value.device for value in held.values() if isinstance(value, Tensor))
-            arguments = [_resolve_slots(value, held, device) for value in call.arguments]
-            result = call.function(*arguments, **{name: _resolve_slots(value, held, device) for name, value in call.keywords.items()})
-            made = () if not call.outputs else (result,) if len(call.outputs) == 1 else result
-            for slot, value in zip(call.outputs, made, strict=True):
+            device = next(value.device for value in values.values() if isinstance(value, Tensor))
+            arguments = [_resolve_slots(value, values, device) for value in call.arguments]
+            result = call.function(*arguments, **{name: _resolve_slots(value, values, device) for name, value in call.keywords.items()})
+            outputs = () if not call.outputs else (result,) if len(call.outputs) == 1 else result
+            for slot, value in zip(call.outputs, outputs, strict=True):
                 if slot is not None:
-                    held[slot.number] = value
-        return [held[slot.number] for slot in self.results]
+                    values[slot.number] = value
+        return [values[slot.number] for slot in self.results]
 
 
 def _resolve_slots(value: Any, tensors: Operands, device: torch.device) -> Any:
@@ -124,7 +124,7 @@ def _resolve_slots(value: Any, tensors: Operands, device: torch.device) -> Any:
 
 
 def _in_float64(call: Instruction) -> Instruction:
-    """The call in fp64, where it names a type."""
+    """The call with a narrow ``dtype`` argument replaced by fp64."""
     if call.keywords.get("dtype") in _NARROW_DTYPES:
         return call._replace(keywords={**call.keywords, "dtype": torch.float64})
     return call
@@ -132,17 +132,17 @@ def _in_float64(call: Instruction) -> Instruction:
 
 @dataclass(frozen=True, slots=True)
 class _SingleClassSelector:
-    """Takes one class; ``None`` takes none. Notes what it is asked for."""
+    """Selects the kernel of a single class, or of no class for ``None``; records all classes that it is called with."""
 
-    wanted: ShapeClass | None
+    selected: ShapeClass | None
     allows_tf32: bool
-    asked: dict[ShapeClass, None] = field(default_factory=dict)
+    recorded: dict[ShapeClass, None] = field(default_factory=dict)
 
-    def selects_kernel(self, wanted: ShapeClass) -> bool:
-        self.asked[wanted] = None
-        return wanted == self.wanted
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        self.recorded[shape_class] = None
+        return shape_class == self.selected
 
-    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
         return "default"
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
@@ -151,51 +151,51 @@ class _SingleClassSelector:
 
 @dataclass(kw_only=True)
 class CaseCollector:
-    """A backend that replaces nothing, and makes a trial of every class that a program would have a kernel for.
+    """Backend that leaves programs as they are, and makes a case of every class that a program has a kernel for.
 
     Attributes:
-        allows_tf32: whether products of fp32 numbers may be rounded.
+        allows_tf32: true if products of fp32 numbers may round operands to ten bits.
         computes_operands: see :class:`sft.backends.pattern.MatchContext`.
-        trials: one for each class, in the order in which they were met.
+        cases: one case for each class, in order of appearance.
     """
 
     allows_tf32: bool = False
     computes_operands: bool = True
-    trials: dict[ShapeClass, TuningCase] = field(default_factory=dict)
+    cases: dict[ShapeClass, TuningCase] = field(default_factory=dict)
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
-        """Look at a program, and leave it as it is."""
-        listing = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
-        asked = _SingleClassSelector(None, self.allows_tf32)
-        for _ in self._kernels(asked).replacements(listing, builder, laid_out, training=training):
-            raise AssertionError("nothing was to be taken")
-        for wanted in asked.asked:
-            if wanted not in self.trials:
-                chosen = self._kernels(_SingleClassSelector(wanted, self.allows_tf32))
-                one = next(chosen.replacements(listing, builder, laid_out, training=training), None)
-                if one is not None:
-                    self.trials[wanted] = _make_case(wanted, listing, one.gone, one.instructions)
+        """Collect the cases of a program; its instructions stay as they are."""
+        def_use = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)
+        recorder = _SingleClassSelector(None, self.allows_tf32)
+        for _ in self._backend_of(recorder).rewrites(def_use, builder, laid_out, training=training):
+            raise AssertionError("no class is selected")
+        for shape_class in recorder.recorded:
+            if shape_class not in self.cases:
+                backend = self._backend_of(_SingleClassSelector(shape_class, self.allows_tf32))
+                rewrite = next(backend.rewrites(def_use, builder, laid_out, training=training), None)
+                if rewrite is not None:
+                    self.cases[shape_class] = _make_case(shape_class, def_use, rewrite.removed, rewrite.instructions)
         return num_forward
 
-    def _kernels(self, selector: _SingleClassSelector) -> KernelBackend:
+    def _backend_of(self, selector: _SingleClassSelector) -> KernelBackend:
         return KernelBackend(selector=selector, computes_operands=self.computes_operands)
 
 
-def _make_case(wanted: ShapeClass, listing: DefUse, gone: Collection[int], kernels: tuple[Instruction, ...]) -> TuningCase:
-    aten = tuple(listing.instructions[at] for at in sorted(gone))
-    # Views inside the group are made again; a padded copy that a kernel does not need is part of what ATen does.
-    aten = _with_padding(listing, aten)
-    made = {out.number for call in aten for out in call.outputs if out is not None}
+def _make_case(shape_class: ShapeClass, def_use: DefUse, removed: Collection[int], kernels: tuple[Instruction, ...]) -> TuningCase:
+    aten = tuple(def_use.instructions[at] for at in sorted(removed))
+    # Views inside the group are made again. A padded copy that a kernel does not need is part of ATen's work.
+    aten = _with_padding(def_use, aten)
+    by_aten = {out.number for call in aten for out in call.outputs if out is not None}
     by_kernels = {out.number for call in kernels for out in call.outputs if out is not None}
-    operands = {slot.number: slot for slot in _slots_read(aten) if slot.number not in made}
+    operands = {slot.number: slot for slot in _slots_read(aten) if slot.number not in by_aten}
     operands |= {slot.number: slot for slot in _slots_read(kernels) if slot.number not in by_kernels and slot.number not in operands}
-    inside = {at for at, call in enumerate(listing.instructions) if any(call is one for one in aten)}
+    inside = {at for at, call in enumerate(def_use.instructions) if any(call is one for one in aten)}
     written = {slot.number: slot for call in aten for slot in (*call.outputs, *call.writes) if slot is not None}
     reached = by_kernels | {slot.number for call in kernels for slot in call.writes}
-    results = [slot for slot in written.values() if slot.number in reached and not listing.is_private(slot, inside)]
-    roles = {slot.number: port.role for port, slot in listing.ports.items()}
+    results = [slot for slot in written.values() if slot.number in reached and not def_use.is_private(slot, inside)]
+    roles = {slot.number: port.role for port, slot in def_use.ports.items()}
     return TuningCase(
-        shape_class=wanted,
+        shape_class=shape_class,
         aten=aten,
         kernels=kernels,
         operands=tuple(operands.values()),
@@ -204,17 +204,18 @@ def _make_case(wanted: ShapeClass, listing: DefUse, gone: Collection[int], kerne
     )
 
 
-def _with_padding(listing: DefUse, aten: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    found: list[Instruction] = []
+def _with_padding(def_use: DefUse, aten: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """Calls of ATen with the views and padded copies that make their operands."""
+    calls: list[Instruction] = []
     for call in aten:
         for slot in slots_in(call.arguments):
-            maker = listing.maker(slot)
+            maker = def_use.maker(slot)
             is_padding = maker is not None and maker.function is torch.ops.aten.constant_pad_nd.default
             is_view = maker is not None and maker.function is torch.ops.aten.view.default
-            if maker is not None and (is_padding or is_view) and not any(maker is one for one in (*found, *aten)):
-                found.append(maker)
-        found.append(call)
-    return tuple(found)
+            if maker is not None and (is_padding or is_view) and not any(maker is one for one in (*calls, *aten)):
+                calls.append(maker)
+        calls.append(call)
+    return tuple(calls)
 
 
 def _slots_read(calls: Collection[Instruction]) -> Iterator[Slot]:

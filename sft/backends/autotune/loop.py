@@ -1,8 +1,8 @@
-"""Makes a table of what is fastest, trial by trial: verified first, then timed, then written down.
+"""Tuning loop: verifies and times the cases one by one, and extends the table of the GPU.
 
-Convolutions can be split into programs in several ways; each is verified and timed, and the fastest that was right gets the entry. The
-table is saved after every trial, so that an interrupted run goes on where it stopped. A kernel that is wrong on this GPU gets no entry, and
-neither does one that does not run; both are named at the end, and tried again by the next run if none of their class was right.
+Convolutions have several launch variants. Each is verified and timed, and the fastest correct one gets the entry of the class. The table is
+saved after every case, so an interrupted run can be continued. A kernel that is wrong on this GPU, or does not run, gets no entry; the
+report lists it, and the next run tries it again if its class has no entry.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["TuningReport", "tune"]
 
 @dataclass(slots=True)
 class TuningReport:
-    """What a run has found.
+    """Result of a tuning run.
 
     Attributes:
-        path: of the table.
-        table: as it is now.
-        measured: classes that were measured now.
-        known: classes that were in the table before.
-        left: classes that there was no time for.
-        refused: kernels that are not taken, each with the reason.
+        path: file of the table.
+        table: the table after the run.
+        measured: entries measured by this run.
+        num_known: classes that were in the table before.
+        num_left: classes that the time limit left out.
+        refused: kernels without an entry, each with the reason.
     """
 
     path: Path
     table: KernelTable
     measured: list[TableEntry] = field(default_factory=list)
-    known: int = 0
-    left: int = 0
+    num_known: int = 0
+    num_left: int = 0
     refused: list[str] = field(default_factory=list)
 
 
@@ -49,7 +49,7 @@ def _ignore_progress(label: str) -> None:
 
 
 def tune(
-    trials: Iterable[TuningCase],
+    cases: Iterable[TuningCase],
     benchmarker: Benchmarker,
     folder: Path,
     *,
@@ -57,67 +57,67 @@ def tune(
     limit_seconds: float = math.inf,
     advance: Callable[[str], None] = _ignore_progress,
 ) -> TuningReport:
-    """Measure trials that are not in the table yet, and extend it.
+    """Measure the cases that the table lacks, and add them to it.
 
     Args:
-        trials: what to measure.
-        benchmarker: where.
-        folder: of the tables.
-        again: whether to measure what is in the table, too.
-        limit_seconds: no trial is begun later than this; another run goes on from here.
-        advance: is called before each trial with its label.
+        cases: cases to measure.
+        benchmarker: verifies and times them.
+        folder: folder of the tables.
+        again: true to measure the classes of the table as well.
+        limit_seconds: seconds after which no case is started; another run can continue.
+        advance: called before each case with its label.
 
     Raises:
-        InputError: the table that is there cannot be read.
+        InputError: the existing table cannot be read.
         SourceError: the table cannot be written.
     """
     device, triton = benchmarker.device_name, benchmarker.triton_version
     table = find_table([folder], device, triton) or KernelTable(device=device, triton=triton, torch=benchmarker.torch_version)
-    found = TuningReport(path=folder / table_name(device, triton), table=table)
+    report = TuningReport(path=folder / table_name(device, triton), table=table)
     present = {entry.shape_class for entry in table.entries}
     started = time.monotonic()
-    for trial in trials:
-        advance(trial.shape_class.label)
-        if trial.shape_class in present and not again:
-            found.known += 1
+    for case in cases:
+        advance(case.shape_class.label)
+        if case.shape_class in present and not again:
+            report.num_known += 1
             continue
         if time.monotonic() - started > limit_seconds:
-            found.left += 1
+            report.num_left += 1
             continue
-        entry = _fastest_variant(trial, benchmarker, found)
+        entry = _fastest_variant(case, benchmarker, report)
         if entry is not None:
-            found.measured.append(entry)
-            found.table = found.table.including([entry])
-            found.table.save(found.path)
-    return found
+            report.measured.append(entry)
+            report.table = report.table.including([entry])
+            report.table.save(report.path)
+    return report
 
 
-def _fastest_variant(trial: TuningCase, benchmarker: Benchmarker, found: TuningReport) -> TableEntry | None:
-    """The fastest of the ways that are right; the others are named among what was refused."""
+def _fastest_variant(case: TuningCase, benchmarker: Benchmarker, report: TuningReport) -> TableEntry | None:
+    """Entry of the fastest correct variant; the report gets the refused ones."""
     entries = []
-    for variant in launch_variants(trial.shape_class):
-        entry = _measure_variant(trial, variant, benchmarker, found)
+    for variant in launch_variants(case.shape_class):
+        entry = _measure_variant(case, variant, benchmarker, report)
         entries += [] if entry is None else [entry]
     return min(entries, key=lambda entry: entry.triton_seconds, default=None)
 
 
-def _measure_variant(trial: TuningCase, variant: LaunchVariant, benchmarker: Benchmarker, found: TuningReport) -> TableEntry | None:
-    label = trial.shape_class.label + (f", {variant}" if variant != "default" else "")
-    varied = trial.varied(variant)
+def _measure_variant(case: TuningCase, variant: LaunchVariant, benchmarker: Benchmarker, report: TuningReport) -> TableEntry | None:
+    label = case.shape_class.label + (f", {variant}" if variant != "default" else "")
+    varied = case.with_variant(variant)
     try:
         errors = benchmarker.verify(varied)
-        limit = error_limit(trial.shape_class.numbers, errors.aten)
+        limit = error_limit(case.shape_class.numbers, errors.aten)
         if not errors.kernels <= limit:
-            found.refused.append(f"{label}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
+            report.refused.append(f"{label}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
             return None
         triton_seconds, aten_seconds = benchmarker.time(varied)
     except SftError:
         raise
-    except Exception as error:  # one kernel that does not compile or run on this GPU must not keep the others from being measured
-        found.refused.append(f"{label}: {type(error).__name__}: {error}".splitlines()[0][:300])
+    except Exception as error:  # a kernel that does not compile or run must not stop the loop
+        report.refused.append(f"{label}: {type(error).__name__}: {error}".splitlines()[0][:300])
         return None
     return TableEntry(
-        shape_class=trial.shape_class,
+        shape_class=case.shape_class,
         error=errors.kernels,
         aten_error=errors.aten,
         triton_seconds=triton_seconds,

@@ -1,11 +1,11 @@
-"""Tables of what was measured to be fastest: for one GPU and one Triton, an entry for each class of operations.
+"""Kernel tables: for one GPU and one Triton, a measured entry for each class of operations.
 
-An entry is there only because the kernel was right: `TableEntry` holds the error against fp64 that it was accepted with, and refuses one
-above the limit of its numbers and above ATen's own. So a class without an entry (never measured, or measured to be wrong) runs by ATen. A
-table is for one name of a GPU and one version of Triton and its assembler, which decide both what a kernel costs and whether it is right;
-another version's table is not looked at.
+Only correct kernels have entries. A `TableEntry` has the error against fp64 that it was accepted with, and refuses an error above both the
+limit of its number format and ATen's error. A class without an entry (never measured, or wrong) runs by ATen. A table belongs to one GPU
+name and one version of Triton and its assembler, since these determine the speed and the correctness of a kernel; tables of other versions
+are ignored.
 
-A file is JSON: a heading, and a list of entries. It is written beside its place and renamed, so there is never half a table.
+A file is JSON: a header and a list of entries. It is written to a temporary file and renamed, so a table is never incomplete.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["ERROR_LIMITS", "KernelTable", "TableEntry", "TableSelector", "error_
 
 _FORMAT_VERSION = 1
 
-#: Largest relative L2 error against fp64 of a kernel's results, by numbers. A half precision rounds results, and what lies between two
-#: kernels of a backward pass. Products of ten bits must be as good as ATen's, which are no better: Hopper's matrix instructions cut bits
-#: off that ATen rounds.
+#: Largest relative L2 error of a kernel's results against fp64, by number format. Half precisions round results and the values between two
+#: kernels of a backward pass. Products with ten-bit operands must be as good as ATen's, which are not exact either: Hopper's matrix
+#: instructions truncate bits that ATen rounds.
 ERROR_LIMITS: dict[NumberFormat, float] = {"float32": 2e-5, "tf32": 2e-5, "bfloat16": 8e-3, "float16": 2e-3}
-#: Of ATen's own error: where rounding is a lottery (equal maxima in half precision), a kernel may be so much further off.
+#: Largest ratio of a kernel's error to ATen's, where rounding decides between equal values (maxima in half precision).
 _ERROR_TOLERANCE = 1.1
-#: How far in pixels, in powers of four, a class may be from one that was measured.
+#: Largest distance from a measured class, in powers of four of the number of pixels.
 _MAX_PIXEL_CLASS_DISTANCE = 2
 
 
 def error_limit(numbers: NumberFormat, aten_error: float) -> float:
-    """What error a kernel may have where ATen's calls have this one."""
+    """Largest accepted error of a kernel, given the error of ATen's calls."""
     return max(ERROR_LIMITS[numbers], _ERROR_TOLERANCE * aten_error)
 
 
@@ -51,12 +51,12 @@ class TableEntry:
     """One measurement.
 
     Attributes:
-        shape_class: what was measured.
+        shape_class: the class.
         error: relative L2 error of the kernel's results against fp64, on the GPU of the table.
-        aten_error: the same of ATen's.
+        aten_error: the same error of ATen's results.
         triton_seconds: median time of the kernel.
         aten_seconds: median time of ATen's operators for the same, with all that is fused into the kernel.
-        variant: how the kernel is split into programs: the fastest way that was right.
+        variant: the fastest correct launch variant.
     """
 
     shape_class: ShapeClass
@@ -70,7 +70,7 @@ class TableEntry:
         limit = error_limit(self.shape_class.numbers, self.aten_error)
         problems = []
         if not 0 <= self.error <= limit:
-            problems.append(f"its error {self.error:g} is above {limit:g}: a kernel that is wrong has no place in a table")
+            problems.append(f"its error {self.error:g} is above {limit:g}: a wrong kernel gets no entry")
         if not (self._is_time(self.triton_seconds) and self._is_time(self.aten_seconds)):
             problems.append(f"times {self.triton_seconds!r} and {self.aten_seconds!r} are no times; measure again")
         if self.shape_class.pixels < 1:
@@ -84,7 +84,7 @@ class TableEntry:
 
     @property
     def fastest(self) -> Literal["triton", "aten"]:
-        """Which implementation runs; of equals ATen's."""
+        """The implementation that runs; ATen's for equal times."""
         return "triton" if self.triton_seconds < self.aten_seconds else "aten"
 
 
@@ -93,10 +93,10 @@ class KernelTable:
     """Measurements on one GPU with one Triton.
 
     Attributes:
-        device: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        triton: version of Triton and of its assembler, as :func:`sft.backends.autotune.benchmark.compiler_version` has it.
-        torch: version of PyTorch that the other side was measured with; a newer one makes the times old, not the kernels wrong.
-        entries: one for each class.
+        device: name of the GPU, from ``torch.cuda.get_device_name``.
+        triton: version of Triton and its assembler, from :func:`sft.backends.autotune.benchmark.compiler_version`.
+        torch: version of PyTorch that ATen's times were measured with. With a newer one the times are outdated; the kernels stay correct.
+        entries: one entry for each class.
     """
 
     device: str
@@ -113,28 +113,28 @@ class KernelTable:
 
     @cached_property
     def _by_kind(self) -> dict[ShapeClass, list[TableEntry]]:
-        """Entries by their class but for the pixels, those of fewer pixels first."""
-        found: dict[ShapeClass, list[TableEntry]] = {}
+        """Entries by their class at 0 pixels, those of fewer pixels first."""
+        by_kind: dict[ShapeClass, list[TableEntry]] = {}
         for entry in sorted(self.entries, key=lambda one: one.shape_class.pixels):
-            found.setdefault(entry.shape_class.of_pixels(0), []).append(entry)
-        return found
+            by_kind.setdefault(entry.shape_class.of_pixels(0), []).append(entry)
+        return by_kind
 
-    def entry(self, wanted: ShapeClass) -> TableEntry | None:
-        """What was measured of a class, or of the nearest one that differs in pixels alone; of two as near the one of fewer."""
+    def entry(self, shape_class: ShapeClass) -> TableEntry | None:
+        """Entry of a class, or of the nearest class that differs only in pixels; of two equally near ones the one of fewer pixels."""
 
         def distance(one: TableEntry) -> float:
-            return abs(math.log(one.shape_class.pixels / wanted.pixels, 4))
+            return abs(math.log(one.shape_class.pixels / shape_class.pixels, 4))
 
-        nearest = min(self._by_kind.get(wanted.of_pixels(0), []), key=distance, default=None)
+        nearest = min(self._by_kind.get(shape_class.of_pixels(0), []), key=distance, default=None)
         return None if nearest is None or round(distance(nearest)) > _MAX_PIXEL_CLASS_DISTANCE else nearest
 
     def including(self, entries: Iterable[TableEntry]) -> KernelTable:
-        """The table with these entries, in the place of older ones of their classes."""
+        """The table with these entries; they replace older entries of their classes."""
         by_class = {entry.shape_class: entry for entry in (*self.entries, *entries)}
         return KernelTable(device=self.device, triton=self.triton, torch=self.torch, entries=tuple(by_class.values()))
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """The table as JSON; :meth:`from_json` reads it."""
         return json.dumps({"format": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
@@ -142,7 +142,7 @@ class KernelTable:
         """Read a table.
 
         Raises:
-            InputError: the text is no table, or has an entry that cannot be trusted.
+            InputError: the text is no table, or an entry is invalid.
         """
         try:
             data = parse_json_object(text)
@@ -155,17 +155,17 @@ class KernelTable:
             raise InputError(f"cannot read the kernel table: {error}; make one with python -m sft tune") from error
 
     def save(self, path: Path) -> None:
-        """Write the table, whole or not at all.
+        """Write the table atomically.
 
         Raises:
-            SourceError: it cannot be written.
+            SourceError: the file cannot be written.
         """
         with atomic_write(path, parents=True) as part:
             part.write_text(self.to_json(), encoding="utf-8")
 
 
 def table_name(device: str, triton: str) -> str:
-    """Name of the file of a table.
+    """File name of a table.
 
     >>> table_name("NVIDIA H200", "3.6.0")
     'nvidia-h200-triton-3.6.0.json'
@@ -174,10 +174,10 @@ def table_name(device: str, triton: str) -> str:
 
 
 def find_table(folders: Sequence[Path], device: str, triton: str) -> KernelTable | None:
-    """The table of a GPU and a Triton, from the first folder that has one; None where nobody has measured.
+    """The table of a GPU and a Triton version, from the first folder that has one; None if no folder has.
 
     Raises:
-        InputError: a file cannot be read, or is about something else.
+        InputError: a file cannot be read, or is for another GPU or version.
     """
     for folder in folders:
         path = folder / table_name(device, triton)
@@ -188,37 +188,37 @@ def find_table(folders: Sequence[Path], device: str, triton: str) -> KernelTable
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read the kernel table {path}: {error}; delete it, or make another with python -m sft tune") from error
         try:
-            found = KernelTable.from_json(text)
+            table = KernelTable.from_json(text)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
-        if (found.device, found.triton) != (device, triton):
-            raise InputError(f"{path} is for {found.device} and Triton {found.triton}, not for {device} and {triton}; delete it")
-        return found
+        if (table.device, table.triton) != (device, triton):
+            raise InputError(f"{path} is for {table.device} and Triton {table.triton}, not for {device} and {triton}; delete it")
+        return table
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSelector:
-    """Takes the kernels that a table says are fastest.
+    """Selects the kernels that are the fastest by a table.
 
     Attributes:
         table: the measurements.
-        allows_tf32: whether products of fp32 numbers may be rounded.
+        allows_tf32: true if products of fp32 numbers may round operands to ten bits.
     """
 
     table: KernelTable
     allows_tf32: bool = False
 
-    def selects_kernel(self, wanted: ShapeClass) -> bool:
-        """Whether the kernel was measured to be right and faster."""
-        entry = self.table.entry(wanted)
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        """True if the class has an entry with the kernel faster than ATen."""
+        entry = self.table.entry(shape_class)
         return entry is not None and entry.fastest == "triton"
 
-    def launch_variant_of(self, wanted: ShapeClass) -> LaunchVariant:
-        """The way that was measured to be fastest."""
-        entry = self.table.entry(wanted)
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
+        """The launch variant of the entry."""
+        entry = self.table.entry(shape_class)
         return "default" if entry is None else entry.variant
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """As the elements are, or rounded where that is allowed."""
+        """The format that elements are stored in, or tf32 for fp32 where allowed."""
         return storage_format(dtype, allows_tf32=self.allows_tf32)

@@ -260,11 +260,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(held.entries) == begun > 0
     second = ListLaboratory()
     found = tune(trials, second, tmp_path)
-    assert found.known == len(held.entries)
+    assert found.num_known == len(held.entries)
     assert len(found.table.entries) == len(trials)
     assert len(second.timed) == sum(len(launch_variants(trial.shape_class)) for trial in trials[begun:])
     third = ListLaboratory()
-    assert tune(trials, third, tmp_path).known == len(trials)
+    assert tune(trials, third, tmp_path).num_known == len(trials)
     assert third.verified == []
     assert len(tune(trials, third, tmp_path, again=True).measured) == len(trials)
 
@@ -272,7 +272,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_time_may_be_short(tmp_path: Path) -> None:
     trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     found = tune(trials, ListLaboratory(), tmp_path, limit_seconds=-1.0)
-    assert found.left == len(trials) and not found.measured and not found.table.entries
+    assert found.num_left == len(trials) and not found.measured and not found.table.entries
     console = Console(record=True, width=200)
     show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, benchmarker=ListLaboratory())
     text = console.export_text()

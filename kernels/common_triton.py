@@ -83,7 +83,7 @@ def assembler_version(capability: int) -> str:
 
 
 def safe_precision(precision: str, device: torch.device) -> str:
-    """The ``PRECISION`` of ``matmul`` on a device: ``ieee`` instead of products in three parts if their computed operands would be wrong."""
+    """``PRECISION`` of ``matmul`` on a device: ``ieee`` instead of products in three parts if computed operands are wrong."""
     return "ieee" if precision in ("tf32x3", "bf16x3") and not can_compute_operands(device) else precision
 
 

@@ -149,7 +149,7 @@ def conv2d_kernel(
 
 @triton.jit
 def _maxima(y, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The maximum of each four rows and its number, with PyTorch's rule: the last NaN, or else the first of equal values."""
+    """The maximum of each four rows and its number, as in PyTorch: the last NaN if any, otherwise the first maximum."""
     four = tl.reshape(y.to(tl.float32), (PIXELS // 4, 4, CHANNELS))
     number = tl.arange(0, 4)[None, :, None]
     undefined = tl.max(tl.where(four != four, number, -1), axis=1)

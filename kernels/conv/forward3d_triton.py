@@ -144,7 +144,7 @@ def launch_conv3d(
     scale: Tensor | None = None,
     blocks: BlockSizes | None = None,
 ) -> None:
-    """Write ``activation(scale * conv(x) + bias + residual)`` of a tile to ``out``, which is not empty; arguments as for ``launch_conv2d``."""
+    """Write ``activation(scale * conv(x) + bias + residual)`` of a tile to ``out``, not empty; arguments as for ``launch_conv2d``."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_out, num_in = weight.shape[:2]
     if blocks is None:

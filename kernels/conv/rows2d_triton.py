@@ -195,7 +195,7 @@ def _pixels(
 
 @triton.jit
 def _maxima_of_rows(above, below, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The maxima of 2 x 2 pixels of two rows and their numbers: the first of equal values, and the last NaN if there is one, as in PyTorch."""
+    """The maxima of 2 x 2 pixels of two rows and their numbers, as in PyTorch: the last NaN if any, otherwise the first maximum."""
     best, tap = _maxima_of_pairs(above, PIXELS, CHANNELS)
     other, number = _maxima_of_pairs(below, PIXELS, CHANNELS)
     is_below = (other != other) | ((best == best) & (other > best))

@@ -1,4 +1,4 @@
-"""Gradients of weight and bias of a volume's convolution, in Triton: :mod:`sft.kernels.conv.weight_grad2d_triton` with a third axis. One group."""
+"""Weight and bias gradients of a volume convolution, in Triton: :mod:`sft.kernels.conv.weight_grad2d_triton` with three axes."""
 
 from __future__ import annotations
 

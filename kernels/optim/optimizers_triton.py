@@ -17,7 +17,7 @@ from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["adamw_kernel", "launch_adamw", "launch_sgd", "sgd_kernel"]
 
-_RATES = ["decay", "share", "rest", "beta", "one_less_beta", "correction", "eps", "step_size"]
+_RATES = ["decay", "share", "complement", "beta", "one_less_beta", "correction", "eps", "step_size"]
 
 
 @triton.jit(do_not_specialize=["size", *_RATES])
@@ -30,7 +30,7 @@ def adamw_kernel(
     size,
     decay,  # factor of the parameter
     share,  # weight of the gradient in the running mean
-    rest,  # one minus share
+    complement,  # one minus share
     beta,  # factor of the running square
     one_less_beta,
     correction,  # divisor of the root of the square
@@ -56,7 +56,7 @@ def adamw_kernel(
     if NEAR:
         mean = tl.fma(gradient - mean, zeros + share, mean)
     else:
-        mean = tl.fma(gradient - mean, zeros - rest, gradient)
+        mean = tl.fma(gradient - mean, zeros - complement, gradient)
     square = tl.fma(gradient * one_less_beta, gradient, tl.load(p_square + i, mask=m, other=0.0) * beta)
     spread = tl.div_rn(tl.sqrt_rn(square), zeros + correction) + eps
     parameter = parameter + tl.div_rn(mean * (zeros - step_size), spread)

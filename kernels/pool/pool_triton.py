@@ -68,7 +68,7 @@ def max_pool_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Maxima and taps, with PyTorch's rule: the last NaN, or else the first of equal values."""
+    """Maxima and taps, as in PyTorch: the last NaN if any, otherwise the first maximum."""
     i_p, i_n, i_h, i_w, i_c = _place(rows, columns, PIXELS, CHANNELS)
     m_y = (i_p < num_pixels) & (i_c < num_channels)
     best = tl.full((PIXELS, CHANNELS), float("-inf"), tl.float32)

@@ -6,7 +6,7 @@ batteries of statistical tests. The word of a position is the value of the funct
 
 Ten rounds, each of two 32 x 32 -> 64 bit multiplications; the key grows by a constant between rounds.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3; the multipliers
-and the key increments (the golden ratio and the square root of 3, less one) are the ones given there.
+and the key increments (the golden ratio and the square root of 3, less one) are from that section.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must not change places: programs written by hand in which somebody else reads or writes what a kernel would fuse."""
+"""Moves that a rewrite must not make: hand-written programs in which another instruction accesses the values that a kernel would fuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels in programs, without running any: what is replaced, what is left, what a plan says, and who decides."""
+"""Rewrites of programs by kernel calls, without running any: instructions replaced and kept, plans, and selectors."""
 
 from __future__ import annotations
 

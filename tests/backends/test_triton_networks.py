@@ -1,5 +1,5 @@
-"""Whole networks with ``backend="triton"`` under Triton's interpreter: as near to fp64 as eager PyTorch, within the projected bytes, of
-equal bits from step to step, and of as many operations as planned. Also every group that a kernel replaces, on its own."""
+"""Networks with ``backend="triton"`` under Triton's interpreter: as near to fp64 as eager PyTorch, within the projected bytes, with equal
+bits from step to step and the planned number of operations. Also every rewritten group on its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every launch on images, compiled ahead of time for sm_80 and sm_90 as it would be for a large tile: no spills, shared memory that
-both have, matrix instructions and wide copies where there should be some. ``SFT_KERNEL_SWEEP=1`` compiles all dtypes for both."""
+"""Launches on images, compiled ahead of time for sm_80 and sm_90 with the arguments of a large tile: no spills, shared memory within
+the limits of both, matrix instructions and wide copies where expected. ``SFT_KERNEL_SWEEP=1`` compiles all dtypes for both."""
 
 from __future__ import annotations
 

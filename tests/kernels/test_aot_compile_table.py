@@ -1,5 +1,5 @@
-"""What a measured table may hold: each class of the standard networks that a kernel serves, in every way to split it that the table may
-choose, noted as ``python -m sft tune`` would launch it, and compiled ahead of time for sm_80 and sm_90.
+"""Launches of all possible table entries: each class of the standard networks with a kernel, in every launch variant, recorded as
+``python -m sft tune`` would launch it, and compiled ahead of time for sm_80 and sm_90.
 
 ``SFT_KERNEL_SWEEP=1`` compiles (``make test-kernels``), network by network; launches that differ in nothing that the compiler sees are
 compiled once. ``-rP`` shows the counts."""
@@ -41,7 +41,7 @@ def _label(job: dict[str, Any]) -> str:
 
 
 def _targets(job: dict[str, Any], *, affected: bool) -> tuple[str, ...]:
-    """Only Hopper has the walk down the rows, and old assemblers for it."""
+    """Targets of a kernel: only Hopper has the variant ``rows``, and old assemblers with the bug."""
     return ("sm_90",) if affected or job["kernel"] == "row_streaming_kernel" else ("sm_80", "sm_90")
 
 

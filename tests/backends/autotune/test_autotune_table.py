@@ -1,4 +1,4 @@
-"""Tables of measured kernels, and how they are made: with a benchmarker that answers from a list."""
+"""Kernel tables and the tuning loop, with a benchmarker that takes its results from a list."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
         find_table([second], _TABLE.device, _TABLE.triton)
 
 
-def _variant(trial: TuningCase) -> str:
-    calls = [kernel_call_of(call.function) for call in trial.kernels]
+def _variant(case: TuningCase) -> str:
+    calls = [kernel_call_of(call.function) for call in case.kernels]
     variants: set[str] = {getattr(call, "variant", "default") for call in calls} - {"default"}
     return next(iter(variants), "default")
 
@@ -149,8 +149,8 @@ def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class ListLaboratory:
-    """Answers from lists: errors and times by operator."""
+class ListBenchmarker:
+    """Benchmarker with given errors and times by operator."""
 
     errors: dict[str, float] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
@@ -168,21 +168,21 @@ class ListLaboratory:
     triton_version: str = "3.9.0"
     torch_version: str = "2.13.0"
 
-    def verify(self, trial: TuningCase) -> RelativeErrors:
-        operator = trial.shape_class.operator
-        self.verified.append((operator, _variant(trial)))
+    def verify(self, case: TuningCase) -> RelativeErrors:
+        operator = case.shape_class.operator
+        self.verified.append((operator, _variant(case)))
         if operator == self.stops:
             raise KeyboardInterrupt
         if operator == self.fails:
             raise RuntimeError("out of registers")
-        if _variant(trial) == self.wrong:
+        if _variant(case) == self.wrong:
             return RelativeErrors(kernels=0.5, aten=1e-7)
         return RelativeErrors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
 
-    def time(self, trial: TuningCase) -> tuple[float, float]:
-        self.timed.append((trial.shape_class.operator, _variant(trial)))
-        seconds = 2e-3 if trial.shape_class.operator in self.slow else 1e-3
-        return (seconds / 2 if _variant(trial) == self.fast else seconds), 3e-3 - seconds
+    def time(self, case: TuningCase) -> tuple[float, float]:
+        self.timed.append((case.shape_class.operator, _variant(case)))
+        seconds = 2e-3 if case.shape_class.operator in self.slow else 1e-3
+        return (seconds / 2 if _variant(case) == self.fast else seconds), 3e-3 - seconds
 
 
 def _model() -> nn.Module:
@@ -198,28 +198,28 @@ def _request(folder: Path | None, **changes: Any) -> TuneRequest:
 
 
 def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
-    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
-    assert len({trial.shape_class for trial in trials}) == len(trials)
-    benchmarker = ListLaboratory(slow=frozenset({"max pool"}))
+    cases = collect_tuning_cases(_request(None), torch.device("cpu"))
+    assert len({case.shape_class for case in cases}) == len(cases)
+    benchmarker = ListBenchmarker(slow=frozenset({"max pool"}))
     seen: list[str] = []
-    found = tune(trials, benchmarker, tmp_path, advance=seen.append)
-    assert seen == [trial.shape_class.label for trial in trials]
-    ways = [(trial.shape_class.operator, variant) for trial in trials for variant in launch_variants(trial.shape_class)]
+    found = tune(cases, benchmarker, tmp_path, advance=seen.append)
+    assert seen == [case.shape_class.label for case in cases]
+    ways = [(case.shape_class.operator, variant) for case in cases for variant in launch_variants(case.shape_class)]
     assert benchmarker.verified == benchmarker.timed == ways
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
     selector = TableSelector(table=found.table)
-    assert all(selector.selects_kernel(trial.shape_class) == (trial.shape_class.operator != "max pool") for trial in trials)
+    assert all(selector.selects_kernel(case.shape_class) == (case.shape_class.operator != "max pool") for case in cases)
 
 
 def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
-    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
-    table = tune(trials, ListLaboratory(fast="deep"), tmp_path).table
-    convolutions = [trial for trial in trials if trial.shape_class.operator.startswith("conv2d")]
-    assert {TableSelector(table=table).launch_variant_of(trial.shape_class) for trial in convolutions} == {"deep"}
+    cases = collect_tuning_cases(_request(None), torch.device("cpu"))
+    table = tune(cases, ListBenchmarker(fast="deep"), tmp_path).table
+    convolutions = [case for case in cases if case.shape_class.operator.startswith("conv2d")]
+    assert {TableSelector(table=table).launch_variant_of(case.shape_class) for case in convolutions} == {"deep"}
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == table
-    found = tune(trials, ListLaboratory(fast="deep", wrong="deep"), tmp_path, again=True)
+    found = tune(cases, ListBenchmarker(fast="deep", wrong="deep"), tmp_path, again=True)
     assert {entry.variant for entry in found.table.entries} == {"default"}
-    assert len(found.table.entries) == len(trials)
+    assert len(found.table.entries) == len(cases)
     assert len(found.refused) == len(convolutions) and all(", deep: wrong" in line for line in found.refused)
     assert TableSelector(table=found.table).launch_variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
 
@@ -237,47 +237,47 @@ def test_ways_to_split_by_class() -> None:
 
 
 def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
-    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
-    benchmarker = ListLaboratory(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
-    found = tune(trials, benchmarker, tmp_path)
+    cases = collect_tuning_cases(_request(None), torch.device("cpu"))
+    benchmarker = ListBenchmarker(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
+    found = tune(cases, benchmarker, tmp_path)
     bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
     assert bad.isdisjoint(operator for operator, _ in benchmarker.timed)
     assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
-    wrong = [t for t in trials if t.shape_class.operator in bad - {benchmarker.fails}]
+    wrong = [t for t in cases if t.shape_class.operator in bad - {benchmarker.fails}]
     assert sum("wrong, error" in line for line in found.refused) == sum(len(launch_variants(t.shape_class)) for t in wrong)
     assert any("out of registers" in line for line in found.refused)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
-    last = trials[-1].shape_class.operator
-    first = ListLaboratory(stops=last)
+    cases = collect_tuning_cases(_request(None), torch.device("cpu"))
+    last = cases[-1].shape_class.operator
+    first = ListBenchmarker(stops=last)
     with pytest.raises(KeyboardInterrupt):
-        tune(trials, first, tmp_path)
+        tune(cases, first, tmp_path)
     held = find_table([tmp_path], "NVIDIA Test", "3.9.0")
     assert held is not None
-    begun = next(place for place, trial in enumerate(trials) if trial.shape_class.operator == last)
+    begun = next(place for place, case in enumerate(cases) if case.shape_class.operator == last)
     assert len(held.entries) == begun > 0
-    second = ListLaboratory()
-    found = tune(trials, second, tmp_path)
+    second = ListBenchmarker()
+    found = tune(cases, second, tmp_path)
     assert found.num_known == len(held.entries)
-    assert len(found.table.entries) == len(trials)
-    assert len(second.timed) == sum(len(launch_variants(trial.shape_class)) for trial in trials[begun:])
-    third = ListLaboratory()
-    assert tune(trials, third, tmp_path).num_known == len(trials)
+    assert len(found.table.entries) == len(cases)
+    assert len(second.timed) == sum(len(launch_variants(case.shape_class)) for case in cases[begun:])
+    third = ListBenchmarker()
+    assert tune(cases, third, tmp_path).num_known == len(cases)
     assert third.verified == []
-    assert len(tune(trials, third, tmp_path, again=True).measured) == len(trials)
+    assert len(tune(cases, third, tmp_path, again=True).measured) == len(cases)
 
 
 def test_time_may_be_short(tmp_path: Path) -> None:
-    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
-    found = tune(trials, ListLaboratory(), tmp_path, limit_seconds=-1.0)
-    assert found.num_left == len(trials) and not found.measured and not found.table.entries
+    cases = collect_tuning_cases(_request(None), torch.device("cpu"))
+    found = tune(cases, ListBenchmarker(), tmp_path, limit_seconds=-1.0)
+    assert found.num_left == len(cases) and not found.measured and not found.table.entries
     console = Console(record=True, width=200)
-    show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, benchmarker=ListLaboratory())
+    show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, benchmarker=ListBenchmarker())
     text = console.export_text()
-    assert f"1 of {len(trials)}: {trials[0].shape_class.label}" in text, "a line for each where there is no terminal"
-    assert f"no time for {len(trials)} more" in text
+    assert f"1 of {len(cases)}: {cases[0].shape_class.label}" in text, "a line for each where there is no terminal"
+    assert f"no time for {len(cases)} more" in text
     for seconds in ("0", "nan", "-3", "soon"):
         with pytest.raises(SystemExit):
             main(["tune", "--seconds", seconds])
@@ -285,12 +285,12 @@ def test_time_may_be_short(tmp_path: Path) -> None:
 
 def test_what_the_command_says(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
-    assert show_tune(_request(tmp_path), console, as_json=False, benchmarker=ListLaboratory()) == 0
+    assert show_tune(_request(tmp_path), console, as_json=False, benchmarker=ListBenchmarker()) == 0
     text = console.export_text()
     assert "conv2d + bias + relu" in text
     assert "0 refused" in text
     console = Console(record=True, width=200)
-    wrong = ListLaboratory(errors={"max pool": 1.0})
+    wrong = ListBenchmarker(errors={"max pool": 1.0})
     assert show_tune(_request(tmp_path, again=True), console, as_json=True, benchmarker=wrong) == 1
     data = json.loads(console.export_text())
     assert data["table"] == str(tmp_path / table_name("NVIDIA Test", "3.9.0"))

@@ -1,6 +1,6 @@
-"""Convolution of tiles: the plain reference and the interpreted kernels against the whole image in float64.
+"""Convolution of tiles: the interpreted kernels against the untiled image in float64.
 
-Around every tile, and in it beyond the image's border, memory is NaN.
+Memory is NaN around every tile, and in a tile beyond the border of the image.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _LAYERS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """Operands in a dtype, and what comes of them in fp64, with the sums of absolute values beside it."""
+    """Operands in a dtype, the exact results in fp64, and the same sums of absolute values."""
 
     x: Tensor
     weight: Tensor

@@ -36,11 +36,11 @@ _TILES = [(range(4), range(9)), (range(4, 10), range(2)), (range(4, 10), range(2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """Operands with values of a dtype, in fp64, and what PyTorch makes of them, with the sums of absolute values beside it."""
+    """Operands with values of a dtype, in fp64, PyTorch's results, and the same sums of absolute values."""
 
     parts: dict[str, Tensor]
     y: Tensor
-    #: where the maxima's gradient goes
+    #: gradient of the ReLU's input, from that of the maxima
     dense: Tensor
     truth: dict[str, Tensor]
     scale: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Convolution of tiles of volumes: the plain reference and the interpreted kernels against the whole in float64, in memory of NaN."""
+"""Convolution of tiles of volumes: the interpreted kernels against the untiled volume in float64; memory around the tiles is NaN."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LAYERS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """Operands with values of a dtype, in fp64, and what comes of them, with the sums of absolute values beside it."""
+    """Operands with values of a dtype, in fp64, the exact results, and the same sums of absolute values."""
 
     parts: dict[str, Tensor]
     truth: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""The convolution that walks down the rows: the bits of the implicit matrix product, in tiles and whole, in memory of NaN; its gradient."""
+"""The convolution that streams down the rows, and its gradient: the bits of the implicit matrix product, tiled and untiled."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @needs_triton
 def test_interpreted_buffers_beyond_the_border(tmp_path: Path) -> None:
-    """Rows of the result that are not the image's get zero, whatever lies around."""
+    """Rows of the result that are not data get zero."""
     problem, dtype = _problem(torch.float32), torch.float32
     geometry = tile_geometry(_EXTENTS, _WINDOWS, (range(-1, 10), range(-2, 12)), adjoint=True)
     dy = fill_buffer(problem.dy, (geometry.height.output, geometry.width.output), dtype)

@@ -1,4 +1,4 @@
-"""Norms of a strip in plain PyTorch, on any device and in any floating dtype: what the kernels must equal."""
+"""Norms of a strip in plain PyTorch, on any device and in any floating dtype: the oracle of the kernels."""
 
 from __future__ import annotations
 

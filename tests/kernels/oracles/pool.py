@@ -1,7 +1,7 @@
-"""Pools of a tile in plain PyTorch, tap by tap: what the kernels must equal, bit for bit in fp32.
+"""Pools of a tile in plain PyTorch, tap by tap: the oracle of the kernels, bit for bit in fp32.
 
-Rows that are not data count as nothing for the maximum. For the average they count as zero, and towards the number of
-elements only as PyTorch has it: within the padding, and only where padding counts at all.
+A maximum leaves out rows that are not data. In an average they count as zero. They count as elements by PyTorch's rule: within the padding,
+and only if padding counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Banded interpolation in plain PyTorch, on any device and in any floating dtype: what the kernel must equal, bit for bit in fp32."""
+"""Banded interpolation in plain PyTorch, on any device and in any floating dtype: the oracle of the kernel, bit for bit in fp32."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"error": 0.5}, "has no place in a table"),
-        ({"error": float("nan")}, "has no place in a table"),
+        ({"error": 0.5}, "a wrong kernel gets no entry"),
+        ({"error": float("nan")}, "a wrong kernel gets no entry"),
         ({"triton_seconds": 0.0}, "are no times"),
         ({"aten_seconds": float("inf")}, "are no times"),
     ],

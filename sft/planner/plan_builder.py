@@ -24,7 +24,7 @@ from sft.runtime.whole_segment import WholeSegment
 __all__ = ["build_plan"]
 
 
-def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
+def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
     """Build the plan; its seconds are estimated at these rates."""
     graph = problem.sized.graph
     return Plan(
@@ -35,19 +35,19 @@ def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes
         training=problem.sized.training,
         budget_bytes=budget_bytes,
         resident_bytes=problem.resources.resident_bytes,
-        projected_peak_bytes=planned.projection.peak_bytes + planned.projection.overhead_bytes,
-        flops=planned.projection.flops,
+        projected_peak_bytes=projected.projection.peak_bytes + projected.projection.overhead_bytes,
+        flops=projected.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
-        timeline=project_timeline(problem, planned.choices, planned.projection, rates),
-        segments=tuple(_segment_plan(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
-        order=_schedule_text(planned.region),
-        host_bytes=planned.projection.host_bytes,
-        skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in planned.region.segments),
+        timeline=project_timeline(problem, projected.choices, projected.projection, rates),
+        segments=tuple(_segment_plan(problem, projected, index, budget_bytes) for index in range(len(projected.choices))),
+        order=_schedule_text(projected.region),
+        host_bytes=projected.projection.host_bytes,
+        skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in projected.region.segments),
         notes=(*dict.fromkeys(problem.sized.phases.whole_reasons.values()), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.resources.weights is None else len(problem.resources.weights.num_bytes),
-        weights_peak_bytes=planned.projection.weights_peak_bytes,
-        overhead_bytes=planned.projection.overhead_bytes,
+        weights_peak_bytes=projected.projection.weights_peak_bytes,
+        overhead_bytes=projected.projection.overhead_bytes,
         search_limits=problem.limits,
     )
 
@@ -69,11 +69,11 @@ def _schedule_text(region: Region) -> tuple[str, ...]:
     return () if tuple(normalized) == default else tuple(map(str, moves))
 
 
-def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
+def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.sized.graph, problem.sized.phases
-    choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.writes[index]
+    choice, segment, makes = projected.choices[index], projected.region.segments[index], projected.region.writes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment))
-    num_forwards = num_forwards_of(planned.region.schedule, index)
+    num_forwards = num_forwards_of(projected.region.schedule, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     differentiated = any(name in problem.sized.requires_grad for name in choice.nodes)
@@ -81,7 +81,9 @@ def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, 
         footprint = run_footprint(
             graph, choice.nodes, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile
         )
-        spare_bytes = budget_bytes - problem.resources.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
+        spare_bytes = (
+            budget_bytes - problem.resources.resident_bytes - projected.projection.peak_bytes - projected.projection.overhead_bytes
+        )
         max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.sized.stride(choice.nodes))
         rows = "-" if max_rows is None else f"{min(max_rows, problem.sized.run_height(choice.nodes))} rows"
         size_formulas = problem.memoize_across_sizes(

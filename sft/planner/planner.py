@@ -49,13 +49,13 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
         for grid in tile_grids(options, problem.limits):
             if smallest is not None and min_plan_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
                 break
-            planned = materialize(problem, partitioned(grid))
-            if best is not None and planned.projection.flops >= best.projection.flops:
+            plan = materialize(problem, partitioned(grid))
+            if best is not None and plan.projection.flops >= best.projection.flops:
                 break  # finer grids only compute more
-            if smallest is None or planned.projection.peak_bytes < smallest.projection.peak_bytes:
-                smallest = planned
-            if planned.projection.peak_bytes <= room_bytes:
-                best = planned
+            if smallest is None or plan.projection.peak_bytes < smallest.projection.peak_bytes:
+                smallest = plan
+            if plan.projection.peak_bytes <= room_bytes:
+                best = plan
                 break
     if best is not None:
         return best
@@ -69,24 +69,24 @@ def _published_plan(problem: PlanningProblem, budget_bytes: int, name: str, rate
     room_bytes = budget_bytes - problem.resources.occupied_bytes
     staged = StagedModel(problem, rates)
     if not problem.sized.training or len(staged.stages) < 2:  # no stage to recompute
-        planned = materialize(problem, staged.choices)
-        fits = planned.projection.peak_bytes <= room_bytes
+        plan = materialize(problem, staged.choices)
+        fits = plan.projection.peak_bytes <= room_bytes
     else:
         schedule, fits = solve_staged(staged, name, room_bytes)
-        planned = scheduled_plan(staged, schedule)
+        plan = scheduled_plan(staged, schedule)
     if not fits:
-        check_host(planned, problem.resources.host_budget_bytes)
-        raise _budget_error(problem, planned, budget_bytes)
-    return planned
+        check_host(plan, problem.resources.host_budget_bytes)
+        raise _budget_error(problem, plan, budget_bytes)
+    return plan
 
 
-def check_host(planned: ProjectedPlan, host_budget_bytes: int | None) -> None:
+def check_host(plan: ProjectedPlan, host_budget_bytes: int | None) -> None:
     """Check a plan against the host budget; ``None`` is no limit.
 
     Raises:
         BudgetError: the plan needs more host memory.
     """
-    needed = planned.projection.host_bytes
+    needed = plan.projection.host_bytes
     if host_budget_bytes is not None and needed > host_budget_bytes:
         raise BudgetError(
             f"host_budget is {format_bytes(host_budget_bytes)}, but what leaves the device during a step takes "
@@ -96,13 +96,13 @@ def check_host(planned: ProjectedPlan, host_budget_bytes: int | None) -> None:
         )
 
 
-def check_device(problem: PlanningProblem, planned: ProjectedPlan, budget_bytes: int) -> None:
+def check_device(problem: PlanningProblem, plan: ProjectedPlan, budget_bytes: int) -> None:
     """Check a plan that the user passed in against the device budget.
 
     Raises:
         BudgetError: the plan needs more device memory.
     """
-    needed = problem.resources.occupied_bytes + planned.projection.peak_bytes
+    needed = problem.resources.occupied_bytes + plan.projection.peak_bytes
     if needed > budget_bytes:
         raise BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "

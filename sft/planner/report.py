@@ -130,7 +130,7 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
             f"{segment.batch_tile} batch element(s) at a time",
             f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
             f"  states            {format_bytes(segment.state_bytes):>12}  {_states_text(segment)}"
-            + (", of one walk at a time: each runs forward once more" if segment.restart else ""),
+            + (", of one sweep at a time: each runs forward once more" if segment.restart else ""),
         ]
     lines += [
         f"  working set       {format_bytes(segment.working_bytes):>12}",

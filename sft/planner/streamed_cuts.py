@@ -24,12 +24,12 @@ PlanT = TypeVar("PlanT")
 
 def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
     """Values that one tiled segment passes to later segments which are all tiled."""
-    ends = segment_borders(problem.sized.graph, choices)
-    whole = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode != "tiled" for name in reads}
-    tiled = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in reads}
-    made = (name for choice, (_, makes) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in makes)
-    between = tiled - whole
-    return tuple(name for name in made if name in between and can_stream(problem, name))
+    borders = segment_borders(problem.sized.graph, choices)
+    read_untiled = {name for choice, (reads, _) in zip(choices, borders, strict=True) if choice.mode != "tiled" for name in reads}
+    read_tiled = {name for choice, (reads, _) in zip(choices, borders, strict=True) if choice.mode == "tiled" for name in reads}
+    outputs = (name for choice, (_, makes) in zip(choices, borders, strict=True) if choice.mode == "tiled" for name in makes)
+    between = read_tiled - read_untiled
+    return tuple(name for name in outputs if name in between and can_stream(problem, name))
 
 
 def with_streamed(choices: Sequence[SegmentChoice], names: Collection[str]) -> tuple[SegmentChoice, ...]:

@@ -190,22 +190,22 @@ class UntiledMemory:
 def untiled_memory(problem: PlanningProblem, positions: Sequence[int]) -> list[UntiledMemory]:
     """Bytes of the untiled operators from each of ascending positions on."""
     order, exchanged = problem.sized.operators, problem.resources.host_outputs
-    read: set[str] = set()
-    made: set[str] = set()
+    inputs: set[str] = set()
+    outputs: set[str] = set()
     memory: list[UntiledMemory] = []
     end = len(order)
     for position in reversed(positions):
         for name in order[position:end]:
-            read.update(problem.resources.from_source.intersection(problem.sized.graph[name].operands))
-            read.update(exchanged.intersection(problem.sized.graph[name].operands))
-        made.update(exchanged.intersection(order[position:end]))
+            inputs.update(problem.resources.from_source.intersection(problem.sized.graph[name].operands))
+            inputs.update(exchanged.intersection(problem.sized.graph[name].operands))
+        outputs.update(exchanged.intersection(order[position:end]))
         end = position
-        loaded = (read & exchanged & problem.sized.requires_grad) - made
-        made_bytes = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in made)
+        loaded = (inputs & exchanged & problem.sized.requires_grad) - outputs
+        output_bytes = sum(max(problem.sized.value_bytes(name), problem.sized.grad_bytes(name)) for name in outputs)
         memory.append(
             UntiledMemory(
-                source_bytes=sum(map(problem.sized.value_bytes, read & problem.resources.from_source)),
-                exchanged_bytes=made_bytes + sum(map(problem.sized.grad_bytes, loaded)),
+                source_bytes=sum(map(problem.sized.value_bytes, inputs & problem.resources.from_source)),
+                exchanged_bytes=output_bytes + sum(map(problem.sized.grad_bytes, loaded)),
             )
         )
     return memory[::-1]

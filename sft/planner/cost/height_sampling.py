@@ -130,7 +130,17 @@ class RunSampler:
         problem, tiling = self.tiling.problem, replace(self.tiling.choice(names, 1), nodes=(), restart=False)
         heights = (tuple(self.strip_rows), tuple(self.sampled))
         run_key = structural_run_key(problem, names, any_size=False)
-        key = ("run", run_key, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
+        key = (
+            "run",
+            run_key,
+            cuts,
+            tiling,
+            self.tiling.num_panels,
+            self.tiling.num_stored_sweeps,
+            heights,
+            tuple(self.policies),
+            self.rates,
+        )
         return replace(problem.memo.memoize(key, lambda: self._interpolate(names, cuts, forward_flops, flops)), names=names)
 
     def _interpolate(
@@ -155,7 +165,7 @@ class RunSampler:
         value_index = np.asarray(samples[0]["value_index"])
         num_steps = np.ceil(problem.sized.run_height(names) / all_heights) + spread("extra_steps")
         rows = closed_form_rows(self.policies, carried, gained, num_steps, training=problem.sized.training)
-        state_bytes = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
+        state_bytes = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stored_sweeps
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = value_index[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
         states = np.einsum("cv,vhk->chk", inside.astype(np.float64), state_bytes)

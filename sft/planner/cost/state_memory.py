@@ -1,8 +1,9 @@
 """State memory: bytes that a run keeps for the states of its sweeps.
 
 Closed form: value ``v`` carries ``c`` rows and gains ``n`` rows per strip. If one state in ``k`` is kept, it holds ``min(c, k n)`` rows
-that the state before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more rows of its own. This takes all strips for those
-in the middle of the image. Counting row by row gives what a backward sweep really holds; :func:`state_shares` is the ratio of the two.
+that the state before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more rows of its own. This assumes that all strips
+equal those in the middle of the image. Counting row by row gives what a backward sweep really holds; :func:`state_shares` is the ratio of
+the two.
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ def state_shares(
     is_few = len(frontier) <= problem.limits.few_counted_values
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held in problem.memo.memoize(key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)).items():
+    for index, held_bytes in problem.memo.memoize(
+        key, lambda: _held_state_bytes(policies, frontier, kept, counted, problem.limits)
+    ).items():
         if closed[index]:
-            shares[index] = (factors @ held).max() / closed[index]
+            shares[index] = (factors @ held_bytes).max() / closed[index]
     return shares
 
 

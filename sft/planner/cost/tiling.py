@@ -75,14 +75,14 @@ class Tiling:
         return max(1, int(_INDEXED_SHARE * 2**31 / max(1.0, row_elements)))
 
     @property
-    def num_walks(self) -> int:
+    def num_sweeps(self) -> int:
         """Sweeps of a run."""
         return -(-self.problem.sized.num_batch // self.batch_tile) * self.num_panels
 
     @property
-    def num_stores(self) -> int:
+    def num_stored_sweeps(self) -> int:
         """Sweeps with states kept at the same time."""
-        return 1 if self.restart else self.num_walks
+        return 1 if self.restart else self.num_sweeps
 
     def rows_of(self, names: Sequence[str], strip_rows: int) -> int:
         """Strip height of a run with smaller sources than the tallest."""

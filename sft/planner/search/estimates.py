@@ -152,10 +152,10 @@ def estimate_candidates(problem: PlanningProblem, tiling: Tiling, rates: DeviceR
 def _tiled_costs(problem: PlanningProblem, tiling: Tiling, run: RunSamples, cut: int, untiled: UntiledCosts) -> TiledCosts:
     """Bytes and costs that the operators of a run before a cut add when tiled."""
     names = run.names[: run.cuts[cut]]
-    restarted_share = 1 - 1 / tiling.num_walks if tiling.restart else 0.0
+    restarted_share = 1 - 1 / tiling.num_sweeps if tiling.restart else 0.0
     is_differentiated = any(name in problem.sized.requires_grad for name in names)
     reruns: Any = 1 + restarted_share + run.restored_share if is_differentiated else 0.0 * run.restored_share
-    once = run.flops[cut] - sum(untiled.flops[name] for name in names) + run.num_steps * tiling.num_walks * run.overhead[cut]
+    once = run.flops[cut] - sum(untiled.flops[name] for name in names) + run.num_steps * tiling.num_sweeps * run.overhead[cut]
     is_free = run.restored_share.shape[1] > 1  # otherwise the options force the policy
     return TiledCosts(
         states=run.states[cut],

@@ -48,10 +48,10 @@ def cheapest_tiled_head(
         proposal = heads.cheapest(room_bytes - error, worse_than if best is None else problem.limits.further_cost_share * best[0])
         if proposal is None:
             break
-        planned = materialize(problem, proposal.choices, proposal.order)
-        if planned.projection.peak_bytes <= room_bytes:
-            best = (proposal.cost, planned)
-        error += planned.projection.peak_bytes - room_bytes
+        plan = materialize(problem, proposal.choices, proposal.order)
+        if plan.projection.peak_bytes <= room_bytes:
+            best = (proposal.cost, plan)
+        error += plan.projection.peak_bytes - room_bytes
     return best
 
 
@@ -139,10 +139,10 @@ def _cheapest_tail(tail: TiledHeadOffload, name: str, room_bytes: int) -> tuple[
         proposal = _tail_proposal(tail, schedule)
         if proposal is None:
             break
-        planned = materialize(tail.staged.problem, proposal.choices, proposal.order)
-        if _fits(tail.staged.problem, planned, room_bytes) and (best is None or proposal.cost < best[0]):
-            best = (proposal.cost, planned)
-        budget_bytes = proposal.peak_bytes - (planned.projection.peak_bytes - room_bytes)
+        plan = materialize(tail.staged.problem, proposal.choices, proposal.order)
+        if _fits(tail.staged.problem, plan, room_bytes) and (best is None or proposal.cost < best[0]):
+            best = (proposal.cost, plan)
+        budget_bytes = proposal.peak_bytes - (plan.projection.peak_bytes - room_bytes)
     return best
 
 
@@ -153,8 +153,8 @@ def _tail_proposal(tail: TiledHeadOffload, schedule: Schedule) -> TiledHeadOfflo
     return None if proposal is None or replace(region, custom_schedule=proposal.order).liveness.copy_error() is not None else proposal
 
 
-def _fits(problem: PlanningProblem, planned: ProjectedPlan, room_bytes: int) -> bool:
-    return planned.projection.peak_bytes <= room_bytes and problem.resources.fits_host(planned.projection.host_bytes)
+def _fits(problem: PlanningProblem, plan: ProjectedPlan, room_bytes: int) -> bool:
+    return plan.projection.peak_bytes <= room_bytes and problem.resources.fits_host(plan.projection.host_bytes)
 
 
 def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid], best_bytes: int) -> Iterator[ProjectedPlan]:
@@ -167,10 +167,10 @@ def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid]
         proposal = _tail_proposal(tail, schedule)
         if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
             continue
-        planned = materialize(problem, proposal.choices, proposal.order)
-        if problem.resources.fits_host(planned.projection.host_bytes):
-            best_bytes = min(best_bytes, planned.projection.peak_bytes)
-            yield planned
+        plan = materialize(problem, proposal.choices, proposal.order)
+        if problem.resources.fits_host(plan.projection.host_bytes):
+            best_bytes = min(best_bytes, plan.projection.peak_bytes)
+            yield plan
 
 
 def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: int) -> Iterator[ProjectedPlan]:

@@ -1,4 +1,4 @@
-"""Where an image comes from, and where its gradient goes, in strips of rows: anything that can hand out rectangles of pixels."""
+"""Data sources: images read in strips of rows, and sinks for their gradients."""
 
 from sft.common.errors import SkipSlideError
 from sft.sources.arrays import ArrayImage, ArraySource

@@ -31,8 +31,8 @@ _PIXEL_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torc
 class ArraySource:
     """A host tensor, a NumPy array, a memmap or a ``.npy`` file as a `sft.sources.Source`. It is never copied as a whole.
 
-    uint8 pixels become ``(pixel / 255 - mean) / std``, floats ``(x - mean) / std``. Without `mean` and `std` floats stay what they
-    are and uint8 pixels become 0..1. The array must not change between the forward and the backward pass.
+    uint8 pixels become ``(pixel / 255 - mean) / std``, floats ``(x - mean) / std``. Without `mean` and `std` floats stay
+    unchanged and uint8 pixels become 0..1. The array must not change between the forward and the backward pass.
 
     >>> source = ArraySource(np.full((2, 5, 3), 255, np.uint8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
     >>> out = torch.empty(1, 3, 1, 5)
@@ -93,7 +93,7 @@ class ArraySource:
         """Fill ``out`` with rows; see `sft.sources.Source`.
 
         Raises:
-            InputError: the interval or ``out`` does not fit; nothing was written.
+            InputError: the interval or ``out`` does not fit; `out` is unchanged.
             SourceError: the mapped file was cut short.
         """
         check_rows(self._name, self.shape, interval, out)
@@ -119,7 +119,7 @@ class ArraySource:
         """The source of some batch elements: a view.
 
         Raises:
-            InputError: there are no such elements.
+            InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
         given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
@@ -137,7 +137,7 @@ def map_npy_file(path: Path) -> AnyArray:
     """A ``.npy`` file as a mapped array.
 
     Raises:
-        SourceError: there is no such file, or it is no array.
+        SourceError: the file does not exist, or is no array.
     """
     if not path.exists():
         raise SourceError(f"cannot map {path}: there is no such file. Check the path.")
@@ -166,9 +166,9 @@ def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
 
 
 class ArrayImage:
-    """uint8 pixels as a `sft.sources.Raster`: for what rectangles are needed of (resolution, crops, masks).
+    """uint8 pixels as a `sft.sources.Raster`: for views that need rectangles (resolution, crops, masks).
 
-    Where a network reads an array as it is, `sft.sources.ArraySource` is the shorter way, and takes floats, too.
+    A network that reads the array unchanged needs `sft.sources.ArraySource` only, which takes floats, too.
 
     >>> image = ArrayImage(np.zeros((5, 7, 3), np.uint8), mpp=0.5)
     >>> image.level_dimensions, image.mpp, image.read(6, 4, 1, 1).shape
@@ -177,7 +177,7 @@ class ArrayImage:
     Args:
         array: uint8, ``[height, width, channels]`` or ``[channels, height, width]``; ``[height, width]`` is grey. Or the path of a
             ``.npy`` file of one, which is mapped and not loaded.
-        layout: which of the first two. Default: `None` (inferred where only one is possible)
+        layout: one of the first two. Default: `None` (inferred if only one is possible)
         mpp: micrometres per px; one number, or (x, y). Default: `None`
         background: colour, one number a channel. Default: `None` (white)
 
@@ -231,27 +231,27 @@ class ArrayImage:
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
+        """1: an array has one level."""
         return (1.0,)
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """None: nothing is compressed."""
+        """None: an array is not compressed."""
         return (None,)
 
     @property
     def tile_height_px(self) -> int | None:
-        """None: nothing is compressed."""
+        """None: an array is not compressed."""
         return None
 
     def close(self) -> None:
-        """Nothing to do: a mapping goes with its last reference."""
+        """Do nothing: a mapping is closed with its last reference."""
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read a rectangle; see `sft.sources.Image`.
 
         Raises:
-            InputError: there is no such level or the rectangle is not wholly inside it.
+            InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the mapped file was cut short.
         """
         check_level(repr(self), level, 1)

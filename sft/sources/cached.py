@@ -26,7 +26,7 @@ class Cached(RasterView):
         host_budget_bytes: bytes, or text such as ``"4GiB"``. On top of it come a few blocks of rows, as without a cache.
 
     Raises:
-        InputError: that is no size.
+        InputError: not a size.
     """
 
     def __init__(self, image: Image, *, host_budget_bytes: int | str) -> None:
@@ -39,7 +39,7 @@ class Cached(RasterView):
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """None at level 0: nobody above needs to keep rows, or to leave out tiles."""
+        """None at level 0: views of this image need neither keep rows nor skip tiles."""
         return (None, *super().level_tiles_px[1:])
 
     @property
@@ -76,11 +76,11 @@ class Cached(RasterView):
         yield from self._blocks.decode(most_bytes)
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop all cached rows."""
         self._blocks.forget()
 
     def close(self) -> None:
-        """Let go of the file below, and of everything kept."""
+        """Close the underlying file and drop all cached rows."""
         self.forget()
         super().close()
 

@@ -1,9 +1,9 @@
-"""What to do about a place of a slide that cannot be read: stop, leave the slide out, or go on with background and say where.
+"""Error policies for unreadable regions of a slide: stop, skip the slide, or fill with background and record the place.
 
 ``"raise"`` is right while a data set is put together. ``"skip"`` turns every failure into `sft.SkipSlideError`, which a training loop
-catches to go on with the next slide; a step of `sft` that fails leaves parameters, gradients and statistics as they were. ``"fill"`` puts
-the background colour where tiles cannot be decoded, and keeps a list: other pixels than the scanner's are a decision, so it must be
-asked for and must be visible afterwards.
+catches to go on with the next slide; a failing step of `sft` leaves parameters, gradients and statistics unchanged. ``"fill"`` puts the
+background colour in place of tiles that cannot be decoded, and lists them: pixels other than the scanner's are a decision, so it must be
+explicit and visible afterwards.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class BadTile:
 
 
 def resolve_on_error(on_error: str) -> OnError:
-    """The policy by its name.
+    """Error policy by its name.
 
     Raises:
-        InputError: there is no such policy.
+        InputError: no policy has this name.
     """
     for known in get_args(OnError):
         if on_error == known:
@@ -56,17 +56,17 @@ def resolve_on_error(on_error: str) -> OnError:
 
 
 class Tolerant(RasterView):
-    """An image with a policy for what cannot be read.
+    """Image with an error policy for unreadable regions.
 
     Args:
         image: of any kind.
-        on_error: ``"skip"`` raises `sft.SkipSlideError`; ``"fill"`` puts the background colour in place of whole tiles of the file, always
-            of the same ones, whatever rectangle is asked for and whether they can be read later; ``"raise"`` changes nothing. A tile that
-            was read before and cannot be read any more is an error with ``"fill"``, too: the backward pass would see another image than
-            the forward pass has seen.
+        on_error: ``"skip"`` raises `sft.SkipSlideError`. ``"fill"`` puts the background colour in place of full tiles of the file, always
+            of the same ones, for every rectangle and even if they become readable later. ``"raise"`` changes nothing. A tile that was read
+            before and cannot be read any more is an error with ``"fill"`` as well: the backward pass would see another image than the
+            forward pass.
 
     Raises:
-        InputError: there is no such policy.
+        InputError: no policy has this name.
     """
 
     def __init__(self, image: Image, on_error: OnError) -> None:
@@ -101,7 +101,7 @@ class Tolerant(RasterView):
         return pixels
 
     def _filled(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        """Tile by tile, so that only what is damaged is lost."""
+        """Read tile by tile, so that only damaged tiles are lost."""
         width_px, height_px = self.level_dimensions[level]
         tile_w, tile_h = self.level_tiles_px[level] or (_FALLBACK_TILE_PX, _FALLBACK_TILE_PX)
         out = np.empty((h, w, self.num_channels), np.uint8)
@@ -133,7 +133,7 @@ class Tolerant(RasterView):
         return pixels
 
     def _has_bad(self, x: int, y: int, w: int, h: int, level: int) -> bool:
-        """Whether a rectangle touches tiles that were filled before. Where a file has no tiles, each read shows anew how much is lost."""
+        """True if a rectangle touches tiles that were filled before. In a file without tiles each read determines the loss anew."""
         tile = self.level_tiles_px[level]
         if tile is None or not self._bad:
             return False

@@ -1,14 +1,14 @@
-"""Arrays in host memory, or mapped from a file: which axis is which, and what a mapping can spring on its reader.
+"""Host arrays, in memory or mapped from a file: axis order, and safe access to mappings.
 
 *Axes are never guessed.* ``[3, 20000, 3]`` may be three rows or three channels, and the wrong choice trains without complaint.
 Without an explicit layout the channel axis is the one candidate of 1, 3 or 4 entries; if both candidates or none have that, the
 array is refused.
 
-*A mapped file may shrink.* Touching a page behind its end kills the process (SIGBUS) instead of raising. Its size is therefore
-compared before every access, which costs one ``fstat``.
+*A mapped file may shrink.* Touching a page beyond its end kills the process (SIGBUS) instead of raising. Its size is therefore
+compared before every access, at the cost of one ``fstat``.
 
-*A mapped file stays.* Pages that were read count as the process's memory until the kernel wants them back. Whoever reads an image in
-strips is through with them, so they are handed back at once; the file's contents stay in the kernel's cache.
+*A mapped file stays in memory.* Pages that were read count as the process's memory until the kernel reclaims them. A reader of strips
+does not need them again, so they are released at once; the contents of the file stay in the kernel's cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ HostArray: TypeAlias = AnyArray | Tensor
 
 _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _USUAL_CHANNELS = (1, 3, 4)
-#: Around a page that is touched Linux maps what its cache holds in one piece: up to a huge page.
+#: On a page fault Linux maps the surrounding folio of its cache as well: up to a huge page.
 _FAULT_AROUND_BYTES = 2 << 20
 
 
 def as_host_array(value: object, purpose: str) -> HostArray:
-    """The value as a NumPy array that shares its memory (a tensor of bfloat16, which NumPy lacks, stays a tensor).
+    """NumPy array that shares the memory of a value (a tensor of bfloat16, which NumPy lacks, stays a tensor).
 
     Args:
-        value: what the caller gave.
+        value: array or tensor of the caller.
         purpose: for the error message: ``"read rows from"`` or ``"write gradients to"``.
 
     Raises:
-        InputError: neither a plain NumPy array nor a dense host tensor, or a tensor that autograd follows.
+        InputError: neither a plain NumPy array nor a dense host tensor, or a tensor that autograd tracks.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise InputError(f"cannot {purpose} a masked array: its mask would be lost. Fill it first: array.filled(value).")
@@ -65,7 +65,7 @@ def as_host_array(value: object, purpose: str) -> HostArray:
 def resolve_layout(
     name: str, shape: tuple[int, ...], layout: Layout | None, *, expected: tuple[int, int, int, int] | None = None
 ) -> Layout:
-    """Which axis of an array is which.
+    """Axis order of an array.
 
     >>> resolve_layout("array", (200, 100, 3), None), resolve_layout("array", (7, 64, 9), "CHW")
     ('HWC', 'CHW')
@@ -77,8 +77,8 @@ def resolve_layout(
     Args:
         name: for the error message.
         shape: of the array.
-        layout: what the caller said; None to infer it where only one is possible.
-        expected: ``(N, C, H, W)`` that the array must have, where that is known.
+        layout: explicit axis order; None to infer it if only one is possible.
+        expected: ``(N, C, H, W)`` that the array must have, if known.
 
     Raises:
         InputError: wrong rank, an empty axis, an unknown, wrong or ambiguous layout.
@@ -140,22 +140,22 @@ def check_mapping(array: HostArray, name: str) -> None:
 
 
 def _mapping_of(array: HostArray) -> tuple[mmap.mmap | None, str]:
-    """The mapping behind an array, and how it was opened where that is known."""
-    found: Any = array
+    """Mapping under an array, and its access mode if known."""
+    base: Any = array
     mode = ""
-    while isinstance(found, np.ndarray):
-        mode = mode or str(getattr(found, "mode", "") or "")
-        found = found.base
-    return (found if isinstance(found, mmap.mmap) else None), mode
+    while isinstance(base, np.ndarray):
+        mode = mode or str(getattr(base, "mode", "") or "")
+        base = base.base
+    return (base if isinstance(base, mmap.mmap) else None), mode
 
 
 def release_pages(pixels: HostArray) -> None:
-    """Hand the pages of some rows of a mapped file back to the kernel; whoever touches them again finds the same bytes.
+    """Release the pages of some rows of a mapped file to the kernel; a later access reads the same bytes again.
 
-    Nothing happens to arrays that are not mapped, nor to copy-on-write mappings, whose changes live in their pages alone.
+    Arrays that are not mapped are left alone, and so are copy-on-write mappings, whose changes exist in their pages alone.
 
     Args:
-        pixels: ``[rows, width, channels]`` of one batch element, whatever lies in memory.
+        pixels: ``[rows, width, channels]`` of one batch element, in any memory layout.
     """
     base, mode = _mapping_of(pixels)
     advice = getattr(mmap, "MADV_DONTNEED", None)

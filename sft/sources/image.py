@@ -1,25 +1,21 @@
-"""What all image files have in common, and a base for readers that keeps the promises which are easy to break.
+"""Image interfaces, and a base class for image files.
 
-A `Raster` is an `sft.sources.Image` that also knows its levels, its resolution, its background and its compressed tiles. `Slide` is one,
-and so are the readers below `FileImage`, which holds once what each of them would have to get right by itself:
+An `Image` is any object with a size and a ``read`` that returns one rectangle of pixels. Slides, arrays and a user's own reader plug in
+alike, without inheritance. Two rules hold for all of them:
 
-- *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be
-  read from several threads: a read works on the handle that it took, and who closes the reader meanwhile only drops one reference.
+*Out of bounds is an error.* Readers disagree about pixels outside the image: OpenSlide returns transparent ones (black once the alpha
+channel is dropped), cuCIM white ones, others a smaller array. Each would silently change the border of a convolution, so a rectangle that
+is not inside the image raises ``InputError``.
+
+*Full rows in order.* An image is read in strips of full rows from the top, the order of the strip sweep, so each compressed tile is
+decoded once (twice at a strip boundary, unless the reader's cache still has it).
+
+A `Raster` is an `Image` that also knows its levels, its resolution, its background and its compressed tiles. `FileImage` is the base of
+readers and keeps the promises that are easy to break:
+
+- *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be read from
+  several threads: a read holds a reference to its handle, and closing the reader only drops another one.
 - *Every failure is a* ``SourceError`` *that names the file and the place.*
-- *Outside is an error*, as everywhere (`sft.sources.image`).
-
-The one interface that every image source has, and the two rules that all sources share.
-
-A source is anything with a size and a ``read`` that returns one rectangle of pixels; slides, arrays and a user's own
-reader plug in alike, without inheriting from anything.  Two rules are fixed here and nowhere else:
-
-*Out of bounds is an error.*  Readers disagree about pixels outside the image: OpenSlide answers transparent (which
-turns black when somebody drops the alpha channel), cuCIM white, others a smaller array.  Any such answer would
-silently change the border of a convolution, so a rectangle that is not wholly inside the image raises ``InputError``.
-
-*Whole rows in order.*  An image is walked in strips of full rows from the top, the order in which the strip walk
-consumes it, so each compressed tile is decoded once (twice where a strip boundary crosses it, unless the reader's
-cache still holds it).
 """
 
 from __future__ import annotations
@@ -80,7 +76,7 @@ class Image(Protocol):
             uint8 array of shape ``[h, w, channels]``.
 
         Raises:
-            InputError: the rectangle is not wholly inside the image.
+            InputError: the rectangle is not inside the image.
             SourceError: the pixels cannot be read.
         """
         ...
@@ -148,7 +144,7 @@ class Raster(Image, Protocol):
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """How many px of level 0 one px of each level spans; the first is 1."""
+        """Px of level 0 per px of each level; the first is 1."""
         ...
 
     @property
@@ -163,7 +159,7 @@ class Raster(Image, Protocol):
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """(width, height) of a compressed tile of each level; None where there are none, or the file does not say."""
+        """(width, height) of a compressed tile of each level; None for a level without tiles or an unknown size."""
         ...
 
     @property
@@ -178,7 +174,7 @@ class Raster(Image, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """What a file says about itself."""
+    """Metadata of an image file."""
 
     level_dimensions: tuple[Size, ...]  #: (width, height) of each level, in px
     tiles_px: tuple[Size | None, ...]  #: (width, height) of a compressed tile of each level
@@ -204,7 +200,7 @@ class FileImage(ABC, Generic[Handle]):
         path: of the file (of some formats: the folder).
 
     Raises:
-        SourceError: there is no such file.
+        SourceError: the file does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -222,7 +218,7 @@ class FileImage(ABC, Generic[Handle]):
 
     @abstractmethod
     def _describe(self, handle: Handle) -> ImageFacts:
-        """What the file says."""
+        """Read the metadata of the file."""
 
     @abstractmethod
     def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
@@ -246,7 +242,7 @@ class FileImage(ABC, Generic[Handle]):
 
     @property
     def facts(self) -> ImageFacts:
-        """What the file says about itself.
+        """Metadata of the file.
 
         Raises:
             SourceError: it cannot be opened.
@@ -262,7 +258,7 @@ class FileImage(ABC, Generic[Handle]):
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """How many px of level 0 one px of each level spans. Not powers of two in general."""
+        """Px of level 0 per px of each level. Not powers of two in general."""
         return self.facts.level_downsamples
 
     @property
@@ -297,7 +293,7 @@ class FileImage(ABC, Generic[Handle]):
 
     @property
     def tile_height_px(self) -> int | None:
-        """Rows of a compressed tile: what is decoded at least."""
+        """Rows of a compressed tile, the smallest unit that is decoded."""
         tile = self.level_tiles_px[0]
         return None if tile is None else tile[1]
 
@@ -308,7 +304,7 @@ class FileImage(ABC, Generic[Handle]):
             uint8 array of shape ``[h, w, num_channels]``.
 
         Raises:
-            InputError: there is no such level or the rectangle is not wholly inside it.
+            InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
         x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
@@ -348,10 +344,10 @@ def rectangle_text(x: int, y: int, w: int, h: int, level: int) -> str:
 
 
 def check_level(name: str, level: int, num_levels: int) -> None:
-    """Refuse a level that is not there.
+    """Refuse a level that does not exist.
 
     Raises:
-        InputError: it is not.
+        InputError: the level does not exist.
     """
     if not 0 <= level < num_levels:
         raise InputError(f"cannot read level {level} of {name}: it has levels 0 to {num_levels - 1}. Choose one of them.")
@@ -367,5 +363,5 @@ def valid_mpp(x: float | None, y: float | None) -> tuple[float, float] | None:
 
 
 def missing_extra(purpose: str, extra: str, error: Exception) -> SourceError:
-    """What to raise where an optional library is not installed."""
+    """Error for an optional library that is not installed."""
     return SourceError(f'cannot {purpose}: a library is missing ({error}). Install it with: pip install "sft-engine[{extra}]"')

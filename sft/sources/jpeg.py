@@ -20,15 +20,15 @@ _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
 
 def jpeg_decoder(tables: bytes | None, shape: tuple[int, int, int], *, is_ycbcr: bool) -> Callable[[bytes, int], Pixels]:
-    """A function from a tile's bytes (and its number) to its pixels.
+    """Decoder of JPEG tiles: a function from a tile's bytes (and its number) to its pixels.
 
     Args:
         tables: the TIFF's tag JPEGTables.
         shape: (rows, columns, channels) of a tile; three channels or one.
-        is_ycbcr: whether the TIFF says YCbCr, else RGB or grey.
+        is_ycbcr: True for YCbCr in the TIFF's tag, False for RGB or grey.
 
     Raises:
-        SourceError: simplejpeg is not installed. The function itself raises ValueError for data that is not as it should be.
+        SourceError: simplejpeg is not installed. The function itself raises ValueError for invalid data.
     """
     try:
         from simplejpeg import decode_jpeg
@@ -51,7 +51,7 @@ def jpeg_decoder(tables: bytes | None, shape: tuple[int, int, int], *, is_ycbcr:
 
 
 def _without_application_markers(data: bytes) -> bytes:
-    """A stream behind its start, and behind the application markers (JFIF, Adobe, Exif) there."""
+    """JPEG stream after its start and after its application markers (JFIF, Adobe, Exif)."""
     if not data.startswith(_START):
         raise ValueError("it is no JPEG data")
     position = len(_START)

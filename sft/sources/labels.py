@@ -1,4 +1,4 @@
-"""Labels: whole numbers for every pixel, read in strips beside the image and handed out as they are."""
+"""Label maps: integers for every pixel, read in strips along with the image, and unscaled."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LabelSource:
         """Fill ``out`` with rows; see `sft.sources.Source`.
 
         Raises:
-            InputError: the interval or ``out`` does not fit; nothing was written.
+            InputError: the interval or ``out`` does not fit; `out` is unchanged.
             SourceError: the mapped file was cut short.
         """
         check_rows(self._name, self.shape, interval, out, dtype=self.dtype)
@@ -97,7 +97,7 @@ class LabelSource:
         """The source of some batch elements: a view.
 
         Raises:
-            InputError: there are no such elements.
+            InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
         return LabelSource(self._labels[batch.start : batch.stop])

@@ -32,13 +32,13 @@ _SLAB_BYTES = 64 << 20
 
 
 class NiftiVolume:
-    """A NIfTI file as a volume. Each process opens the file for itself, at its first read; only the path is pickled.
+    """NIfTI file as a volume. Each process opens the file for itself, at its first read; only the path is pickled.
 
     Args:
         path: a ``.nii`` or ``.nii.gz`` file with three spatial axes; further axes count as channels.
 
     Raises:
-        SourceError: there is no such file. What it holds shows at the first use.
+        SourceError: the file does not exist. Other errors are raised at the first use.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -71,12 +71,12 @@ class NiftiVolume:
 
     @property
     def affine(self) -> npt.NDArray[np.float64]:
-        """From (column, row, slice, 1) to millimetres in the patient, 4 x 4, as stored."""
+        """Affine map from (column, row, slice, 1) to millimetres in the patient, 4 x 4, as stored."""
         return np.asarray(self._image().affine, np.float64)
 
     @property
     def orientation(self) -> str:
-        """Where width, height and depth point to in the patient, such as ``"RAS"``: right, front, up."""
+        """Directions of width, height and depth in the patient, such as ``"RAS"``: right, front, up."""
         import nibabel  # the file is open: it is there
 
         names: Any = nibabel.aff2axcodes
@@ -103,13 +103,13 @@ class NiftiVolume:
         return np.ascontiguousarray(part.reshape(width, height, len(slices), channels, order="F").T)
 
     def load_tensor(self, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
-        """The volume as ``(voxel - mean) / std``, read slab by slab: next to the result there is never more than one slab.
+        """The volume as ``(voxel - mean) / std``, read slab by slab: at most one slab in addition to the result.
 
         Args:
             mean: in units of the voxels.
             std: in units of the voxels, above 0.
             dtype: floating-point type of the result. Default: `torch.float32`
-            out: where it goes, such as a tensor on a mapped file. Default: `None` (a new tensor)
+            out: destination, such as a tensor on a mapped file. Default: `None` (a new tensor)
 
         Returns:
             Tensor of shape ``[1, channels, depth, height, width]`` on the CPU.
@@ -135,12 +135,12 @@ class NiftiVolume:
         """One slice as a grey image.
 
         Args:
-            position: which slice.
-            window: voxels that become 0 and 255; what is outside becomes one of them.
+            position: index of the slice.
+            window: voxel values that become 0 and 255; values outside are clipped.
             channel: of several. Default: 0
 
         Raises:
-            InputError: there is no such slice or channel, or the window is empty.
+            InputError: the slice or channel does not exist, or the window is empty.
             SourceError: it cannot be read.
         """
         low, high = window

@@ -1,21 +1,15 @@
-"""Any ``Image`` as a ``Source``: decoded once, normalised into the caller's memory.
+"""Normalised sources: ``(pixel / 255 - mean) / std``, strip by strip, into memory of the caller.
 
-A compressed file can only be decoded by whole tiles. Strips rarely end where tiles do, so each would decode the tiles at its two
-edges a second time, which for strips as high as a tile doubles the work. Rows are therefore read in blocks that are aligned to the
-file's tiles, and the blocks at both edges of the last interval are kept: the one that a forward walk continues in, and the one that
-a backward walk does. That is at most two blocks of raw pixels, and a third while it is being used.
+`Normalized` makes any ``Image`` a ``Source``. A compressed file can only be decoded by full tiles, and strips rarely end at tile borders,
+so each strip would decode the tiles at its two edges a second time: twice the work for strips as high as a tile. Rows are therefore read
+in blocks that are aligned to the tiles. The blocks at both edges of the last interval are kept, one for a forward sweep and one for a
+reverse sweep: at most two blocks of raw pixels, and a third while it is used.
 
-Raw pixels to what a network eats: ``(pixel / 255 - mean) / std``, strip by strip, into memory that somebody else owns.
+`load_tensor` reads a full image. Reading everything at once, then converting, permuting and dividing, would need the image four or five
+times over; at 20,000 x 20,000 px each float copy has 4.8 GB. The result is allocated once and filled in place, one strip at a time.
 
-The arithmetic is that of `sft.sources.load_tensor` to the bit: subtract ``255 * mean``, divide by ``255 * std``, in float32 or the
-wider type asked for, one rounding each. It is done here with NumPy and not with torch: a strip is normalised in a reader thread,
-where torch would start a second team of OpenMP threads that fights the network's for the cores.
-
-From an image source to a normalised tensor, strip by strip.
-
-The obvious one-liner (read everything, convert, permute, subtract, divide) holds the image four or five times over:
-as bytes, as floats, and once for every step of the arithmetic.  At 20,000 x 20,000 px each float copy is 4.8 GB.  Here
-the result is allocated once and filled in place, so next to it there is never more than one strip.
+Both have the same bits: subtract ``255 * mean``, divide by ``255 * std``, in float32 or the wider requested type, one rounding each. NumPy
+does it, since torch would start a second team of OpenMP threads in the reader thread, which competes with the network's for the cores.
 """
 
 from __future__ import annotations
@@ -108,7 +102,7 @@ class Normalizer:
                 target[top:bottom].copy_(torch.from_numpy(piece))
 
     def _shift_and_scale(self, work_dtype: torch.dtype) -> tuple[AnyArray, AnyArray]:
-        """What to subtract and what to divide by, for a whole row: a row is one long vector loop, three channels are a short one."""
+        """Subtrahend and divisor for a full row: a row is one long vector loop, three channels are a short one."""
         if work_dtype not in self._tables:
             dtype = _NUMPY_DTYPES[work_dtype]
             unit = np.asarray(255 if self._pixel_dtype is torch.uint8 else 1, dtype)
@@ -147,14 +141,14 @@ _MIN_BLOCK_ROWS = 64
 
 
 class Normalized:
-    """An image as ``(pixel / 255 - mean) / std``: a `sft.sources.Source` with one batch element.
+    """Image as ``(pixel / 255 - mean) / std``: a `sft.sources.Source` with one batch element.
 
     Args:
-        image: a `Slide`, or anything else with ``width_px``, ``height_px`` and ``read``. Where it also has ``tile_height_px``
-            (rows of its compressed tiles, or None), rows are read in blocks of whole tiles.
+        image: a `Slide`, or an object with ``width_px``, ``height_px`` and ``read``. If it also has ``tile_height_px`` (rows of its
+            compressed tiles, or None), rows are read in blocks of full tiles.
         mean: of each channel, in units of 0..1.
         std: standard deviation of each channel, in units of 0..1.
-        dtype: floating-point type that the network gets. Default: `torch.float32`
+        dtype: floating-point type of the network's input. Default: `torch.float32`
 
     Raises:
         InputError: an argument is wrong, or the image is empty.
@@ -209,7 +203,7 @@ class Normalized:
             self._fill(out, interval, interval, self._read_pixels(interval), interval.start)
             return
         first, last = interval.start // block_rows, (interval.stop - 1) // block_rows
-        # What this interval does not touch goes before anything is read.
+        # Blocks outside this interval are dropped before the read.
         known = self._blocks = {index: pixels for index, pixels in self._blocks.items() if first <= index <= last}
         for index in range(first, last + 1):
             block = Interval(index * block_rows, min((index + 1) * block_rows, self.shape[2]))

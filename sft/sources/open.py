@@ -1,18 +1,18 @@
-"""One call from a path to an image: which reader, at which resolution, with which policy for damage, and what to keep decoded.
+"""`open_image`: from a path to an image, with reader, resolution, error policy and cache.
 
-The reader is chosen by what a file contains, not by its name:
+The reader is chosen by the contents of a file, not by its name:
 
 =============================================  =========================================================================================
-the path is                                    reader
+path                                           reader
 =============================================  =========================================================================================
-a TIFF                                         ``"tiff"`` if it decodes the same pixels as OpenSlide, which is the second choice
-a NumPy file                                   ``"npy"``
-a folder with Zarr metadata                    ``"zarr"``
-anything else                                  ``"openslide"``
+TIFF                                           ``"tiff"`` if it decodes the same pixels as OpenSlide, which is the second choice
+NumPy file                                     ``"npy"``
+folder with Zarr metadata                      ``"zarr"``
+other files                                    ``"openslide"``
 =============================================  =========================================================================================
 
-A TIFF of a vendor that OpenSlide knows better (overlapping tiles, several areas) goes to OpenSlide, and so does one with tiles missing from
-its reduced levels, which OpenSlide draws from the level below.
+OpenSlide reads TIFFs of vendors with overlapping tiles or several areas, and those with missing tiles in reduced levels, which it draws
+from the next finer level.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Reader: TypeAlias = Literal["auto", "openslide", "tiff", "zarr", "npy"]
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _NPY_MAGIC = b"\x93NUMPY"
 _ZARR_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
-#: What OpenSlide calls files whose tiles lie side by side.
+#: OpenSlide's vendor name of files with a plain grid of tiles.
 _PLAIN_VENDORS = ("aperio", "generic-tiff", None)
 _VOLUME_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img")
 _MISSING = "a library is missing"
@@ -60,17 +60,17 @@ def open_image(
     Args:
         path: of the file or folder.
         mpp: resolution to read at, in micrometres per px; see `sft.sources.at_mpp`. Default: `None` (the largest level as it is)
-        slide_mpp: what a px of the largest level measures, instead of what the file says; one number, or (x, y). Default: `None`
+        slide_mpp: resolution of the largest level, instead of the file's; one number, or (x, y). Default: `None`
         reader: by name. Default: ``"auto"`` (by the file's contents)
-        on_error: what to do about damage; see `sft.sources.error_policy`. Default: ``"raise"``
+        on_error: error policy; see `sft.sources.error_policy`. Default: ``"raise"``
         host_budget_bytes: host memory in which decoded rows are kept for later passes; see `sft.sources.Cached`. Default: `None` (none)
-        num_threads: tiles decoded side by side, where we decode. Default: `None` (the cores of this process, at most four)
+        num_threads: tiles decoded in parallel by our own readers. Default: `None` (the cores of this process, at most four)
 
     Returns:
-        An image, opened: it is what it seems, and has the resolution asked for. `sft.sources.Normalized` makes it an input of a network.
+        An opened image at the requested resolution. `sft.sources.Normalized` makes it an input of a network.
 
     Raises:
-        InputError: an argument is wrong, or the resolution cannot be had.
+        InputError: an argument is wrong, or the resolution is not available.
         SourceError: the file cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
     if reader not in get_args(Reader):
@@ -152,7 +152,7 @@ def _open_tiff(path: Path, policy: OnError, num_threads: int | None, *, may_fall
 
 
 def _vendor(path: Path) -> Any:
-    """What OpenSlide takes a file for; None where it does not know it, or is not installed."""
+    """Vendor of a slide file by OpenSlide; None for an unknown format, or without OpenSlide."""
     try:
         import openslide
     except (ImportError, OSError):

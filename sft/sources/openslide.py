@@ -1,19 +1,15 @@
 """Whole-slide files, read through OpenSlide.
 
-OpenSlide knows every scanner's format, but a plain handle has five habits that break training, and this module exists
-to undo them:
+OpenSlide knows every scanner's format, but a plain handle has five habits that break training, and this module exists to undo them:
 
-- A handle does not survive ``fork`` and does not pickle, yet data loaders do both.  Only the path is state here; each
-  process opens its own handle at its first read (a changed process id is how it notices).
-- One corrupt tile latches a handle into error: every later read of good tiles fails too.  The handle is dropped on
-  failure, so the next read opens a fresh one and only the bad place stays bad.
-- Missing pixels are transparent, and dropping the alpha channel turns them black.  They are composited over the
-  slide's own background colour (white where the file names none).  Sparse formats have such pixels inside the slide
-  too.
-- Positions are given in pixels of the largest level whatever level is read.  Here they are pixels of the level that is
-  read.
-- Errors name neither the file nor the place.  Here every failure is a ``SourceError`` that says path, level and
-  rectangle.
+- A handle does not survive ``fork`` and does not pickle, yet data loaders do both.  Only the path is state here; each process opens its
+  own handle at its first read (a changed process id is how it notices).
+- One corrupt tile latches a handle into error: every later read of good tiles fails too.  The handle is dropped on failure, so the next
+  read opens a fresh one and only the bad place stays bad.
+- Missing pixels are transparent, and dropping the alpha channel turns them black.  They are composited over the slide's own background
+  colour (white where the file names none).  Sparse formats have such pixels inside the slide too.
+- Positions are given in pixels of the largest level whatever level is read.  Here they are pixels of the level that is read.
+- Errors name neither the file nor the place.  Here every failure is a ``SourceError`` that says path, level and rectangle.
 
 Levels are counted from the one the slide was opened at: ``level=0`` always is what `width_px` and `height_px` describe.
 """
@@ -62,7 +58,7 @@ _inherited: list[_OpenSlideHandle] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SlideFacts:
-    """What a slide file says about itself; all levels are the file's own."""
+    """Metadata of a slide file; all levels are the file's own."""
 
     level_dimensions: tuple[tuple[int, int], ...]  #: (width, height) of each level, in px
     level_downsamples: tuple[float, ...]  #: px of level 0 per px of each level
@@ -72,14 +68,14 @@ class _SlideFacts:
 
 
 class Slide:
-    """A whole-slide image.  It is an `sft.sources.Image`, pickles, and may be read from several threads and processes.
+    """Whole-slide image. It is an `sft.sources.Image`, pickles, and may be read from several threads and processes.
 
     Args:
         path: a file that OpenSlide can read (SVS, NDPI, MRXS, SCN, DICOM, tiled TIFF, ...).
         level: the file's pyramid level to use, 0 = the largest.  Default: 0
 
     Raises:
-        SourceError: there is no such file.  That it is not a slide shows at the first use.
+        SourceError: the file does not exist.  Files that are no slides raise at the first use.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, level: int = 0) -> None:
@@ -141,7 +137,7 @@ class Slide:
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """How many px of this slide one px of each level spans; the first is 1.  Not powers of two in general."""
+        """Px of this slide per px of each level; the first is 1.  Not powers of two in general."""
         downsamples = self._read_facts().level_downsamples[self.level :]
         return tuple(downsample / downsamples[0] for downsample in downsamples)
 
@@ -162,7 +158,7 @@ class Slide:
 
     @property
     def level_tiles_px(self) -> tuple[tuple[int, int] | None, ...]:
-        """(width, height) of a compressed tile of each level, what is decoded at least; None where the file does not say."""
+        """(width, height) of a compressed tile of each level, the smallest unit that is decoded; None if unknown."""
         return self._read_facts().tiles_px[self.level :]
 
     @property
@@ -187,7 +183,7 @@ class Slide:
             uint8 array of shape ``[h, w, 3]``, RGB.
 
         Raises:
-            InputError: there is no such level or the rectangle is not wholly inside it.
+            InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
         x, y, w, h = index(x), index(y), index(w), index(h)  # NumPy integers are no sizes to OpenSlide

@@ -1,22 +1,25 @@
-"""An image at a resolution in micrometres per pixel, whatever levels its file happens to have.
+"""Images at a resolution in micrometres per pixel, from any set of levels.
 
 Models are trained at a resolution; level numbers mean another one in every file. The rule:
 
-1. Of the levels that are at least as fine as what is asked, the coarsest is read. Asking for more than the finest level has is an error:
-   nothing is invented. (OpenSlide interpolates levels that are not reduced by a whole number; through it they are not read.)
-2. A level that is within 1 % of what is asked *is* what is asked, and its pixels are used as they are. (The resolution in a file is a
-   calibration of about three digits: 0.499 is what a scanner calls 0.5.)
-3. Else the level is reduced by area: an output pixel is the mean of what it covers, rounded half up. The scale s = p/q (input pixels per
-   output pixel and axis) is the quotient of the resolutions: as a whole number if one is within 1 % of it, else the nearest fraction with
-   q <= 1000. ``mpp`` says what it comes to. Output pixel i covers [i s, (i + 1) s), counted from the image's top left corner; the image has
-   floor(size / s) of them, so each is a full mean.
+1. Of the levels at least as fine as the requested resolution, the coarsest is read. A resolution finer than the finest level is an
+error:
+   no pixels are invented. (OpenSlide interpolates levels that are not reduced by an integer; those are not read through it.)
+2. A level within 1 % of the requested resolution *has* it, and its pixels are used unchanged. (The resolution in a file is a calibration
+of
+   about three digits: 0.499 is a scanner's 0.5.)
+3. Otherwise the level is reduced by area: an output pixel is the mean of the input pixels under it, rounded half up. The scale s = p/q
+(input
+   pixels per output pixel and axis) is the quotient of the resolutions: an integer if one is within 1 % of it, else the nearest fraction
+   with q <= 1000. ``mpp`` states the result. Output pixel i covers [i s, (i + 1) s), counted from the image's top left corner; the image
+   has floor(size / s) of them, so each is a full mean.
 
-*Any order, the same bits.* In units of 1/q of a pixel all borders are whole numbers. The weighted sums are therefore integers, which
-floating point adds without rounding (float32 below 2^24, float64 below 2^53) in whatever order: a rectangle read alone equals that part
-of the whole.
+*Any order, the same bits.* In units of 1/q of a pixel all borders are integers. The weighted sums are therefore integers, which floating
+point adds without rounding (float32 below 2^24, float64 below 2^53) in any order: a rectangle read alone equals that part of the full
+image.
 
-Levels' sizes are rounded by whoever wrote them; a level of floor or ceil(size / n) px is taken as reduced by n exactly, any other by the
-quotient of the sizes. Pixels that are not square (another resolution in x than in y) become square.
+Writers round the sizes of levels. A level of floor or ceil(size / n) px counts as reduced by exactly n, any other by the quotient of the
+sizes. Pixels that are not square (another resolution in x than in y) become square.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ class Resampled(OneLevelView):
 
     @property
     def mpp(self) -> tuple[float, float] | None:
-        """Micrometres per px, (x, y): exactly what the scale comes to."""
+        """Micrometres per px, (x, y), by the exact scale."""
         mpp = super().mpp
         return None if mpp is None else (mpp[0] * float(self.scale[0]), mpp[1] * float(self.scale[1]))
 

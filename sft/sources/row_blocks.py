@@ -1,12 +1,11 @@
-"""Rows of an image in blocks of whole tiles, each decoded once in a pass, and not again in the next one where there is room.
+"""Row cache: rows of an image in blocks of full tiles, each decoded once a pass, and kept for later passes within a byte budget.
 
-A compressed file can only be decoded by whole tiles, and what asks for rows (strips, crops, output rows of a resampling) rarely ends where
-tiles do. Rows are therefore read in blocks that are aligned to the tiles, and the two blocks at the edges of the last request are kept: a
-walk goes on in one of them, whichever way it goes.
+A compressed file can only be decoded by full tiles. Requests for rows (strips, crops, output rows of a resampling) rarely end at tile
+borders. Rows are therefore read in blocks aligned to the tiles, and the two blocks at the edges of the last request are kept: a sweep goes
+on in one of them, in either direction.
 
-*With a byte budget*, blocks are also kept for the passes to come, until the budget is full, and then no more; none is ever thrown out for
-another. Every later pass then finds the same share of the image decoded, forwards and backwards alike. (Throwing out what was used
-longest ago would find nothing at all in a second pass in the same direction.)
+*With a byte budget*, blocks are also kept for later passes until the budget is full. None is evicted: every later pass then finds the same
+share of the image decoded, forward and backward alike. (LRU eviction would find no block at all in a second pass in the same direction.)
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _MIN_BLOCK_ROWS = 64
 
 
 class RowBlocks:
-    """Serves rows of some columns of an image.
+    """Row cache of some columns of an image.
 
     Args:
-        image: of any kind; its level 0 is read. Where it has ``tile_height_px``, blocks are whole tiles.
-        columns: what is wanted of each row.
-        host_budget_bytes: what may be kept for later passes; on top of it up to three blocks, and a fourth while it is used.
+        image: of any kind; its level 0 is read. If it has ``tile_height_px``, blocks are full tiles.
+        columns: columns of each row.
+        host_budget_bytes: bytes kept for later passes; on top of it up to three blocks, and a fourth while it is used.
             Default: 0
 
     Raises:
@@ -66,7 +65,7 @@ class RowBlocks:
         return sum(pixels.nbytes for pixels in list(self._kept.values()))
 
     def forget(self) -> None:
-        """Drop everything that is kept."""
+        """Drop all cached blocks."""
         self._edges = {}
         self._kept = {}
 
@@ -84,7 +83,7 @@ class RowBlocks:
             return self._read(wanted)
         numbers, span = self._numbers(wanted), self._numbers(within or wanted)
         edge_numbers = {span[0], span[-1], numbers[-1]}
-        # What this request does not touch goes before anything is read.
+        # Blocks outside this request are dropped before the read.
         edges = self._edges = {number: pixels for number, pixels in self._edges.items() if number in span}
         out: Pixels | None = None
         for number in numbers:
@@ -103,7 +102,7 @@ class RowBlocks:
         return out
 
     def decode(self, most_bytes: int) -> Iterator[None]:
-        """Keep blocks ahead of their use, from the top, one with each element; what does not fit ``most_bytes`` ends it.
+        """Prefetch blocks from the top, one per iteration, until ``most_bytes`` are used.
 
         Raises:
             SourceError: they cannot be read.

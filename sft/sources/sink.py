@@ -1,16 +1,14 @@
-"""Where the gradient of an input goes that is too large to be a tensor on the device: strip by strip into a host array.
+"""Gradient sinks: the gradient of an input that does not fit the device, written in strips to a host array or an ``.npy`` file.
 
-The backward pass makes the gradient in strips, last one first, and the halo rows of neighbouring strips get a part from each. The
-first part of a row *replaces* what the array held and further parts are added, so the array need not be cleared: it may be a fresh
-memmap, or last step's. Rows that the network never reads get zeros at the end.
+The backward pass makes the gradient in strips, last one first; halo rows get a contribution from each of two neighbouring strips. The
+first contribution to a row *replaces* the contents of the array and later ones are added, so the array need not be cleared: it may be a
+new memmap, or the last step's. Rows that the network never reads get zeros at the end.
 
-A ``.npy`` file that is filled strip by strip and appears under its name when it is complete.
+`NpyFile` is written under a temporary name in the same folder and renamed when it is complete. A failure leaves the previous file, and
+processes that have it open or mapped keep it.
 
-It is written under another name beside the target and renamed at the end, so a failure leaves what was there before, and whoever has an
-older file open or mapped keeps it.
-
-*A full disk must not kill the process.* Touching a page of a mapping whose block cannot be allocated is a SIGBUS. All blocks are therefore
-allocated before the file is mapped, where a full disk is an error like any other.
+*A full disk must not kill the process.* Touching a page of a mapping whose block cannot be allocated raises SIGBUS. All blocks are
+therefore allocated before the file is mapped; at that point a full disk is an ordinary error.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ _GRADIENT_DTYPES = ("float16", "float32", "float64")
 
 @runtime_checkable
 class RowSink(Protocol):
-    """Something that takes an input's gradient in rows: what ``net(x, input_grad=...)`` writes to.
+    """Gradient sink: takes an input's gradient in rows, as ``net(x, input_grad=...)`` writes it.
 
     The executor calls ``add`` for every strip of the backward pass in a fixed order, intervals overlapping, and ``finish`` once after
-    the last. A refused call has written nothing. A backward pass that fails half-way leaves the rows that it had reached.
+    the last. A refused call has not written. A failing backward pass leaves the rows that it had reached.
     """
 
     @property
@@ -58,22 +56,22 @@ class RowSink(Protocol):
         """Add the gradient of rows: ``[N, C, len(rows), W]``, on any device.
 
         Raises:
-            InputError: rows, shape or dtype do not fit; nothing was written.
-            SourceError: the file behind it cannot be written.
+            InputError: rows, shape or dtype do not fit; the array is unchanged.
+            SourceError: the underlying file cannot be written.
         """
         ...
 
     def finish(self) -> None:
-        """Set rows that got no gradient to zero, and write out what is buffered.
+        """Set rows without a gradient to zero, and flush.
 
         Raises:
-            SourceError: the file behind it cannot be written.
+            SourceError: the underlying file cannot be written.
         """
         ...
 
 
 class ArraySink:
-    """A NumPy array, a memmap or a host tensor as a `RowSink`.
+    """NumPy array, memmap or host tensor as a `RowSink`.
 
     >>> array = np.full((4, 2), np.nan, np.float32)[None]
     >>> sink = ArraySink(array, shape=(1, 1, 4, 2), dtype=torch.float32)
@@ -90,7 +88,7 @@ class ArraySink:
         layout: names of the array's axes in order. None takes the one that gives `shape`. Default: `None`
 
     Raises:
-        InputError: wrong type, rank, shape or dtype, read-only, or elements that share memory. Nothing was written.
+        InputError: wrong type, rank, shape or dtype, read-only, or elements that share memory. The array is unchanged.
     """
 
     def __init__(self, array: HostArray, *, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout | None = None) -> None:
@@ -118,10 +116,10 @@ class ArraySink:
         return f"ArraySink(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r})"
 
     def samples(self, batch: Interval) -> ArraySink:
-        """The sink of some batch elements; it writes to the same array, and both know what the other wrote.
+        """Sink of some batch elements; it writes to the same array, and the two share the record of written rows.
 
         Raises:
-            InputError: there are no such elements.
+            InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
         _, channels, height_px, width_px = self.shape
@@ -137,7 +135,7 @@ class ArraySink:
         """Add the gradient of rows; see `RowSink`.
 
         Raises:
-            InputError: rows, shape or dtype do not fit; nothing was written.
+            InputError: rows, shape or dtype do not fit; `out` is unchanged.
             SourceError: the mapped file was cut short.
         """
         num, channels, height_px, width_px = self.shape
@@ -212,7 +210,7 @@ def _as_tensor(array: HostArray) -> Tensor:
     return array
 
 
-#: The path itself is at fault, not the disk behind it.
+#: Errors of the path itself, not of the disk.
 _CALLER_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 #: File systems that cannot preallocate say so in one of these ways.
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -232,16 +230,16 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic] | None:
 
 
 class NpyFile:
-    """A file of zeros to be filled in, in C order.
+    """``.npy`` file of zeros to be filled in, in C order.
 
     Args:
-        path: what it will be called; a file there is replaced by :meth:`publish`.
+        path: final name; :meth:`publish` replaces an existing file.
         shape: of the array.
         dtype: of the array; one that NumPy has.
 
     Raises:
-        InputError: no file can be made there.
-        SourceError: there is no room for it, or the disk fails. Nothing is left behind in either case.
+        InputError: the file cannot be created.
+        SourceError: the disk is full, or fails. No file is left in either case.
     """
 
     def __init__(self, path: Path, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -266,15 +264,15 @@ class NpyFile:
             raise
 
     def check(self) -> None:
-        """Refuse to touch a file that somebody has cut short; call it before every access.
+        """Refuse to touch a truncated file; call it before every access.
 
         Raises:
-            SourceError: it is shorter than it was.
+            SourceError: the file is shorter than before.
         """
         check_mapping(self.array, f"the output {os.fspath(self.path)!r}")
 
     def release(self, row_dim: int | None = None, batch: Interval | None = None, rows: Interval | None = None) -> None:
-        """Hand the pages of what was written back to the kernel.
+        """Release the pages of written rows to the kernel.
 
         Args:
             row_dim: the dimension of rows; None for an array that is no image, and all of it.
@@ -290,7 +288,7 @@ class NpyFile:
             release_pages(image[:, rows.start : rows.stop].transpose(1, 2, 0))
 
     def publish(self) -> None:
-        """Give the file its name; a second call does nothing.
+        """Rename the file to its final name; a second call has no effect.
 
         Raises:
             SourceError: the file cannot be renamed. It stays unpublished.
@@ -325,10 +323,10 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> 
 
 
 def allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Give a stretch of a file blocks on the disk; they hold zeros.
+    """Allocate disk blocks for a range of a file; they hold zeros.
 
     Raises:
-        OSError: there are not so many.
+        OSError: the disk is full.
     """
     allocate = getattr(os, "posix_fallocate", None)
     if allocate is not None:
@@ -345,7 +343,7 @@ def allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
 
 
 def free_space_text(folder: Path) -> str:
-    """How much is free on a folder's disk, for an error message."""
+    """Free space of a folder's disk, for an error message."""
     try:
         return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)!r}"
     except OSError:

@@ -1,13 +1,11 @@
-"""What the executor asks of an input that is not a whole tensor: its shape, and rows of it on demand.
+"""Sources: inputs that deliver rows on demand instead of a full tensor.
 
-An ``Image`` speaks in rectangles of raw pixels; a :class:`Source` speaks in what a network eats, rows of ``[N, C, H, W]`` numbers.
-The strip walk needs nothing else: it reads row intervals, forwards in pass 1 and in reverse in pass 2, each into memory that it
-owns. Between a source and the walk stands `sft.sources.StripReader`, which reads ahead and hands overlapping rows on.
+An ``Image`` delivers rectangles of raw pixels; a :class:`Source` delivers the network's input, rows of ``[N, C, H, W]`` numbers. The strip
+sweep reads row intervals, forward in pass 1 and in reverse in pass 2, each into its own memory. `sft.sources.StripReader`, between a
+source and the sweep, reads ahead and copies overlapping rows.
 
-Which rows (or columns) of an image equal those before them: what masks and views say of themselves, and what arrays are looked at for.
-
-A strip of background need not run through a network if the strip above it was the same (``Options(skip_repeats=True)``). Whoever painted
-the background knows where it is, and the views on top of that know where they moved it. They answer the one question that matters, so that
+A source may also state its *constant rows*: rows (or columns) equal to their predecessor. A strip of background need not run through a
+network if the strip above it was the same (``Options(skip_repeats=True)``). Masks know their background, and views know its new place, so
 no pixel is decoded for it.
 """
 
@@ -39,20 +37,19 @@ __all__ = [
 
 @runtime_checkable
 class Source(Protocol):
-    """An input that hands out rows: what ``net(x)`` reads in strips, so that the image is never whole in memory.
+    """Input that delivers rows: ``net(x)`` reads it in strips, so the full image is never in memory.
 
     The contract with the executor:
 
-    - *Constant.* The same rows give the same bits every time. The backward pass reads rows again and differentiates what they
-      were in the forward pass.
-    - *Any order.* Intervals come in any order, may overlap and may repeat. A source whose decoding is expensive may keep what it
-      decoded last; ``StripReader`` already asks for overlapping rows once only.
+    - *Constant.* The same rows give the same bits every time. The backward pass reads rows again and differentiates at the forward
+      pass's values.
+    - *Any order.* Intervals come in any order, may overlap and may repeat. A source with expensive decoding may cache its last rows;
+      ``StripReader`` requests overlapping rows once only.
     - *Any thread.* ``rows`` is called from a background thread, one call at a time for each reader, under ``torch.no_grad()``.
-    - *No gradient.* Where the gradient of the input is wanted, it goes to a `sft.sources.RowSink` of the same shape.
+    - *No gradient.* The gradient of the input goes to a `sft.sources.RowSink` of the same shape, if requested.
 
     A source with ``N > 1`` may also have ``samples(batch: Interval) -> Source``, the source of some batch elements (no copy), so
-    that the walk can take the batch in parts; see :func:`select_samples`. One that knows where rows equal each other is a
-    `RepeatingSource`, too.
+    that the sweep can run the batch in chunks; see :func:`select_samples`. One that knows its constant rows is a `RepeatingSource`, too.
     """
 
     @property
@@ -62,7 +59,7 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that the network gets: of labels ``torch.int64``, else a floating-point type."""
+        """Type of the network's input: ``torch.int64`` for labels, else a floating-point type."""
         ...
 
     def rows(self, interval: Interval, out: Tensor) -> None:
@@ -75,7 +72,7 @@ class Source(Protocol):
                 overwritten.
 
         Raises:
-            InputError: the interval or ``out`` does not fit; nothing was written.
+            InputError: the interval or ``out`` does not fit; `out` is unchanged.
             SourceError: the rows cannot be read; the contents of ``out`` are undefined.
         """
         ...
@@ -83,12 +80,13 @@ class Source(Protocol):
 
 @runtime_checkable
 class RepeatingSource(Protocol):
-    """What a source may have besides, so that strips of constant background need not run (``Options(skip_repeats=True)``)."""
+    """Optional method of a source: constant rows, so that strips of constant background need not run (``Options(skip_repeats=True)``)."""
 
     def repeated_rows(self, columns: Interval) -> npt.NDArray[np.bool_]:
-        """For each row, ``[H]``, whether it is known to equal the row above it in these columns, in every batch element and channel.
+        """Constant rows, bool ``[H]``: True for a row known to equal the row above it in these columns, in every batch element and
+        channel.
 
-        Equal means bit for bit, as `Source.rows` delivers them. False claims nothing; that of row 0 is not asked for.
+        Equal means bit for bit, as `Source.rows` delivers them. False claims nothing about a row; the value of row 0 is not used.
         """
         ...
 
@@ -137,7 +135,7 @@ def check_samples(source: _HasShape, batch: Interval) -> None:
     """Refuse batch elements that a source (or sink) does not have.
 
     Raises:
-        InputError: there are no such elements.
+        InputError: the batch elements do not exist.
     """
     num = source.shape[0]
     if not batch or not Interval(0, num).contains(batch):
@@ -145,10 +143,10 @@ def check_samples(source: _HasShape, batch: Interval) -> None:
 
 
 def select_samples(source: _Batched, batch: Interval) -> _Batched:
-    """The source (or sink) of the batch elements ``batch``, without a copy; the source itself where that is all of them.
+    """Source (or sink) of the batch elements ``batch``, without a copy; the source itself if these are all.
 
     Raises:
-        InputError: there are no such elements, or the source cannot be split.
+        InputError: the batch elements do not exist, or the source cannot be split.
     """
     check_samples(source, batch)
     num = source.shape[0]
@@ -171,19 +169,19 @@ _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @runtime_checkable
 class RepeatingImage(Protocol):
-    """What an image may have besides `sft.sources.Image`."""
+    """Optional methods of an `sft.sources.Image` that knows its constant rows and columns."""
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """For each row of level 0, ``[height_px]``, whether it is known to equal the row above it in the columns ``part``.
+        """Constant rows of level 0, bool ``[height_px]``: True for a row known to equal the row above it in the columns ``part``.
 
-        With ``columns`` for each column, ``[width_px]``, whether it is known to equal the column to its left in the rows ``part``. False
-        claims nothing; that of the first row, or column, is not asked for.
+        With ``columns``, constant columns, ``[width_px]``: equal to the column to the left in the rows ``part``. False makes no claim; the
+        value of the first row, or column, is not used.
         """
         ...
 
 
 def image_equal_rows(image: Any, part: Interval, *, columns: bool = False) -> BoolArray:
-    """What an image says of itself; nothing, where it cannot."""
+    """Constant rows by an image's own statement; all False for an image without one."""
     if isinstance(image, RepeatingImage):
         return image.repeated(part, columns=columns)
     return np.zeros(image.width_px if columns else image.height_px, dtype=bool)

@@ -1,17 +1,15 @@
-"""Reading ahead: while the network works on one strip, a thread reads the next ones.
+"""Strip prefetching: a thread reads the next strips while the network works on one.
 
-The walk knows beforehand which rows it will want and in which order, forwards, backwards, or back and forth between kept states. The
-reader takes that list and stays a bounded number of strips ahead of its consumer.
+The sweep knows its rows and their order beforehand: forward, backward, or back and forth between checkpoints. The reader takes that list
+and stays a bounded number of strips ahead of its consumer.
 
-*Each row is read once.* The strips of a convolution overlap by halo rows. Those that the following strip wants too are set aside
-before a strip is handed out, and copied instead of read again, whatever the direction. On a monotone walk every row of the source is
-thus asked for exactly once; how a source aligns that to compressed tiles is its own affair (see `sft.sources.Normalized`).
+*Each row is read once.* The strips of a convolution overlap by halo rows. Rows that the following strip shares are copied before a strip
+is delivered, instead of read again, in either direction. A monotone sweep requests every row of the source exactly once; alignment to
+compressed tiles is the source's task (see `sft.sources.Normalized`).
 
-*A strip belongs to who holds it.* Buffers are few and used again, which invites the mistake of overwriting a strip that somebody
-still reads. Here a buffer returns to the reader only when the last tensor on it is gone: each strip is a storage of its own on top of
-a NumPy view, and the view's death is the signal. Whoever keeps all strips gets an error, not wrong numbers.
-
-The thread behind a `sft.sources.StripReader`: fills buffers in the order of a list, setting overlapping rows aside.
+*A strip belongs to its holder.* Buffers are few and reused, which invites the mistake of overwriting a strip that is still read. A buffer
+returns to the reader only when the last tensor on it is gone: each strip is a storage of its own on top of a NumPy view, and the view's
+destructor is the signal. A consumer that keeps all strips gets an error, not wrong numbers.
 """
 
 from __future__ import annotations
@@ -59,13 +57,13 @@ def row_bytes(source: Source) -> int:
 
 
 def reader_bytes(intervals: Sequence[Interval], num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
-    """What a reader allocates: buffers, bytes of each, and bytes of the rows that it sets aside for the following strip.
+    """Allocations of a reader: number of buffers, bytes of each, and bytes of the rows carried to the following strip.
 
     >>> reader_bytes([Interval(0, 4), Interval(3, 6), Interval(0, 0)], 10)
     (2, 40, 10)
 
     Args:
-        intervals: what it reads, in order.
+        intervals: of the strips, in order.
         num_row_bytes: of one row.
         num_buffers: strips that exist at once, at most.
     """
@@ -100,20 +98,21 @@ class PrefetchFailure:
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchState:
-    """All that the thread knows. It must not know the reader, which could then never be collected while the thread waits.
+    """State shared with the thread. The thread has no reference to the reader, which could then never be collected while the thread
+    waits.
 
     The queues are `SimpleQueue`s since a buffer comes back in a destructor, which may run anywhere, even inside another ``put``.
 
     Attributes:
-        source: what is read.
+        source: the source to read.
         intervals: rows in order, none of them empty.
-        buffers: room for the largest strip each.
-        carry: room for the rows that the following strip wants too.
+        buffers: memory for the largest strip each.
+        carry: memory for the rows that the following strip shares.
         free: buffers to fill; None only wakes the thread.
         filled: buffers in the order of the intervals, or the end.
-        stopped: whether the thread is to end.
+        stopped: True to end the thread.
         read_seconds: time in the source, and in copies of overlapping rows.
-        num_rows_read: rows asked of the source.
+        num_rows_read: rows requested of the source.
     """
 
     source: Source
@@ -169,9 +168,9 @@ def prefetch_strips(shared: PrefetchState) -> None:
 
 
 def _read_strip(shared: PrefetchState, data: ByteArray, interval: Interval, carried: Interval, following: Interval) -> Interval:
-    """Read a strip, but for the rows carried from the one before; returns the rows set aside for the next one.
+    """Read a strip without the rows carried from its predecessor; returns the rows carried to the next one.
 
-    Rows move as bytes, with NumPy: torch would start a team of OpenMP threads here that fights the network's for the cores.
+    Rows move as bytes, with NumPy: torch would start a team of OpenMP threads that competes with the network's for the cores.
     """
     num = shared.source.shape[0]
     by_row = data.reshape(num, len(interval), -1)
@@ -205,8 +204,7 @@ class StripReader:
     >>> with StripReader(source, [Interval(0, 4), Interval(3, 6)]) as reader:
     ...     for strip in reader:
     ...         print(tuple(strip.shape), strip[0, 0, :, 0].tolist())
-    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0]
-    (1, 1, 3, 2) [6.0, 8.0, 10.0]
+    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0] (1, 1, 3, 2) [6.0, 8.0, 10.0]
     >>> reader.num_rows_read
     6
 
@@ -277,13 +275,13 @@ class StripReader:
         return self.take(self.intervals[self._position])
 
     def take(self, interval: Interval) -> Tensor:
-        """The next strip, ``[N, C, rows, W]`` and contiguous in channels-last order; yours for as long as you hold it.
+        """Next strip, ``[N, C, rows, W]`` and contiguous in channels-last order; valid as long as the caller holds it.
 
         Args:
-            interval: its rows, which must be what comes next in the list.
+            interval: its rows, which must be the next in the list.
 
         Raises:
-            InputError: something else comes next, every buffer is still held, or the reader is closed or of another process.
+            InputError: another interval is next, every buffer is still in use, or the reader is closed or of another process.
             SourceError: the rows cannot be read. Every later call raises the same.
         """
         rows = f"rows [{interval.start}, {interval.stop}) of {self._shared.source}"
@@ -316,7 +314,7 @@ class StripReader:
             raise self._error from result.error
         self._position += 1
         view = self._shared.strip_bytes(result, interval)
-        # Not at exit: nobody reads then.
+        # Not at exit: no strip is read any more.
         weakref.finalize(view, self._shared.free.put, result).atexit = False
         self._lent.append(weakref.ref(view))
         return self._shared.strip(view, interval)
@@ -350,7 +348,7 @@ class StripReader:
 
     @property
     def hidden_fraction(self) -> float:
-        """The share of the reading time that the consumer did not notice, in 0..1; 1 if nothing was read."""
+        """Share of the reading time that was hidden from the consumer, in 0..1; 1 if no row was read."""
         return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
 
     def summary(self) -> str:
@@ -359,7 +357,7 @@ class StripReader:
 
 
 def source_error(source: Source, rows: Interval, error: BaseException) -> SourceError:
-    """What to raise from an error in a source's own ``rows``; a slide that is to be left out stays one."""
+    """Error for a failure in a source's own ``rows``; a `sft.SkipSlideError` stays one."""
     kind = SkipSlideError if isinstance(error, SkipSlideError) else SourceError
     return kind(
         f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "

@@ -1,8 +1,7 @@
-"""A few threads for the length of one call: how the compressed tiles of a strip are decoded side by side.
+"""Threads for the length of one call, to decode the compressed tiles of a strip in parallel.
 
-A pool that outlives its calls has to be closed by somebody, does not survive ``fork``, and is one more thing to leak. Starting a
-thread takes less time than decoding a tile, and a strip of a slide has a hundred tiles; so the threads live as long as the call. The
-calling thread works, too.
+A pool that outlives its calls must be closed, does not survive ``fork``, and can leak. Starting a thread takes less time than decoding a
+tile, and a strip of a slide has a hundred tiles; so the threads live as long as the call. The calling thread works, too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Item = TypeVar("Item")
 
 
 def resolve_threads(num_threads: int | None) -> int:
-    """How many threads decode: what was asked for, else one for each core that this process may use, at most four.
+    """Number of decoding threads: the requested one, else one for each core that this process may use, at most four.
 
     Raises:
         InputError: fewer than one, or no number.
@@ -48,7 +47,7 @@ def for_each(function: Callable[[Item], None], items: Sequence[Item], num_thread
     [0, 1, 2, 3, 4]
 
     Raises:
-        BaseException: what ``function`` raised, for the first item (in their order) among those that were tried. No further items are
+        BaseException: the error of ``function`` for the first item (in their order) among those that were tried. No further items are
             begun once one has failed.
     """
     num_threads = min(num_threads, len(items) // _MIN_ITEMS)

@@ -1,26 +1,24 @@
-"""Tiled TIFF (SVS, OME-TIFF, pyramids of any other writer) read by its compressed tiles, without a slide library in between.
+"""Tiled TIFF (SVS, OME-TIFF, other pyramids): compressed tiles of a slide decoded directly, without a slide library.
 
-OpenSlide lays every tile through a canvas with an alpha channel and hands it out as another image; that costs several times what the
-decoder itself does (`benchmarks/reading.py`). Here a tile goes from the file through its decoder to its place in the strip. The pixels
-are OpenSlide's, bit for bit, where both read a file. That takes care in four places:
+OpenSlide draws every tile on a canvas with an alpha channel and returns it as another image; that costs several times the decoder's own
+time (`benchmarks/reading.py`). This reader decodes a tile from the file straight to its place in the strip. The pixels are OpenSlide's,
+bit for bit, for every file that both read. Four points need care:
 
-- *What a level is.* Every tiled image of the file, the largest first; of OME-TIFF the first image and its sub-images.
+- *Levels.* Every tiled image of the file, the largest first; of OME-TIFF the first image and its sub-images.
 - *Damage must not pass.* libjpeg reports corrupt data as a warning and goes on with noise. imagecodecs ignores such warnings, OpenSlide
-  makes them errors; so do we, by decoding JPEG with simplejpeg. (It also objects to left-over bytes after the last block, which
-  OpenSlide never looks at. Other codecs find damage as far as their format can tell.)
-- *The colour space is the TIFF tag's*, whatever markers a JPEG tile carries. An abbreviated stream (a tile without its tables) gets the
-  tables and an Adobe marker of the tag's colour space in front.
-- *What cannot be the same is refused*, with a `NotTiledError` upon which `sft.sources.open_image` turns to OpenSlide: strips instead of
-  tiles, planes of channels, alpha, palettes, and vendors whose tiles overlap or are placed by a table. What OpenSlide would read as
-  something else is refused with a `SourceError`: sample types other than uint8, channels beside colours and alpha, further images of the
-  same size, pixels in another file.
+  makes them errors, and so does this module, by decoding JPEG with simplejpeg. (It also objects to left-over bytes after the last block,
+  which OpenSlide ignores. Other codecs find damage as far as their format allows.)
+- *The colour space is the TIFF tag's*, regardless of the markers of a JPEG tile. An abbreviated stream (a tile without its tables) gets
+  the tables and an Adobe marker of the tag's colour space as a prefix.
+- *Files that could differ are refused*, with a `NotTiledError`, and `sft.sources.open_image` then takes OpenSlide: strips instead of
+  tiles, planes of channels, alpha, palettes, and vendors whose tiles overlap or are placed by a table. Content that OpenSlide would
+  misread is refused with a `SourceError`: sample types other than uint8, channels other than colours and alpha, further images of the same
+  size, pixels in another file.
 
 Tiles that a scanner left out (zero bytes) have the background colour.
 
-The resolution that a TIFF states, in micrometres per pixel.
-
-Aperio writes it into the description and leaves the resolution tags to chance; OME has it in its XML; other writers use the tags. This is
-what OpenSlide does for the first and the last.
+The resolution in micrometres per pixel is read as OpenSlide does: Aperio writes it into the description and leaves the resolution tags to
+chance; OME has it in its XML; other writers use the tags.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ def read_mpp(tiff: Any, page: Any) -> tuple[float, float] | None:
         page: its largest level.
     """
     if tiff.is_svs:
-        found = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
-        value = _number(found[1]) if found else None
+        match = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
+        value = _number(match[1]) if match else None
         return valid_mpp(value, value)
     if tiff.is_ome:
         sizes = _ome_sizes(tiff.ome_metadata)
@@ -152,14 +150,14 @@ class _TiffHandle:
 
 
 class TiffImage(FileImage[_TiffHandle]):
-    """A tiled TIFF as an `sft.sources.Raster`, decoded tile by tile.
+    """Tiled TIFF as an `sft.sources.Raster`, decoded tile by tile.
 
     Args:
         path: of the file.
-        num_threads: how many tiles are decoded side by side. Default: `None` (the cores of this process, at most four)
+        num_threads: number of tiles decoded in parallel. Default: `None` (the cores of this process, at most four)
 
     Raises:
-        SourceError: there is no such file. What it holds shows at the first use: `NotTiledError` if it is another kind of TIFF.
+        SourceError: the file does not exist. Other errors are raised at the first use: `NotTiledError` for another kind of TIFF.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, num_threads: int | None = None) -> None:
@@ -170,11 +168,11 @@ class TiffImage(FileImage[_TiffHandle]):
 
     @property
     def has_missing_tiles(self) -> bool:
-        """Whether some tiles were not recorded; they have the background colour."""
+        """True if some tiles were not recorded; they have the background colour."""
         return any(bool((level.sizes == 0).any()) for level in self._handle().levels)
 
     def check_complete(self) -> None:
-        """Refuse a file whose end is missing, before anything is read.
+        """Refuse a truncated file before the first read.
 
         Raises:
             SourceError: tiles lie beyond the end of the file, or in its header.
@@ -231,7 +229,7 @@ class TiffImage(FileImage[_TiffHandle]):
         return out
 
     def _place(self, handle: _TiffHandle, level: int, out: Pixels, x: int, y: int, tile: tuple[int, int]) -> None:
-        """Decode one tile into its place in a rectangle whose corner is (x, y)."""
+        """Decode one tile into its place in a rectangle whose top left corner is (x, y)."""
         wanted, (down, across) = handle.levels[level], tile
         left, top = across * wanted.tile_width_px, down * wanted.tile_height_px
         first_x, last_x = max(x, left), min(x + out.shape[1], left + wanted.tile_width_px)
@@ -324,7 +322,7 @@ def _check_directories(path: Path, tiff: Any) -> None:
 
 
 def _unsupported_content(page: Any) -> str | None:
-    """What of a page no reader here hands out as it is; None if all of it is pixels."""
+    """Content of a page that no reader of this package decodes; None if all of it is pixels."""
     if page.dtype is None or page.dtype.kind not in "bu" or page.dtype.itemsize > 1:
         return f"its samples are {page.dtype}, which would be scaled to 8 bits"
     is_alpha = [int(kind) in _ALPHA for kind in page.extrasamples]
@@ -357,11 +355,11 @@ def _decode_error(page: Any, base: Any) -> str | None:
 
 
 def _check_page(path: Path, page: Any) -> None:
-    """Refuse what no reader here decodes rightly: tiles that are not listed, which OpenSlide takes for white, and turned images, whose
-    tiles it turns one by one.
+    """Refuse pages that no reader of this package decodes correctly: unlisted tiles, which OpenSlide takes for white, and rotated
+    images, whose tiles it rotates one by one.
 
     Raises:
-        SourceError: it is one of these.
+        SourceError: the page is one of these.
     """
     num_tiles = -(-page.imagewidth // page.tilewidth) * -(-page.imagelength // page.tilelength) * page.imagedepth
     if page.planarconfig == _PLANAR:

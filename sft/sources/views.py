@@ -1,6 +1,6 @@
-"""Images on top of images: each changes one thing and passes everything else through.
+"""Image views: each changes one property of an image and passes the others through.
 
-Views nest in any order, hold no pixels of their own (but see `sft.sources.Cached`), and pickle as long as what is below them does.
+Views nest in any order, store no pixels of their own (except `sft.sources.Cached`), and pickle if the underlying image does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ __all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resol
 
 
 class RasterView:
-    """A `sft.sources.Raster` that is another image so far; subclasses change what they are about.
+    """Base class of views: a `sft.sources.Raster` with the properties of another image; subclasses override the ones they change.
 
-    What a plain `sft.sources.Image` does not have (levels, resolution, tiles) gets the answer of an image that knows nothing: one level, no
-    resolution, white, three channels.
+    A plain `sft.sources.Image` without levels, resolution or tiles gets defaults: one level, no resolution, white, three channels.
 
     Args:
-        image: what is below.
+        image: the underlying image.
 
     Raises:
-        InputError: it is no image.
+        InputError: the argument is not an image.
     """
 
     def __init__(self, image: Image) -> None:
@@ -55,28 +54,28 @@ class RasterView:
     @property
     def level_dimensions(self) -> tuple[Size, ...]:
         """(width, height) of each level, in px."""
-        found: tuple[Size, ...] = getattr(self.image, "level_dimensions", ((self.image.width_px, self.image.height_px),))
-        return found
+        dimensions: tuple[Size, ...] = getattr(self.image, "level_dimensions", ((self.image.width_px, self.image.height_px),))
+        return dimensions
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """How many px of level 0 one px of each level spans."""
-        found: tuple[float, ...] = getattr(self.image, "level_downsamples", (1.0,))
-        return found
+        """Px of level 0 per px of each level."""
+        downsamples: tuple[float, ...] = getattr(self.image, "level_downsamples", (1.0,))
+        return downsamples
 
     @property
     def exact_levels(self) -> tuple[int, ...]:
-        """Levels whose pixels a read gives as they are, wherever it begins; of OpenSlide's not all are."""
-        found: tuple[int, ...] = getattr(self.image, "exact_levels", tuple(range(len(self.level_dimensions))))
-        return found
+        """Levels that are read without interpolation from any start; OpenSlide has others as well."""
+        levels: tuple[int, ...] = getattr(self.image, "exact_levels", tuple(range(len(self.level_dimensions))))
+        return levels
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of each level."""
         known = getattr(self.image, "level_tiles_px", None)
         if known is not None:
-            found: tuple[Size | None, ...] = known
-            return found
+            tiles: tuple[Size | None, ...] = known
+            return tiles
         rows = getattr(self.image, "tile_height_px", None)
         return ((self.image.width_px, rows) if rows else None,) * len(self.level_dimensions)
 
@@ -104,20 +103,20 @@ class RasterView:
     @property
     def mpp(self) -> tuple[float, float] | None:
         """Micrometres per px, (x, y)."""
-        found: tuple[float, float] | None = getattr(self.image, "mpp", None)
-        return found
+        mpp: tuple[float, float] | None = getattr(self.image, "mpp", None)
+        return mpp
 
     @property
     def background(self) -> tuple[int, ...]:
         """Colour of pixels that were not recorded."""
-        found: tuple[int, ...] = getattr(self.image, "background", (255,) * self.num_channels)
-        return found
+        background: tuple[int, ...] = getattr(self.image, "background", (255,) * self.num_channels)
+        return background
 
     @property
     def bad_tiles(self) -> tuple[Any, ...]:
         """The `sft.sources.BadTile`s that were filled with the background so far."""
-        found: tuple[Any, ...] = getattr(self.image, "bad_tiles", ())
-        return found
+        tiles: tuple[Any, ...] = getattr(self.image, "bad_tiles", ())
+        return tiles
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read a rectangle; see `sft.sources.Image`."""
@@ -135,9 +134,9 @@ class RasterView:
 
 
 class OneLevelView(RasterView):
-    """A view of level 0 as an image that has no others; subclasses say what size it has, and which tiles.
+    """View of level 0 as an image without further levels; subclasses state its size and tiles.
 
-    What a view makes of one level (a rectangle, a turn, a mask) it could make of the others only with sizes and places rounded.
+    A view (a rectangle, a rotation, a mask) could transform the other levels only with rounded sizes and positions.
     """
 
     def _size_px(self) -> Size:
@@ -145,7 +144,7 @@ class OneLevelView(RasterView):
         return super().level_dimensions[0]
 
     def _tile_px(self) -> Size | None:
-        """(width, height) of what is to be read at least: a compressed tile of the image's level 0."""
+        """(width, height) of a compressed tile of the image's level 0, the smallest unit that is read."""
         return super().level_tiles_px[0]
 
     @property
@@ -155,7 +154,7 @@ class OneLevelView(RasterView):
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
+        """1: the view has one level."""
         return (1.0,)
 
     @property
@@ -170,15 +169,15 @@ class OneLevelView(RasterView):
 
 
 class AtLevel(RasterView):
-    """One level of an image as an image: what was the level is all there is.
+    """One level of an image as an image of its own.
 
     Args:
         image: with levels.
-        level: which.
-        downsample: px of the image's level 0 per px of the level, (x, y), for the resolution. Default: `None` (what the image says)
+        level: index of the level.
+        downsample: px of the image's level 0 per px of the level, (x, y), for the resolution. Default: `None` (the image's own)
 
     Raises:
-        InputError: there is no such level.
+        InputError: the level does not exist.
     """
 
     def __init__(self, image: Image, level: int, *, downsample: tuple[float, float] | None = None) -> None:
@@ -198,7 +197,7 @@ class AtLevel(RasterView):
 
     @property
     def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
+        """1: the view has one level."""
         return (1.0,)
 
     @property
@@ -222,14 +221,14 @@ class AtLevel(RasterView):
 
 
 class WithMpp(RasterView):
-    """An image whose resolution somebody knows better than the file.
+    """Image with a corrected resolution.
 
     Args:
         image: of any kind.
         mpp: micrometres per px of level 0; one number, or (x, y).
 
     Raises:
-        InputError: that is no resolution.
+        InputError: not a resolution.
     """
 
     def __init__(self, image: Image, mpp: float | tuple[float, float]) -> None:
@@ -243,10 +242,10 @@ class WithMpp(RasterView):
 
 
 class Cropped(OneLevelView):
-    """A rectangle of an image as an image: one level, and nothing outside is decoded but what shares a tile with it.
+    """Crop: a rectangle of an image as an image with one level. Only tiles that overlap the rectangle are decoded.
 
-    A crop rarely starts where a tile does, so the rows at the edges of a read are kept for the next one: in a walk over the crop, up or
-    down, every tile is decoded once.
+    A crop rarely starts at a tile border, so the rows at the edges of a read are kept for the next one: a sweep over the crop, up or
+    down, decodes every tile once.
 
     >>> import numpy as np
     >>> from sft.sources import ArrayImage
@@ -260,7 +259,7 @@ class Cropped(OneLevelView):
         w, h: columns and rows.
 
     Raises:
-        InputError: the rectangle is not wholly inside the image.
+        InputError: the rectangle is not inside the image.
     """
 
     def __init__(self, image: Image, *, x: int, y: int, w: int, h: int) -> None:
@@ -287,8 +286,8 @@ class Cropped(OneLevelView):
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says; see `sft.sources.source.RepeatingImage`."""
         start, extent = (self.x, self._size[0]) if columns else (self.y, self._size[1])
-        found = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
-        return found[start : start + extent]
+        equal = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
+        return equal[start : start + extent]
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         if (x, w) == (0, self.width_px):
@@ -309,7 +308,7 @@ def resolve_mpp(mpp: float | tuple[float, float], name: str) -> tuple[float, flo
         pair = (float(mpp[0]), float(mpp[1])) if isinstance(mpp, (tuple, list)) and len(mpp) == 2 else (float(mpp), float(mpp))
     except (TypeError, ValueError) as error:
         raise InputError(f"cannot use {name}={mpp!r}: it is micrometres per pixel. Give one number, or (x, y).") from error
-    found = valid_mpp(*pair)
-    if found is None:
+    checked = valid_mpp(*pair)
+    if checked is None:
         raise InputError(f"cannot use {name}={mpp!r}: it is micrometres per pixel. Give positive numbers.")
-    return found
+    return checked

@@ -1,10 +1,10 @@
 """Zarr arrays and OME-Zarr pyramids as images.
 
 An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
-are inferred, or given, as for any array. Chunks are what is decoded at least, so they are the tiles. A chunk that is not there is the
-array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost. That a whole array is gone (a drive
-was unmounted, a folder cleaned) can be told: each read makes sure that its description is there. Damage inside a chunk is found as far as
-its codec can tell: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
+are inferred, or given, as for any array. A chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the
+array's fill value: Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted drive, a cleaned folder)
+is detected: each read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects it: Zstandard (the
+default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ZarrImage(FileImage[_ZarrLevels]):
 
     Args:
         path: of the folder.
-        layout: axes of a plain array. Default: `None` (inferred where only one is possible)
+        layout: axes of a plain array. Default: `None` (inferred if only one is possible)
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``.
             Default: `None`
 
     Raises:
-        SourceError: there is no such folder. What it holds shows at the first use.
+        SourceError: the folder does not exist. Other errors are raised at the first use.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, layout: Layout | None = None, at: Mapping[str, int] | None = None) -> None:
@@ -61,19 +61,19 @@ class ZarrImage(FileImage[_ZarrLevels]):
             import zarr
         except ImportError as error:
             raise missing_extra(f"open {self.path}", "zarr", error) from error
-        found = zarr.open(str(self.path), mode="r")
-        if isinstance(found, zarr.Array):
-            return _ZarrLevels(arrays=(found,), axes=self._array_axes(found), mpp=None, descriptions=(self._description(found),))
-        attributes: dict[str, Any] = dict(found.attrs)
+        node = zarr.open(str(self.path), mode="r")
+        if isinstance(node, zarr.Array):
+            return _ZarrLevels(arrays=(node,), axes=self._array_axes(node), mpp=None, descriptions=(self._description(node),))
+        attributes: dict[str, Any] = dict(node.attrs)
         multiscales = attributes.get("ome", attributes).get("multiscales")
         if not multiscales:
             raise SourceError(
                 f"cannot use {self.path} as an image: it is a Zarr group without OME multiscales. Give the path of one of its arrays: "
-                f"{', '.join(sorted(found.keys())) or 'it has none'}."
+                f"{', '.join(sorted(node.keys())) or 'it has none'}."
             )
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
-        arrays = _pyramid_levels([found[dataset["path"]] for dataset in described["datasets"]], axes)
+        arrays = _pyramid_levels([node[dataset["path"]] for dataset in described["datasets"]], axes)
         return _ZarrLevels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
 
     def _description(self, array: Any) -> Path | None:

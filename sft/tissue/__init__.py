@@ -1,4 +1,4 @@
-"""Where the tissue is: found on a slide, drawn in QuPath, kept as PNG or GeoJSON; and everything else painted over, strip by strip."""
+"""Tissue masks: found by colour, drawn in QuPath, stored as PNG or GeoJSON; and images masked by them, strip by strip."""
 
 from sft.tissue.find import find_tissue
 from sft.tissue.geojson import read_geojson, write_geojson

@@ -58,11 +58,11 @@ def find_tissue(
     otsu: Any = filters.threshold_otsu
     disk: Any = morphology.disk
     small = _thumbnail(image, _downsample(image, mpp, downsample))
-    found = np.concatenate([saturation(strip) for strip in read_strips(small, _STRIP_ROWS)])
-    threshold = max(int(otsu(found)) if found.min() < found.max() else 0, _MIN_SATURATION)
-    pixels = found > threshold
+    saturations = np.concatenate([saturation(strip) for strip in read_strips(small, _STRIP_ROWS)])
+    threshold = max(int(otsu(saturations)) if saturations.min() < saturations.max() else 0, _MIN_SATURATION)
+    pixels = saturations > threshold
     if closing_px:
-        # Padded with what is there: the border of the slide is no border of tissue.
+        # Padded with edge values: the border of the slide is no border of tissue.
         padded = np.pad(pixels, 2 * closing_px, mode="edge")
         pixels = morphology.closing(padded, disk(closing_px))[2 * closing_px : -2 * closing_px, 2 * closing_px : -2 * closing_px]
     if min_object_px > 1:

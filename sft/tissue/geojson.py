@@ -28,7 +28,7 @@ __all__ = ["mask_outline", "read_geojson", "write_geojson"]
 
 
 def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *, name: str = "Tissue") -> None:
-    """Write a FeatureCollection with a feature for each polygon. A file there is replaced when the new one is complete.
+    """Write a FeatureCollection with a feature for each polygon. An existing file is replaced when the new one is complete.
 
     Args:
         path: of the file.
@@ -104,13 +104,13 @@ def _geometries(content: Any, names: Sequence[str] | None) -> Iterator[Any]:
 
 def _class_of(feature: Any) -> str | None:
     properties = feature.get("properties") or {}
-    found = properties.get("classification") or {}
-    name: str | None = found.get("name") if isinstance(found, dict) else found
+    classification = properties.get("classification") or {}
+    name: str | None = classification.get("name") if isinstance(classification, dict) else classification
     return name
 
 
 def _polygons(geometry: Any) -> list[Polygon]:
-    """The polygons in a shapely geometry, whatever else is in it."""
+    """Polygons of a shapely geometry; lines and points are left out."""
     if geometry.geom_type == "Polygon":
         return (
             []

@@ -1,13 +1,11 @@
-"""A small picture of where the tissue is, and the slide that it belongs to.
+"""Tissue masks, and slides masked by them.
 
-The mask has a pixel for some square of the slide's, so it is small (a slide of 100,000 px at 64 px each: 2 MB), and what it says about any
-rectangle of the slide is looked up: a slide's pixel is tissue if the mask's pixel under its centre is.
+A `TissueMask` has one pixel per square of the slide, so it is small: a slide of 100,000 px at 64 px each takes 2 MB. A pixel of the slide
+is tissue if the mask's pixel under its centre is.
 
-A slide with everything but its tissue painted over, strip by strip; what is painted over is not decoded.
-
-What the network then sees outside the tissue is one constant colour: not "nothing" (a convolution of background is not zero), but the same
-for every slide, whatever glass, ink and dirt there were. The result is a function of the slide and the mask alone, so it is exact in the
-same sense as everything else: training on it is training on that masked image.
+`Masked` paints the pixels outside the mask in one constant colour, strip by strip. Tiles without tissue are not decoded. A convolution of
+the background is not zero, but it is the same for every slide, whatever glass, ink and dirt it shows. The result is a function of the
+slide and the mask alone, so training is exact on the masked image.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TissueMask:
-    """Where the tissue is.
+    """Boolean mask of the tissue of a slide, at a lower resolution than the slide.
 
     >>> mask = TissueMask(pixels=np.array([[False, True], [False, False]]), width_px=8, height_px=6)
     >>> mask.bounding_box(), mask.region(2, 1, 4, 3).astype(int).tolist()
     (Box(x=4, y=0, w=4, h=3), [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
 
     Attributes:
-        pixels: bool ``[rows, columns]``, True where tissue is; it covers the whole slide.
+        pixels: bool ``[rows, columns]``, True for tissue; it covers the full slide.
         width_px: columns of the slide at level 0.
         height_px: rows of the slide at level 0.
     """
@@ -110,7 +108,7 @@ class TissueMask:
         return float(self.pixels.mean())
 
     def region(self, x: int, y: int, w: int, h: int) -> MaskArray:
-        """Which pixels of a rectangle of the slide are tissue, ``[h, w]``."""
+        """Mask of a rectangle of the slide, bool ``[h, w]``."""
         rows, columns = self.pixels.shape
         row = _nearest_indices(np.arange(y, y + h), rows, self.height_px)
         column = _nearest_indices(np.arange(x, x + w), columns, self.width_px)
@@ -130,7 +128,7 @@ class TissueMask:
         return used[_nearest_indices(np.arange(lines_px), pixels.shape[0], lines_px)]
 
     def bounding_box(self, *, margin_px: int = 0) -> Box | None:
-        """The smallest rectangle that holds all tissue, and a margin inside the slide; None where there is no tissue.
+        """Smallest rectangle around all tissue, with a margin inside the slide; None for a mask without tissue.
 
         Args:
             margin_px: in px of level 0. Default: 0
@@ -143,10 +141,10 @@ class TissueMask:
         return Box(x=left, y=top, w=right - left, h=bottom - top)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Write black and white pixels, with the slide's size beside them. A file there is replaced when the new one is complete.
+        """Write black and white pixels, and the slide's size as PNG text. An existing file is replaced when the new one is complete.
 
         Raises:
-            SourceError: it cannot be written, or Pillow is not installed.
+            SourceError: the file cannot be written, or Pillow is not installed.
         """
         image, png = _import_pillow(path)
         note = png.PngInfo()
@@ -157,11 +155,11 @@ class TissueMask:
 
     @classmethod
     def load_png(cls, path: str | os.PathLike[str], *, width_px: int | None = None, height_px: int | None = None) -> TissueMask:
-        """Read a mask: what is brighter than half is tissue.
+        """Read a mask; pixels brighter than half are tissue.
 
         Args:
             path: of a PNG.
-            width_px, height_px: of the slide, where the file is not ours and does not say. Default: `None`
+            width_px, height_px: of the slide, for files of other programs, which do not state it. Default: `None`
 
         Raises:
             InputError: the size of the slide is not known.
@@ -189,7 +187,7 @@ def _nearest_indices(px: Indices, extent: int, size_px: int) -> Indices:
 
 
 def _edges(used: Indices, extent: int, size_px: int, margin_px: int) -> tuple[int, int]:
-    """The slide's first pixel under the first used one, and the one behind the last."""
+    """Range of slide pixels under the used mask pixels: first and end, with a margin."""
     first, last = int(used[0]), int(used[-1]) + 1
     # The smallest px with (2 px + 1) extent >= 2 size index.
     left, right = (max(0, -(-(2 * size_px * index - extent) // (2 * extent))) for index in (first, last))
@@ -214,15 +212,15 @@ class _HasRegion(Protocol):
 
 
 class Masked(OneLevelView):
-    """An image in which everything outside a mask has one colour.
+    """Image in which all pixels outside a mask have one colour.
 
-    Only columns of tiles that hold something of the mask are read, where the image says how wide its tiles are. So mask first, then crop,
-    then `sft.sources.Cached`: the other way round works, too, but tiles are no longer known there.
+    Columns of tiles without tissue are not read if the image states the width of its tiles. Mask first, then crop, then
+    `sft.sources.Cached`: in another order the result is the same, but the widths of tiles are no longer known.
 
     Args:
-        image: of any kind; its level 0 counts.
-        mask: a `TissueMask` of an image of this size (then it may be of any resolution), `Regions` in px of this image, or anything else
-            with ``region(x, y, w, h)``.
+        image: of any kind; its level 0 is masked.
+        mask: a `TissueMask` of an image of this size (then at any resolution), `Regions` in px of this image, or an object with
+            ``region(x, y, w, h)``.
         background: colour, one number a channel. Default: `None` (the image's own)
 
     Raises:
@@ -255,11 +253,11 @@ class Masked(OneLevelView):
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """Lines outside of the mask that follow one another, as both have the background's colour; see `RepeatingImage`."""
         empty = ~(self.mask.used(part, columns=columns) if isinstance(self.mask, TissueMask) else self._used(part, columns=columns))
-        found: BoolArray = np.concatenate([[False], empty[1:] & empty[:-1]])
-        return found
+        repeated: BoolArray = np.concatenate([[False], empty[1:] & empty[:-1]])
+        return repeated
 
     def _used(self, part: Interval, *, columns: bool) -> BoolArray:
-        """For each row whether the mask has something of it in the columns ``part``; with ``columns`` the other way round."""
+        """Rows with tissue in the columns ``part``; with ``columns``, columns with tissue in the rows ``part``."""
         if (part, columns) not in self._known:
             extent = self.width_px if columns else self.height_px
             step = max(1, _PIECE_PX // max(1, len(part)))
@@ -295,7 +293,7 @@ class Masked(OneLevelView):
 
 
 def crop_to_tissue(image: Image, mask: TissueMask, *, margin_px: int = 0, background: tuple[int, ...] | None = None) -> Cropped:
-    """The tissue of a slide: masked, and cropped to where the mask is.
+    """Mask a slide and crop it to the bounding box of its tissue.
 
     Args:
         image: of any kind.
@@ -304,7 +302,7 @@ def crop_to_tissue(image: Image, mask: TissueMask, *, margin_px: int = 0, backgr
         background: colour outside the mask, one number a channel. Default: `None` (the image's own)
 
     Raises:
-        InputError: the mask is of another slide, or there is no tissue in it.
+        InputError: the mask is of another slide, or has no tissue.
     """
     box = mask.bounding_box(margin_px=margin_px)
     if box is None:

@@ -1,9 +1,9 @@
-"""Polygons in pixels of a slide, and which pixels they hold: any rectangle of them, without a mask of the whole.
+"""Polygons in pixels of a slide, rasterised for any rectangle without a mask of the full slide.
 
-A pixel belongs to a region if its centre does, and a centre is inside a polygon if a ray to the left crosses its border (outer ring and
-holes alike) an odd number of times; a border through a centre belongs to what is right of it. So polygons that share a border share no
-pixel and leave none out. Borders are crossed row by row (scan conversion; Foley and van Dam, 1982), in float64 and with the same
-arithmetic wherever the rectangle lies: a rectangle alone is that part of the whole.
+A pixel belongs to a region if its centre does. A centre is inside a polygon if a ray to the left crosses its border (outer ring and holes
+alike) an odd number of times; a border through a centre belongs to the pixels right of it. So polygons that share a border share no pixel
+and leave none out. Borders are crossed row by row (scan conversion; Foley and van Dam, 1982), in float64 and with the same arithmetic for
+every rectangle: a rectangle alone has the bits of that part of the full mask.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Regions:
         return float(sum(abs(_area(rings[0])) - sum(abs(_area(hole)) for hole in rings[1:]) for rings in self.polygons if rings))
 
     def bounding_box(self) -> tuple[float, float, float, float] | None:
-        """``(left, top, right, bottom)`` of all of them; None where there are none."""
+        """``(left, top, right, bottom)`` of all polygons; None without polygons."""
         if not len(self._bounds):
             return None
         left, top = self._bounds[:, :2].min(axis=0)
@@ -67,12 +67,12 @@ class Regions:
         return float(left), float(top), float(right), float(bottom)
 
     def region(self, x: int, y: int, w: int, h: int, *, step: tuple[float, float] = (1.0, 1.0)) -> MaskArray:
-        """Which pixels of a rectangle are inside, ``[h, w]``.
+        """Mask of a rectangle, bool ``[h, w]``.
 
         Args:
             x, y: column and row of the top left pixel.
             w, h: columns and rows.
-            step: px of level 0 per px of the grid in which the rectangle is given, (x, y). Default: level 0 itself
+            step: px of level 0 per px of the grid of the rectangle, (x, y). Default: level 0 itself
         """
         inside = np.zeros((h, w), bool)
         left, top, right, bottom = (self._bounds / np.tile(step, 2)).T

@@ -1,7 +1,7 @@
-"""Training and evaluating networks on whole slides, from a table of slides to heatmaps: ``python -m sft.wsi``.
+"""Whole-slide training and evaluation, from a table of slides to heatmaps: ``python -m sft.wsi``.
 
-The command line does everything (docs/wsi.md). The parts are of use by themselves: tables and splits, exact augmentations of slides, heads,
-checkpoints from which a killed run goes on to the same bits, metrics with intervals, heatmaps. Needs ``pip install "sft-engine[wsi]"``.
+The command line covers all steps (docs/wsi.md). Its parts can be used alone: tables and splits, exact augmentations of slides, heads,
+checkpoints from which a killed run resumes with the same bits, metrics with intervals, heatmaps. Needs ``pip install "sft-engine[wsi]"``.
 """
 
 from sft.wsi.config import AugmentConfig as AugmentConfig

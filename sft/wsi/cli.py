@@ -62,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for option, value in zip_longest(given, given[1:], fillvalue=""):
                 if option == "--config" or option.startswith("--config="):
                     _check_file(Path(option.partition("=")[2] or value))
-            found = parser.parse_args(given)
-            if world.num_ranks > 1 and found.subcommand not in _ON_SEVERAL_RANKS:
+            parsed = parser.parse_args(given)
+            if world.num_ranks > 1 and parsed.subcommand not in _ON_SEVERAL_RANKS:
                 raise InputError(
-                    f"{found.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
+                    f"{parsed.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
                     f"can {' and '.join(_ON_SEVERAL_RANKS)}"
                 )
-            result = run[found.subcommand](found[found.subcommand], console)
+            result = run[parsed.subcommand](parsed[parsed.subcommand], console)
     except ArgumentError as error:
         return complain(error, EXIT_USAGE)
     except RunInterrupted as error:
@@ -103,8 +103,8 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a YAML file in which a key is there twice (the reader takes the last one, and drops the others without a word), a group has no
-    settings, or something is inside of itself: the reader falls over these.
+    """Refuse a YAML file with a duplicate key (the reader keeps only the last value, without a warning), a group without settings, or an
+    anchor inside its own value, on which the reader fails.
 
     Raises:
         InputError: it is such a file, or it is no text.

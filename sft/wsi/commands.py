@@ -1,4 +1,4 @@
-"""What the commands of ``python -m sft.wsi`` do that are about a network; `sft.wsi.inspect_commands` has those about slides alone."""
+"""Commands of ``python -m sft.wsi`` that need a network; `sft.wsi.inspect_commands` has those about slides alone."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = ["CommandResult", "evaluate", "heatmap", "plan", "train"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
         value: for ``--json``.
-        num_failed: slides that were left out.
+        num_failed: number of skipped slides.
     """
 
     value: Any
@@ -60,31 +60,31 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
     """
     experiment = load_experiment(config)
     if size is not None:
-        found = plan_of_size(experiment, (size[0], size[1]), ranks)
+        plan = plan_of_size(experiment, (size[0], size[1]), ranks)
     else:
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
-        found = _plans(experiment, trainer, failed)[0]
-    console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
-    return CommandResult(value=json.loads(found.to_json()))
+        plan = _plans(experiment, trainer, failed)[0]
+    console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+    return CommandResult(value=json.loads(plan.to_json()))
 
 
 def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = SINGLE_RANK) -> CommandResult:
-    """Train, or go on; then evaluate the best model on validation and test slides.
+    """Train, or resume; then evaluate the best model on validation and test slides.
 
     Args:
         config: of the run; the same on all ranks.
-        console: is told what happens; quiet on all ranks but the first.
-        is_dry: whether to check everything, tell the plan, and write nothing.
+        console: output; quiet on all ranks but the first.
+        is_dry: True to run all checks and print the plan without writing.
         num_draws: of the bootstrap.
-        ranks: those that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
+        ranks: ranks that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
 
     Returns:
-        What was found; of several ranks, the first has all of it.
+        Results; with several ranks, the first has all of them.
 
     Raises:
-        SftError: as `Trainer.run`; everything that can be checked is checked before training.
+        SftError: as `Trainer.run`; all checks that need no training come first.
     """
     available_device(config.train.device)
     ranks.use_device(config.train.device)
@@ -99,9 +99,9 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
-        found = _plans(experiment, trainer, failed)[0]
-        console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
-        return CommandResult(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
+        plan = _plans(experiment, trainer, failed)[0]
+        console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+        return CommandResult(value={"slides": counts, "failed": failed, "plan": json.loads(plan.to_json())}, num_failed=len(failed))
     is_first = ranks.rank == 0
     opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else NullRunFolder(config.run)
     with opened as folder:
@@ -134,12 +134,12 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
 
     Args:
         selection: the model and the slides; the same on all ranks.
-        console: is told the metrics; quiet on all ranks but the first.
+        console: output of the metrics; quiet on all ranks but the first.
         num_draws: of the bootstrap.
-        ranks: those that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
+        ranks: ranks that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
 
     Returns:
-        What was found; of several ranks, the first has all of it.
+        Results; with several ranks, the first has all of them.
 
     Raises:
         SftError: the run, the table or a slide is wrong.
@@ -184,9 +184,9 @@ def heatmap(
             continue
         try:
             for output in outputs:
-                found = maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px)
-                drawn.append({**asdict(found), "files": [str(path) for path in found.files]})
-                console.print(f"{found.slide}, {found.output}: {found.files[1]}", markup=False, highlight=False, soft_wrap=True)
+                heatmap = maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px)
+                drawn.append({**asdict(heatmap), "files": [str(path) for path in heatmap.files]})
+                console.print(f"{heatmap.slide}, {heatmap.output}: {heatmap.files[1]}", markup=False, highlight=False, soft_wrap=True)
         except sft.SourceError as error:
             if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
@@ -196,10 +196,10 @@ def heatmap(
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
-    """Plans of the largest, widest and highest training slide, as they are and turned: whether they fit shows before anything runs.
+    """Plans of the largest, widest and highest training slide, unrotated and rotated, so that a budget error comes before any training.
 
     Raises:
-        BudgetError: some do not fit; names the budget that all of them fit.
+        BudgetError: some do not fit; the message has a budget for all of them.
     """
     sizes = experiment.feed.sizes
     records = [record for record in experiment.records("train") if record.name not in failed]
@@ -215,16 +215,16 @@ def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) 
         wanted.setdefault((width_px, height_px), (record, False))
         if experiment.config.augment.rotations:
             wanted.setdefault((height_px, width_px), (record, True))
-    found: list[sft.Plan] = []
+    plans: list[sft.Plan] = []
     refusals: list[sft.BudgetError] = []
     for record, turned in wanted.values():
         try:
-            found.append(trainer.plan(record, turned=turned))
+            plans.append(trainer.plan(record, turned=turned))
         except sft.BudgetError as refusal:
             refusals.append(refusal)
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.needed_bytes)
-    return found
+    return plans
 
 
 def _check_same(experiment: Experiment, ranks: Ranks) -> None:
@@ -248,12 +248,12 @@ def _checkpoint_bytes(experiment: Experiment) -> int:
     return 4 * 3 * weights + 16 * 2**20
 
 
-def _describe(folder: RunFolder, experiment: Experiment, found: sft.Plan) -> None:
-    """Write what is known before training."""
+def _describe(folder: RunFolder, experiment: Experiment, plan: sft.Plan) -> None:
+    """Write the files that are known before training."""
     folder.write_yaml("config.yaml", experiment.config.to_dict())
     write_json(folder.path / "task.json", {"task": asdict(experiment.task), "table": experiment.table.digest()})
-    write_text(folder.path / "plan.txt", found.explain() + "\n")
-    write_text(folder.path / "plan.json", found.to_json() + "\n")
+    write_text(folder.path / "plan.txt", plan.explain() + "\n")
+    write_text(folder.path / "plan.json", plan.to_json() + "\n")
     columns = ["slide", "path", "patient", "split", "target"]
     rows = [[r.name, r.path, r.patient, r.split, ";".join(map(str, r.target or ()))] for r in experiment.table.records]
     write_csv(folder.path / "splits.csv", columns, rows)
@@ -270,10 +270,10 @@ def _finish(
     ranks: Ranks,
     interruption: Interruption,
 ) -> dict[str, Any]:
-    """Evaluate the best model on what it was not trained on, and write the page of the run.
+    """Evaluate the best model on validation and test slides, and write the page of the run.
 
     Raises:
-        EndRequested: somebody asked to end.
+        EndRequested: the run was asked to end.
     """
     best = ranks.from_first(lambda: folder.checkpoints.load("best"))
     if best is not None:

@@ -1,6 +1,6 @@
-"""What a run is told, in groups; each field may be set in the YAML file or on the command line (``--train.lr 1e-4``).
+"""Settings of a run, in groups; each field may be set in the YAML file or on the command line (``--train.lr 1e-4``).
 
-A group checks itself when it is made, so that a mistake is found before anything else is done.
+A group checks itself when it is made, so that a mistake stops the run before any other work.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which slides, at which resolution, in which splits.
+    """Slides, resolution and splits.
 
     Args:
-        csv: the table: columns slide, label, and where wanted patient, split, mpp, mask, time, event.
-        slides: folder that slides are relative to (default: that of the table). Nothing outside of it is read.
+        csv: the table: columns slide, label, and optionally patient, split, mpp, mask, time, event.
+        slides: folder that slides are relative to (default: that of the table). Files outside of it are refused.
         mpp: micrometres per pixel to train at, exactly; default: the slide's largest level.
-        tissue: none; crop (to the bounding box of the tissue that is found, or that the column mask says); mask (also paints what is not
-            tissue in the slide's background colour).
-        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass, and in what it leaves, rows of the
-            next slide; default: none are.
-        num_folds: make so many patient-disjoint folds where the table has no splits; one is for testing, the next for validation.
-        fold: which of them is for testing, from 0.
-        val_fraction: share of the patients for validation where there are neither splits nor folds.
-        test_fraction: share of the patients for testing then.
+        tissue: none; crop (to the bounding box of the tissue, found by colour or by the column mask); mask (also paints the
+            background in the slide's background colour).
+        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass, and in the remainder, rows of
+            the next slide; default: none.
+        num_folds: number of patient-disjoint folds for a table without splits; one is for testing, the next for validation.
+        fold: index of the test fold, from 0.
+        val_fraction: share of the patients for validation without splits and folds.
+        test_fraction: share of the patients for testing, likewise.
     """
 
     csv: Path
@@ -72,7 +72,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """What is predicted.
+    """Prediction task.
 
     Args:
         kind: classification (cross-entropy), multilabel (labels "a;b"), regression (Huber), cox or hazard (survival: columns time and
@@ -106,21 +106,21 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The network and the bytes that it may use.
+    """Network and byte budget.
 
     Args:
-        backbone: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
+        backbone: "timm:NAME", "torchvision:NAME", "package.module:callable", or the bare name of a timm or torchvision model.
         options: arguments of the backbone's maker, such as {pretrained: true}.
         weights: file of the backbone's weights (.safetensors, or a state_dict that torch.load reads), loaded before training.
         head: gap (global average, linear layer), max (the maximum of each feature instead), attention (gated, over all positions),
             segmentation.
         attention_dim: hidden units of the attention.
         dropout: probability, before the last layer.
-        norm: frozen (the statistics that the backbone brings), calibrated (measured on the training slides, then frozen), train, or auto:
-            frozen where weights are given (pretrained or a file), else calibrated.
+        norm: frozen (the statistics of the backbone), calibrated (measured on the training slides, then frozen), train, or auto:
+            frozen with weights (pretrained or a file), else calibrated.
         budget: bytes that the device may hold.
-        tile: rows and columns in px of what a slide is computed in; default: what the planner finds. Columns that leave whole tiles of
-            background, which need not run.
+        tile: rows and columns in px of a tile of the computation; default: the planner's choice. With columns, tiles of background
+            need not run.
         mean: of the pixels' channels, in 0..1.
         std: of the pixels' channels, in 0..1.
     """
@@ -154,7 +154,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentConfig:
-    """Changes of the training slides: drawn once for each slide and epoch, and exact whatever the strips are.
+    """Augmentation of the training slides: drawn once for each slide and epoch, and exact for any strip height.
 
     Args:
         flips: mirror half of the slides.
@@ -164,7 +164,7 @@ class AugmentConfig:
         saturation: largest relative change, as a share.
         hed: largest relative and absolute change of haematoxylin, eosin and DAB.
         stain: "macenko" brings each slide's two stains to a reference, of all splits; "reinhard" the means and spreads of its colours;
-            "none" leaves them.
+            "none" changes no colours.
     """
 
     flips: bool = True
@@ -186,7 +186,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The loop.
+    """Training loop.
 
     Args:
         epochs: passes over the training slides.
@@ -196,15 +196,16 @@ class TrainConfig:
         weight_decay: of the optimizer; not for biases and norms.
         schedule: constant or cosine, after the warm-up.
         warmup_steps: optimizer steps of linear warm-up.
-        min_lr: what cosine ends at, as a share of lr.
+        min_lr: end of the cosine, as a share of lr.
         clip_norm: largest norm of the gradient; default: none.
         precision: fp32, or autocast to bf16 or fp16 (with loss scaling).
         patience: stop after so many epochs without a better validation; default: never.
-        monitor: what is better: loss, or auc (classification, multilabel), c_index (survival), r2 (regression), dice (segmentation).
+        monitor: metric of the best model: loss, or auc (classification, multilabel), c_index (survival), r2 (regression), dice
+            (segmentation).
         checkpoint_every: optimizer steps between checkpoints.
-        seed: of everything that is drawn.
+        seed: of all random numbers.
         device: cpu or cuda.
-        on_error: what a slide that cannot be read does: stop the run (raise), or be left out (skip; the exit code says so at the end). With
+        on_error: effect of an unreadable slide: stop the run (raise), or skip the slide (skip; the exit code reports it at the end). With
             fill, tiles that cannot be decoded become background and are listed in damaged.csv; a file that cannot be opened stops the run.
     """
 
@@ -246,12 +247,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig:
-    """How the processes that torchrun starts share the work; a run may go on with another number of them.
+    """Distribution over the processes of torchrun; a run may resume with another number of them.
 
     Args:
-        bands: ranks that share one slide, each with a band of its rows; the slides of a step are dealt out to the groups of so many.
-        timeout_seconds: how long a rank waits for one that is there and says nothing: longer than an optimizer step takes. One that
-            died is missed at once.
+        bands: ranks that share one slide, each with a band of its rows; the slides of a step are distributed over these groups.
+        timeout_seconds: timeout for a rank that is alive and silent: longer than an optimizer step takes. A dead rank is detected at once.
     """
 
     bands: int = 1
@@ -269,12 +269,12 @@ class RanksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole run.
+    """All settings of a run.
 
     Attributes:
         data, task, model, augment, train, ranks: the groups.
-        run: folder that everything is written to.
-        tensorboard: whether to write events for TensorBoard as well.
+        run: output folder.
+        tensorboard: True to write events for TensorBoard as well.
     """
 
     data: DataConfig
@@ -359,6 +359,6 @@ def _refuse_nulls(group: str, config: Any) -> None:
 
 
 def _refuse(problems: Any) -> None:
-    found = list(problems)
-    if found:
-        raise InputError("; ".join(found))
+    messages = list(problems)
+    if messages:
+        raise InputError("; ".join(messages))

@@ -1,4 +1,4 @@
-"""What can go wrong in a training run, beside what `sft.common.errors` already names."""
+"""Errors of a training run, in addition to those of `sft.common.errors`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["DatasetError", "RunFolderError", "RunInterrupted", "TrainingError"]
 
 
 class DatasetError(InputError):
-    """The table of slides, or a file that it names, is wrong.
+    """Invalid slide table, or invalid file that it names.
 
     Args:
-        where: the table.
-        problems: all that was found, one line each, with what to change.
+        where: path of the table.
+        problems: one line each, with the remedy.
     """
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:

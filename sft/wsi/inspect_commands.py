@@ -1,4 +1,4 @@
-"""What the commands of ``python -m sft.wsi`` do that need no network: look at the installation, at slides, and for tissue."""
+"""Commands of ``python -m sft.wsi`` that need no network: installation check, slide metadata, tissue detection."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ _OVERLAY_PX = 2048
 
 
 def doctor(console: Console) -> CommandResult:
-    """What is installed, and what is missing."""
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    """Installed and missing packages."""
+    report: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
     extras = {name: extra for extra, names in _OPTIONAL.items() for name in names}
     for name in (*_NEEDED, *extras):
         try:
-            found[name] = importlib.metadata.version(name)
+            report[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    missing = [name for name in _NEEDED if found[name] is None]
-    found["threads"] = torch.get_num_threads()
-    found["cuda"] = torch.version.cuda
-    found["devices"] = [
+            report[name] = None
+    missing = [name for name in _NEEDED if report[name] is None]
+    report["threads"] = torch.get_num_threads()
+    report["cuda"] = torch.version.cuda
+    report["devices"] = [
         {"name": torch.cuda.get_device_name(number), "memory_bytes": torch.cuda.get_device_properties(number).total_memory}
         for number in range(torch.cuda.device_count())
     ]
-    for name, value in found.items():
+    for name, value in report.items():
         told = f"not installed{f' ({extras[name]})' if extras.get(name) else ''}" if value is None else value
         console.print(f"{name:18} {told}", markup=False, highlight=False, soft_wrap=True)
     if missing:
         raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
-    return CommandResult(value=found)
+    return CommandResult(value=report)
 
 
 def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
-    """What slides say of themselves; a file that is none does not keep the others from being told."""
+    """Metadata of slides; an unreadable file does not stop the report of the others."""
     values: list[dict[str, Any]] = []
     failed = 0
     for path in paths:
@@ -92,15 +92,15 @@ def tissue(
     """Find the tissue on slides; for each write NAME-mask.png, NAME.geojson (px of the largest level) and NAME-overlay.png.
 
     Args:
-        paths: of the slides; one that cannot be used does not keep the others from being done.
-        folder: where; made if it is not there.
-        console: is told what was found.
+        paths: of the slides; an unusable one does not stop the others.
+        folder: output folder, created if missing.
+        console: output.
         mpp: micrometres per px of the mask. Default: 8
-        slide_mpp: of the slides' largest level, where files are wrong or silent. Default: `None`
-        overwrite: whether masks that are there already, which somebody may have mended, are found anew. Default: `False`
+        slide_mpp: of the slides' largest level, if the files' values are wrong or missing. Default: `None`
+        overwrite: True to replace existing masks, which may have been corrected by hand. Default: `False`
 
     Raises:
-        InputError: ``mpp`` is no resolution.
+        InputError: ``mpp`` is not a resolution.
         RunFolderError: a file cannot be written.
     """
     if not 0 < mpp < 1000:

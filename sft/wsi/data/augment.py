@@ -1,4 +1,4 @@
-"""What a training slide looks like in an epoch: parameters drawn once for (seed, epoch, slide), applied as views of the image."""
+"""Augmentation of a training slide in an epoch: parameters drawn once for (seed, epoch, slide), applied as views of the image."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ IDENTITY_AUGMENTATION = Augmentation()
 
 
 def draw_augmentation(config: AugmentConfig, seed: int, epoch: int, slide: str) -> Augmentation:
-    """The changes of a slide in an epoch: a function of the arguments and of nothing else."""
+    """Augmentation of a slide in an epoch: a function of the arguments alone."""
     draw = philox_generator(seed, "augment", epoch, slide)
     # Every number is drawn whether it is used or not, so that switching one change on does not alter the others.
     quarters, mirrored = int(draw.integers(4)), bool(draw.integers(2))

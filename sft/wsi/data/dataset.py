@@ -1,16 +1,15 @@
-"""From a row of the table to what the network reads: slide, tissue, stain normalisation, augmentation, cache, normalisation of pixels.
+"""Slide dataset: from a row of the table to the network's input, and prefetch of the next slide.
 
-The next slide is opened while the current one is trained on.
+An input is a slide, masked, stain-normalised, augmented, cached, and normalised.
 
-To open a slide means to read its header, to find its tissue and its stains where a run wants them, and to decode the rows that the first
-strip begins with. All of that would otherwise stand between two slides. Within a slide, reading runs ahead by itself, but a small network
-is done with a strip before the next one is decoded. So rows of the next slide are decoded further, as far as those that its cache keeps
-(`data.host_budget`) fit the same budget beside all rows of the slide at hand. What is ahead is bounded: one slide, and of it one block
-of rows or what that budget has left.
+The next slide is opened while the current one is trained on. Opening reads the header, finds tissue and stains if the run needs them, and
+decodes the rows of the first strip; all of that would otherwise delay the next step. Within a slide the strip reader runs ahead, but a
+small network finishes a strip before the next one is decoded. So further rows of the next slide are decoded, as far as its cache
+(`data.host_budget`) fits the budget together with all rows of the current slide. The prefetch is bounded: one slide, and of it one block
+of rows or the rest of that budget.
 
-One thread at a time works ahead, and whoever takes a slide waits for it first: until the slide is open and a block that is being decoded
-is done. What opens slides is therefore never called by two threads at once, as long as all slides between a :meth:`SlidePrefetcher.start`
-and the next :meth:`SlidePrefetcher.take` come from here.
+One thread at a time prefetches, and :meth:`SlidePrefetcher.take` waits until the slide is open and a started block is decoded. So no two
+threads open slides at once, as long as all slides between a :meth:`SlidePrefetcher.start` and the next take come from this module.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ class SlideDataset:
         self._watched: list[tuple[str, Raster]] = []
 
     def image(self, record: SlideRecord) -> Raster:
-        """The slide at the run's resolution, with what its mask leaves out painted over, cropped where the run says so.
+        """Slide at the run's resolution, masked and cropped as the run asks.
 
         Raises:
-            InputError: its resolution is unknown or too coarse, its mask does not fit, or no tissue is found.
+            InputError: its resolution is unknown or too coarse, its mask does not fit, or it has no tissue.
             SourceError: it cannot be read.
         """
         image, box = self._view(record)
         return image if box is None else Cropped(image, x=box.x, y=box.y, w=box.w, h=box.h)
 
     def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Normalized:
-        """What the network reads. Its decoded rows stay in host memory, up to ``data.host_budget``, for as long as it is used.
+        """Input of the network. Its decoded rows stay in host memory, up to ``data.host_budget``, as long as it is used.
 
         Raises:
             InputError, SourceError: as :meth:`image`.
@@ -128,11 +127,11 @@ class SlideDataset:
         """The tiles that were filled so far (``train.on_error: fill``), by slide, in the order of level, row and column."""
         with self._lock:
             self._note_bad_tiles()
-            found = sorted(self._bad_tiles.items())
-            return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in found if tiles}
+            by_name = sorted(self._bad_tiles.items())
+            return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in by_name if tiles}
 
     def check(self, record: SlideRecord) -> str | None:
-        """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
+        """Problem of a slide by its header, its mask and its stains; None for a usable slide."""
         try:
             image = self.image(record)
             self._stain(record)
@@ -178,7 +177,7 @@ class SlideDataset:
         return slide
 
     def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:
-        """The slide at the run's resolution, and what is to be cropped from it."""
+        """Slide at the run's resolution, and its crop box."""
         slide = self._open(record)
         area = self._area(record, slide)
         if area is None:
@@ -188,7 +187,7 @@ class SlideDataset:
         return Masked(slide.image, area) if self._paints(record) else slide.image, box
 
     def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
-        """What is tissue, in px of the largest level; None where nobody asks."""
+        """Tissue area in px of the largest level; None for a run without masks."""
         if self._has_tissue_mask(record) and record.mask is not None:
             return read_area(record.mask, slide.whole)
         if self._config.data.tissue == "none":
@@ -209,7 +208,7 @@ class SlideDataset:
 
 
 def _label_problem(labels: npt.NDArray[Any], num_classes: int) -> str | None:
-    """What is wrong with a label map, which may be a mapped file larger than the memory."""
+    """Problem of a label map, or None. The map may be a mapped file larger than the memory."""
     is_labelled = False
     for start in range(0, len(labels), _ROWS_CHECKED):
         rows = labels[start : start + _ROWS_CHECKED]
@@ -228,7 +227,7 @@ THREAD_NAME = "sft-next-slide"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PrefetchTask:
-    """What is being opened: for whom, where the result will be, and what ends the work on it behind that."""
+    """Prefetch of one slide: its key, its future result, and the end of the decoding after it."""
 
     key: Hashable
     result: Future[Inputs]
@@ -236,7 +235,7 @@ class _PrefetchTask:
     thread: threading.Thread
 
     def end(self) -> None:
-        """Wait until it is opened and nothing works on it any more."""
+        """Wait until the slide is opened and the thread is idle."""
         self.enough.set()
         self.thread.join()
 
@@ -261,12 +260,12 @@ class SlidePrefetcher:
         self._started: _PrefetchTask | None = None
 
     def start(self, key: Hashable, opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None = None) -> None:
-        """Begin to open a slide; what was begun before and not taken is dropped.
+        """Start to open a slide; an earlier slide that was not taken is dropped.
 
         Args:
-            key: says which slide it is.
-            opened: opens it; what it raises comes out of :meth:`take`.
-            further: gets it more and more ready, a little with each element, until somebody takes it. Default: `None`
+            key: of the slide.
+            opened: opens it; :meth:`take` raises its errors.
+            further: prepares the slide step by step, one element at a time, until it is taken. Default: `None`
         """
         self.drop()
         result: Future[Inputs] = Future()
@@ -276,10 +275,10 @@ class SlidePrefetcher:
         thread.start()
 
     def take(self, key: Hashable, opened: Callable[[], Inputs]) -> Inputs:
-        """The slide, opened: the one that was begun if it is that one, and else one that is opened now.
+        """Opened slide: the prefetched one if the key matches, otherwise one that is opened now.
 
         Raises:
-            Exception: what ``opened`` raises.
+            Exception: the error of ``opened``.
         """
         since = time.perf_counter()
         try:
@@ -293,7 +292,7 @@ class SlidePrefetcher:
             self.waited_seconds += time.perf_counter() - since
 
     def drop(self) -> None:
-        """Wait for what was begun, and forget it, with what it may have raised."""
+        """Wait for the prefetch, and discard it with any error of it."""
         started, self._started = self._started, None
         if started is not None:
             started.end()
@@ -326,20 +325,21 @@ def decode_first_rows(source: Source) -> None:
     source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype, device="cpu"))
 
 
-def decode_ahead(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:
+def decode_ahead(inputs: Inputs, current: Inputs, num_bands: int = 1) -> Iterator[None]:
     """Decode rows of a slide that its cache keeps, block by block, from the top.
 
     Args:
         inputs: of the slide; those whose image is `sft.sources.Cached` are decoded.
-        beside: those of the slide in use. Its caches may come to hold all of its rows, and the two slides share the budget.
-        num_bands: ranks that share a slide. Each reads its own rows only, whichever these are, so with several nothing is decoded.
+        current: inputs of the slide in use. Its caches may grow to all of its rows, and the two slides share the budget.
+        num_bands: ranks that share a slide. Each reads only its own rows, which are unknown at this point, so several ranks decode no
+            rows.
 
     Raises:
         SourceError: rows cannot be read.
     """
     if num_bands > 1:
         return
-    taken = sum(math.prod(source.shape) for source in beside if _normalized_cache(source) is not None)  # a byte for each channel of a pixel
+    taken = sum(math.prod(source.shape) for source in current if _normalized_cache(source) is not None)  # a byte per channel
     for source in inputs:
         cache = _normalized_cache(source)
         if cache is not None:

@@ -1,4 +1,4 @@
-"""Every access to slide files: the one place that knows how a slide is opened, at which resolution, and what it looks like small."""
+"""Slide files: opening at a resolution, metadata, thumbnails. The only module of the application that opens them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["OpenedSlide", "SlideInfo", "make_thumbnail", "open_slide", "slide_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideInfo:
-    """What a slide file says.
+    """Metadata of a slide file.
 
     Attributes:
         path: of the file, or of the folder of a Zarr.
-        num_bytes: of all that is there.
+        num_bytes: of all its files.
         levels: (width, height) of each level, in px.
-        mpp: micrometres per px of the largest level; None where the file does not say.
+        mpp: micrometres per px of the largest level; None if the file does not state it.
         level_mpp: of each level.
-        background: colour of what was not scanned, one number a channel.
+        background: colour of unscanned regions, one number a channel.
     """
 
     path: Path
@@ -42,8 +42,8 @@ class OpenedSlide:
     """A slide at one resolution.
 
     Attributes:
-        image: its pixels at the resolution asked for.
-        whole: the same file with all of its levels, for what is looked at small.
+        image: its pixels at the requested resolution.
+        whole: the same file with all of its levels, for thumbnails.
     """
 
     image: Raster
@@ -58,10 +58,10 @@ class OpenedSlide:
 
 
 def slide_info(path: Path) -> SlideInfo:
-    """Read what a slide file says of itself.
+    """Read the metadata of a slide file.
 
     Raises:
-        SourceError: it is no slide.
+        SourceError: not a slide.
     """
     slide = open_image(path)
     try:
@@ -80,16 +80,16 @@ def slide_info(path: Path) -> SlideInfo:
 
 
 def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None = None, on_error: OnError = "raise") -> OpenedSlide:
-    """Open a slide at a resolution, whatever its levels are; see `sft.sources.open_image`.
+    """Open a slide at a resolution, independent of its levels; see `sft.sources.open_image`.
 
     Args:
         path: of the file.
-        mpp: micrometres per px wanted. Default: `None` (the largest level)
-        slide_mpp: micrometres per px of the largest level, where the file is wrong or silent. Default: `None`
-        on_error: what to do about damage; see `sft.sources.error_policy`. Default: ``"raise"``
+        mpp: micrometres per px. Default: `None` (the largest level)
+        slide_mpp: micrometres per px of the largest level, if the file's value is wrong or missing. Default: `None`
+        on_error: error policy; see `sft.sources.error_policy`. Default: ``"raise"``
 
     Raises:
-        InputError: the resolution cannot be had, or the image is not RGB.
+        InputError: the resolution is not available, or the image is not RGB.
         SourceError: it cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
     whole = open_image(path, slide_mpp=slide_mpp, on_error=on_error)
@@ -101,10 +101,10 @@ def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None 
 
 
 def make_thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
-    """The image averaged down by a whole factor, so that no side is longer than ``max_px``.
+    """Image averaged down by an integer factor, so that no side is longer than ``max_px``.
 
-    Averages of whole blocks, read in strips; where the image has a pyramid, of its smallest level that is large enough. Incomplete blocks
-    at the lower and right border are averages of what there is.
+    Averages of full blocks, read in strips; of the smallest level of a pyramid that is large enough. Partial blocks at the lower and right
+    border are averages of their pixels.
 
     Returns:
         uint8 ``[height, width, channels]``, and the factor.

@@ -1,4 +1,4 @@
-"""Training, validation and test slides that share no patient, stratified by what is predicted."""
+"""Training, validation and test splits that share no patient, stratified by the target."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["assign_splits"]
 
 
 def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: int) -> SlideTable:
-    """The table with a split for each slide: its own where it has them, else folds, else shares of the patients.
+    """Table with a split for each slide: its own if given, else folds, else shares of the patients.
 
     Args:
         table: the slides.
         config: folds or shares.
-        kind: what is predicted; classes are stratified by class, values by quarters, survival by events.
+        kind: of task; classes are stratified by class, values by quarters, survival by events.
         seed: of the shuffling.
 
     Raises:
-        DatasetError: there are too few patients, or a split lacks slides or classes that it needs.
+        DatasetError: too few patients, or a split lacks slides or classes that it needs.
     """
     where = str(config.csv)
     records = list(table.records)
@@ -73,29 +73,29 @@ def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: Tas
 
 
 def _patients(records: Sequence[SlideRecord], strata: Sequence[str], seed: int) -> dict[str, list[str]]:
-    """The patients whose slides are of the same strata, in a random order; both in one that does not depend on the order of rows."""
+    """Patients by their strata, in random order; the order does not depend on the order of rows."""
     of_patient: dict[str, set[str]] = {}
     for record, stratum in zip(records, strata, strict=True):
         of_patient.setdefault(record.patient, set()).add(stratum)
     names = sorted(of_patient)
-    found: dict[str, list[str]] = {}
+    patients: dict[str, list[str]] = {}
     for number in philox_generator(seed, "splits").permutation(len(names)).tolist():
-        found.setdefault(" ".join(sorted(of_patient[names[number]])), []).append(names[number])
-    return dict(sorted(found.items()))
+        patients.setdefault(" ".join(sorted(of_patient[names[number]])), []).append(names[number])
+    return dict(sorted(patients.items()))
 
 
 def _sample_stratified(left: dict[str, list[str]], count: int) -> list[str]:
-    """Take so many patients, of each stratum its share as nearly as whole patients allow; the last of a stratum only if all others are."""
+    """Take ``count`` patients, of each stratum its share up to rounding; the last patient of a stratum only if all others are taken."""
     sizes = {stratum: len(patients) for stratum, patients in left.items()}
     share = count / sum(sizes.values())
-    found: list[str] = []
+    sample: list[str] = []
     for _ in range(count):
         stratum = max(
             (stratum for stratum, patients in left.items() if patients),
             key=lambda name: (len(left[name]) > 1, share * sizes[name] - (sizes[name] - len(left[name]))),
         )
-        found.append(left[stratum].pop())
-    return found
+        sample.append(left[stratum].pop())
+    return sample
 
 
 def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed: int, where: str) -> list[int]:
@@ -117,7 +117,7 @@ def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed:
 
 
 def _strata(records: Sequence[SlideRecord], kind: TaskKind) -> list[str]:
-    """What is balanced between the splits, for each slide."""
+    """Stratum of each slide, balanced between the splits."""
     targets = [record.target for record in records]
     if kind == "regression":
         values = np.array([target[0] if target else np.nan for target in targets])

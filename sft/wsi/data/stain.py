@@ -1,13 +1,12 @@
-"""Colours brought to a reference by their means and spreads (Reinhard, Ashikhmin, Gooch and Shirley, "Color transfer between images",
-2001).
+"""Stain normalisation and augmentation: Macenko, HED jitter, Reinhard.
 
-Means and standard deviations are matched in the space l-alpha-beta, whose axes vary nearly independently: pixels become the responses of
-three cones, those their logarithms, and these are rotated (equations 4 and 6). Matching is then a scale and a shift of each axis, so all
-of it is one affine map of the logarithms. It knows nothing of stains and needs no two of them in a slide, which `macenko` does.
+*Stains.* Colours of the stains are estimated once per slide at low resolution, mapped to a reference (Macenko et al., 2009), or varied.
+These maps are affine in optical density, so normalisation and augmentation of a slide are one `ColourAffine`, applied pixel by pixel.
 
-Stains: their colours estimated once per slide at low resolution, brought to a reference, or varied.
-
-All of it is affine in optical density, so a slide's normalisation and its augmentation are one `ColourAffine`, applied pixel by pixel.
+*Colour transfer* (Reinhard, Ashikhmin, Gooch and Shirley, "Color transfer between images", 2001) matches means and standard deviations in
+the space l-alpha-beta, whose axes vary nearly independently: pixels become the responses of three cones, those their logarithms, and these
+are rotated (equations 4 and 6). Matching is a scale and a shift of each axis, so it is one affine map of the logarithms. It needs no
+second stain in a slide, which Macenko's method does.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _PIECE_PX = 1 << 18
 
 
 def fit_reinhard(thumbnail: Pixels, name: str) -> ColourAffine:
-    """What brings a slide's colours to the reference, as a map of the logarithms of the cones' responses.
+    """Map of a slide's colours to the reference, on the logarithms of the cones' responses.
 
     Args:
         thumbnail: the slide at low resolution.
         name: of the slide, for messages.
 
     Raises:
-        SourceError: there is too little tissue to tell.
+        SourceError: too little tissue for an estimate.
     """
     shares = (thumbnail.reshape(-1, 3).astype(np.float64) + 1) / 256
     tissue = shares[(-np.log(shares) > _MIN_DENSITY).all(1)]
@@ -73,12 +72,11 @@ def fit_reinhard(thumbnail: Pixels, name: str) -> ColourAffine:
 class ColourTransferred(RasterView):
     """An image with an affine map of the logarithms of its cones' responses.
 
-    As everywhere in whole-slide training a pixel's bits must not depend on which others are computed beside it: logarithms and
-    exponentials come from tables.
+    A pixel's bits must not depend on its neighbours in the same call, so logarithms and exponentials come from tables.
 
     Args:
         image: the image.
-        transfer: as :func:`fit_reinhard` gives it.
+        transfer: of :func:`fit_reinhard`.
     """
 
     def __init__(self, image: Image, transfer: ColourAffine) -> None:
@@ -129,17 +127,17 @@ _REFERENCE_MAX: FloatArray = np.array([1.9705, 1.0308])
 
 
 def fit_macenko(thumbnail: Pixels, name: str) -> ColourAffine:
-    """What brings a slide's stains to the reference (Macenko et al., 2009).
+    """Map of a slide's stains to the reference (Macenko et al., 2009).
 
-    The two stains span a plane in optical density, found from tissue pixels; the extreme directions in it are the stains. What lies
-    beside the plane stays as it is.
+    The two stains span a plane in optical density, found from tissue pixels; the extreme directions in it are the stains. The component
+    normal to the plane is unchanged.
 
     Args:
         thumbnail: the slide at low resolution.
         name: of the slide, for messages.
 
     Raises:
-        SourceError: there is too little tissue to tell.
+        SourceError: too little tissue for an estimate.
     """
     densities = -np.log((thumbnail.reshape(-1, 3).astype(np.float64) + 1) / 256)
     tissue = densities[(densities > _MIN_DENSITY).all(1)]
@@ -170,7 +168,7 @@ def hed_shift(scales: npt.ArrayLike, shifts: npt.ArrayLike) -> ColourAffine:
 
 
 def _with_normal(stains: FloatArray) -> FloatArray:
-    """Two unit stains, and the direction beside both."""
+    """Two unit stains, and the direction normal to both."""
     unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
     normal = np.cross(unit[0], unit[1])
     result: FloatArray = np.vstack([unit, normal / max(float(np.linalg.norm(normal)), 1e-12)])

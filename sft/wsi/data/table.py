@@ -1,8 +1,8 @@
-"""The table of slides: a CSV file with a row for each, read with all of its mistakes told at once.
+"""Slide table: a CSV file with one row per slide, whose mistakes are all reported at once.
 
-Columns go by the names that published tables use (`ALIASES`). Slides are relative to the folder of the table, or to a root; with a root
-nothing outside of it is read, and without one ``..`` is refused: a table from elsewhere does not choose files from the whole disk. A slide
-may be named without its extension where one file of the folder fits.
+Columns have the names of published tables (`ALIASES`). Paths of slides are relative to the folder of the table, or to a root. With a root,
+files outside of it are refused; without one, ``..`` is refused: a foreign table must not choose files from the full disk. The extension of
+a slide may be left out if one file of the folder matches.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ _MISSING = frozenset({"nan", "na", "n/a", "<na>", "#n/a", "null"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideRecord:
-    """One row.
+    """One row of the slide table.
 
     Attributes:
         name: of the slide, once in a table, fit for a file name.
         path: of its file.
-        target: class index; a 0 or 1 for each class (multilabel); a value (regression); time and event (survival); nothing (segmentation).
-            None where the row has none.
-        patient: whose slide it is; the slide's own name where the table does not say.
-        split: where the table says.
-        mpp: micrometres per px of the largest level, where the table says; it wins over the file's own.
-        mask: label map (segmentation) or tissue mask (else).
+        target: class index; a 0 or 1 for each class (multilabel); a value (regression); time and event (survival). None for segmentation
+            and for rows without a target.
+        patient: name of the patient; the slide's name if the table has none.
+        split: if the table has one.
+        mpp: micrometres per px of the largest level, if the table has it; it overrides the file's value.
+        mask: label map (segmentation) or tissue mask (other tasks).
         row: line of the file, for messages.
     """
 
@@ -105,23 +105,23 @@ class SlideTable:
     classes: tuple[str, ...]
 
     def digest(self) -> str:
-        """A fingerprint of everything but where files are; of masks it is what they hold."""
+        """Digest of the table without the places of files; masks enter with their contents."""
         rows = [(r.name, r.target, r.patient, r.split, r.mpp, *([] if r.mask is None else [_mask_digest(r.mask)])) for r in self.records]
         return hashlib.sha256(json.dumps([rows, self.classes]).encode()).hexdigest()
 
 
 def file_bytes(table: SlideTable) -> dict[str, int]:
-    """How large the slides' files are, by name; of folders and of those that cannot be looked at, nothing."""
-    found: dict[str, int] = {}
+    """Sizes of the slides' files by name; 0 for folders and for unreadable files."""
+    sizes: dict[str, int] = {}
     for record in table.records:
         with suppress(OSError):
             if record.path.is_file():
-                found[record.name] = record.path.stat().st_size
-    return found
+                sizes[record.name] = record.path.stat().st_size
+    return sizes
 
 
 def _mask_digest(path: Path) -> str:
-    """Of what a file holds; empty where it cannot be read, which who opens it will say."""
+    """Digest of a file's contents; empty for an unreadable file, which is reported when it is opened."""
     try:
         facts = path.stat()
         return _digest_of(path, facts.st_mtime_ns, facts.st_size)
@@ -140,12 +140,12 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
 
     Args:
         path: the CSV file: UTF-8 with or without a mark, separated by commas, semicolons or tabs.
-        task: what its labels mean.
+        task: meaning of the labels.
         root: folder that slides are relative to. Default: `None` (that of the table)
-        needs_targets: whether every row must have a target.
+        needs_targets: True if every row must have a target.
 
     Raises:
-        DatasetError: all that is wrong with it.
+        DatasetError: all problems of the table.
     """
     header, rows = _parse(path)
     problems: list[str] = []
@@ -202,22 +202,22 @@ def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
 def _columns(header: Sequence[str], kind: TaskKind, needs_targets: bool, problems: list[str]) -> dict[str, int]:
     lowered = [cell.lower() for cell in header]
-    found: dict[str, int] = {}
+    columns: dict[str, int] = {}
     for name, aliases in ALIASES.items():
         present = [alias for alias in aliases if alias in lowered]
         if present:
-            found[name] = lowered.index(present[0])
+            columns[name] = lowered.index(present[0])
             if lowered.count(present[0]) > 1:
                 problems.append(f"column {present[0]!r} is there {lowered.count(present[0])} times; leave one")
     needed = ["slide"]
     if needs_targets:
         needed += ["time"] if kind in ("cox", "hazard") else ["mask"] if kind == "segmentation" else ["label"]
-        if kind in ("cox", "hazard") and not {"event", "censored"} & set(found):
+        if kind in ("cox", "hazard") and not {"event", "censored"} & set(columns):
             problems.append(f"no column event (1: it happened, 0: censored); columns are {', '.join(header)}")
     for name in needed:
-        if name not in found:
+        if name not in columns:
             problems.append(f"no column {name} (or {', '.join(ALIASES[name][1:4])}, ...); columns are {', '.join(header)}")
-    return found
+    return columns
 
 
 def _classes(task: TaskConfig, labels: Sequence[str]) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def _record(
 
 
 def _locate(text: str, what: str, table: Path, root: Path | None, add: _Add) -> Path | None:
-    """The file that a cell names, or None after having said what is wrong."""
+    """File named by a cell, or None after recording the problem."""
     if not text:
         add(f"no {what}; give its file")
         return None
@@ -349,7 +349,7 @@ def _number(text: str, what: str, add: _Add) -> float | None:
 
 
 def _name_records(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRecord]:
-    """Give each slide a name that is a file name; refuse files that are there twice."""
+    """Give each slide a name that is a file name; refuse duplicate files."""
     lines: dict[object, int] = {}
     for record in records:
         file = _file_identity(record.path)
@@ -379,7 +379,7 @@ def _name_records(records: Sequence[SlideRecord], problems: list[str]) -> list[S
 
 
 def _file_identity(path: Path) -> object:
-    """What makes two paths one file, whatever links there are to it."""
+    """Identity of a file, equal for all paths and links to it."""
     try:
         facts = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Which part of a slide a run looks at: masks of the table or found by colour, brought to the resolution of the run.
+"""Tissue areas of a run: masks of the table, or tissue found by colour, at the resolution of the run.
 
-A mask file is a small picture of the whole slide (PNG, any other image, ``.npy``; zero is left out), or polygons in px of the largest level
-(GeoJSON, as QuPath exports them). Both are looked up in rectangles, so neither is ever as large as the slide.
+A mask file is a small picture of the whole slide (PNG or another image format, ``.npy``; zero is background), or polygons in px of the
+largest level (GeoJSON, as QuPath exports them). Both are evaluated in rectangles, so neither is ever as large as the slide.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def read_area(path: Path, slide: Raster) -> TissueArea:
 
 
 def find_area(slide: Raster, *, mpp: float | None = None) -> TissueMask:
-    """Tissue by its colour, looked for at 8 um/px or, where the run is coarser than that, at its ``mpp``; see `sft.tissue.find_tissue`.
+    """Tissue by its colour at 8 um/px, or at the run's coarser ``mpp``; see `sft.tissue.find_tissue`.
 
     Raises:
-        InputError: there is none.
+        InputError: no tissue.
         SourceError: the slide cannot be read, or scikit-image is not installed.
     """
     mask = find_tissue(slide, mpp=max(_MASK_MPP, mpp or 0.0))
@@ -115,10 +115,10 @@ def rescale_area(area: TissueArea, image: Raster, scale: tuple[float, float]) ->
 
 
 def area_bounding_box(area: TissueArea, image: Raster) -> Box:
-    """The smallest rectangle of an image that holds an area in px of it.
+    """Bounding box of an area inside an image, in px of the image.
 
     Raises:
-        InputError: nothing of the area is inside.
+        InputError: the area does not overlap the image.
     """
     if isinstance(area, TissueMask):
         box = area.bounding_box()
@@ -132,13 +132,13 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
 
 
 def paint_outside(small: Pixels, area: TissueArea, factor: int, background: tuple[int, ...]) -> Pixels:
-    """A slide made smaller by ``factor``, with everything outside of the area (in px of the largest level) painted over."""
+    """Thumbnail, smaller by ``factor``, with the pixels outside the area (in px of the largest level) painted over."""
     image = ArrayImage(small, layout="HWC", background=background)
     return Masked(image, rescale_area(area, image, (factor, factor))).read(0, 0, image.width_px, image.height_px)
 
 
 def draw_tissue(path: Path, small: Pixels, mask: TissueMask) -> None:
-    """Draw a slide with what is no tissue paler, and the border between both as a line.
+    """Draw a slide with its background paler, and the border of the tissue as a line.
 
     Args:
         path: of the picture.
@@ -189,5 +189,5 @@ def _resample_mask(pixels: npt.NDArray[np.bool_], width_px: int, height_px: int)
 
 def _gather_pixels(pixels: npt.NDArray[np.bool_], rows: int, columns: int) -> npt.NDArray[np.bool_]:
     row, column = ((2 * np.arange(count) + 1) * extent // (2 * count) for count, extent in zip((rows, columns), pixels.shape, strict=True))
-    found: npt.NDArray[np.bool_] = pixels[row[:, None], column]
-    return found
+    inside: npt.NDArray[np.bool_] = pixels[row[:, None], column]
+    return inside

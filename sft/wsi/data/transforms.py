@@ -1,9 +1,8 @@
-"""Slides turned, mirrored and recoloured. Each view reads just the rectangle that it is asked for.
+"""Slide transforms: rotations, flips and colour maps. Each view reads only the rectangle that is requested.
 
-A network that reads an image in strips must see the same bits that it would see in the whole image, forwards and again backwards. Moving
-pixels is exact. Colours are changed pixel by pixel with tables for what is no plain arithmetic (logarithms, exponentials) and with single
-multiplications and additions otherwise; so a pixel's result does not depend on which others are computed beside it, as it may in a
-matrix product or a vectorised exponential.
+Strips must have the same bits as the full image, in the forward and in the backward pass. Moving pixels is exact. Colours are changed
+pixel by pixel, with tables for logarithms and exponentials and with single multiplications and additions. So a pixel's result does not
+depend on its neighbours in the same call, as it may in a matrix product or a vectorised exponential.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ class Turned(OneLevelView):
         across_turned = quarters in ((1, 2) if columns else (2, 3))
         lines_back, places_back = turned != (self.mirrored and of_columns), across_turned != (self.mirrored and not of_columns)
         extent = height if of_columns else width
-        found = image_equal_rows(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
+        equal = image_equal_rows(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
         # A line equals the one before it as that one equals it: read backwards, each answer belongs to its other neighbour.
-        return np.concatenate([found[:1], found[:0:-1]]) if lines_back else found
+        return np.concatenate([equal[:1], equal[:0:-1]]) if lines_back else equal
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         width, height = self.image.width_px, self.image.height_px
@@ -108,7 +107,7 @@ class ColourAffine:
 
     @staticmethod
     def of(matrix: npt.ArrayLike, offset: npt.ArrayLike = (0.0, 0.0, 0.0)) -> ColourAffine:
-        """From arrays."""
+        """Colour map from arrays."""
         rows = np.asarray(matrix, np.float64)
         return ColourAffine(matrix=tuple(tuple(map(float, row)) for row in rows), offset=tuple(map(float, np.asarray(offset, np.float64))))
 

@@ -32,11 +32,11 @@ def evaluate_records(
     ranks: Ranks,
     interruption: Interruption | None = None,
 ) -> dict[str, dict[str, Estimate]]:
-    """Predict slides, and write and tell what was measured, of slides and of patients.
+    """Predict slides; write and report the metrics of slides and of patients.
 
     Raises:
-        EndRequested: somebody asked to end.
-        SourceError: a slide cannot be read, and the run does not skip such.
+        EndRequested: the run was asked to end.
+        SourceError: a slide cannot be read, and the run does not skip it.
     """
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
@@ -54,7 +54,7 @@ def evaluate_records(
 
 
 def note_filled(experiment: Experiment, path: Path, console: Console, ranks: Ranks) -> dict[str, int]:
-    """Note and tell which tiles were filled, where that is what a run does about damage."""
+    """Record and report filled tiles, for runs with ``on_error: fill``."""
     if experiment.config.train.on_error != "fill":
         return {}
     tiles = ranks.gathered(experiment.feed.bad_tiles)
@@ -71,6 +71,6 @@ def as_plain(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
         return None if value != value else value
 
     return {
-        level: {name: {"value": number(e.value), "low": number(e.low), "high": number(e.high)} for name, e in found.items()}
-        for level, found in estimates.items()
+        level: {name: {"value": number(e.value), "low": number(e.low), "high": number(e.high)} for name, e in by_name.items()}
+        for level, by_name in estimates.items()
     }

@@ -1,4 +1,4 @@
-"""Where a model sees what it decides by: class-activation maps, gradients of the input, and the crops that count most.
+"""Heatmaps: class-activation maps, input gradients (saliency), and the crops with the largest contributions.
 
 The map of a pooled head is exact (`Evidence`): its sum over all positions, plus the bias, is the logit. Saliency is the gradient of a
 logit with respect to the input, which ``net(x, input_grad=...)`` writes strip by strip into a file: for a slide of 50,000 px a side it
@@ -43,13 +43,13 @@ _OVERLAY_PX = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap:
-    """What was written for a slide and an output.
+    """Files written for a slide and an output.
 
     Attributes:
         slide: its name.
         output: name of the class (or ``value``, ``risk``).
-        score: the model's output before any softmax.
-        files: that were written.
+        score: the model's output before the softmax.
+        files: paths of the files.
     """
 
     slide: str
@@ -62,8 +62,8 @@ class HeatmapMaker:
     """Draws maps of slides into a folder.
 
     Args:
-        experiment: whose model and slides; its head is pooled.
-        folder: where; made if it is not there.
+        experiment: with the model and the slides; its head is pooled.
+        folder: output folder, created if missing.
 
     Raises:
         InputError: a segmentation has no class-activation map.
@@ -145,10 +145,10 @@ class HeatmapMaker:
         return blocks
 
     def _allocate(self, descriptor: int, num_bytes: int, record: SlideRecord) -> None:
-        """Take the disk's room before anything is computed: a mapped file without it ends the process.
+        """Allocate the file before any computation: a mapped file without disk blocks ends the process.
 
         Raises:
-            SourceError: there is not so much.
+            SourceError: the disk is full.
         """
         try:
             allocate_blocks(descriptor, 0, num_bytes)
@@ -245,10 +245,10 @@ def _draw_overlay(
 
 
 def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[int]:
-    """Which outputs to draw: all classes but the first of two, or those named.
+    """Indices of the outputs to draw: the named ones, or by default all classes but the first of two.
 
     Raises:
-        InputError: there is no such class.
+        InputError: the class does not exist.
     """
     classes = experiment.task.classes
     if not names:
@@ -260,9 +260,9 @@ def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[
 
 
 def _stride_px(extents_px: tuple[int, int], positions: tuple[int, ...]) -> float:
-    """Pixels from one position of the map to the next: nearly always a power of two, of which the last row or column may be a part.
+    """Pixels from one position of the map to the next: nearly always a power of two; the last row or column may be partial.
 
-    The axis of more positions tells it best; of a map of one row the height tells nearly nothing.
+    The axis with more positions determines it best; the height of a map of one row determines almost no stride.
     """
     both = list(zip(extents_px, positions, strict=True))
     extent, count = max(both, key=lambda each: each[1])

@@ -1,4 +1,4 @@
-"""How good predictions are, with intervals: resampled by patient, since slides of one patient are no independent evidence."""
+"""Metrics with bootstrap intervals, resampled by patient, since slides of one patient are not independent."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _Metric = Callable[[FloatArray, FloatArray], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Of one slide, or one patient.
+    """Prediction of one slide, or of one patient.
 
     Attributes:
         name: of the slide or patient.
-        patient: whose it is.
+        patient: name of the patient.
         split: of the slide.
         target: of its record; None where unknown.
-        output: what `Task.probabilities` gives; for segmentation pixels that are right, predicted and true, class after class.
-        loss: of the slide; nan where the target is unknown, or the loss is one of groups.
+        output: of `Task.probabilities`; for segmentation numbers of correct, predicted and true pixels, class after class.
+        loss: of the slide; nan for an unknown target, or a loss of groups.
     """
 
     name: str
@@ -62,18 +62,18 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
     """Metrics of the predictions that have a target.
 
     Args:
-        task: what was predicted.
+        task: of the predictions.
         predictions: of slides or patients.
         seed: of the bootstrap.
         num_draws: of the bootstrap; 0 for none.
     """
     known = [prediction for prediction in predictions if prediction.target is not None]
     losses = [prediction.loss for prediction in known if not math.isnan(prediction.loss)]
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     if losses:
-        found["loss"] = Estimate(value=float(np.mean(losses)))
+        estimates["loss"] = Estimate(value=float(np.mean(losses)))
     if not known:
-        return found
+        return estimates
     targets = np.array([prediction.target for prediction in known], np.float64)
     outputs = np.array([prediction.output for prediction in known], np.float64)
     draws = _bootstrap_rows([prediction.patient for prediction in known], seed, num_draws)
@@ -85,12 +85,12 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
         drawn = [number for number in drawn if not math.isnan(number)]
         # An interval from a few draws that had both classes would look surer than it is.
         low, high = np.percentile(drawn, (2.5, 97.5)).tolist() if len(drawn) > num_draws / 2 else (math.nan, math.nan)
-        found[name] = Estimate(value=value, low=low, high=high)
-    return found
+        estimates[name] = Estimate(value=value, low=low, high=high)
+    return estimates
 
 
 def patient_predictions(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """One prediction for each patient: the average over the slides. The target is what all of them share, else unknown."""
+    """One prediction for each patient: the average over the slides. The target is the common one of the slides, else unknown."""
     grouped: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         grouped.setdefault(prediction.patient, []).append(prediction)
@@ -104,7 +104,7 @@ def patient_predictions(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -> bool:
-    """Whether slides with these targets tell a metric, whatever is predicted: an AUC takes both classes, Cox's loss an event."""
+    """True if slides with these targets define a metric: an AUC needs both classes, Cox's loss an event."""
     if task.kind == "segmentation":
         return True
     if name == "loss":
@@ -125,7 +125,7 @@ def confusion_counts(task: Task, predictions: Sequence[Prediction]) -> npt.NDArr
 def concordance_index(times: FloatArray, events: FloatArray, risks: FloatArray) -> float:
     """Harrell's C (1982): the share of comparable pairs whose higher risk has the earlier event; ties of risk count half.
 
-    Who is censored at the time of another's event has outlived it.
+    A patient censored at the time of another's event has outlived it.
 
     >>> concordance_index(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 1.0]), np.array([3.0, 2.0, 1.0]))
     1.0
@@ -184,7 +184,7 @@ def _column(metric: _Metric, number: int) -> _Metric:
 
 
 def _mean(metrics: Sequence[_Metric]) -> _Metric:
-    """The mean over classes for which there is a number."""
+    """Mean over the classes that have a value."""
 
     def mean(targets: FloatArray, outputs: FloatArray) -> float:
         values = [value for value in (metric(targets, outputs) for metric in metrics) if not math.isnan(value)]

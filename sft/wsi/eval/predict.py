@@ -1,7 +1,4 @@
-"""Predictions of slides, one after another, with what is wrong with those that cannot be read.
-
-Trained models, and the slides that are wanted for them.
-"""
+"""Prediction: slides one after another, with the problems of unreadable ones; and loading of trained models with their slides."""
 
 from __future__ import annotations
 
@@ -48,13 +45,13 @@ __all__ = ["InferenceRequest", "LoadedModel", "Predictor", "config_path", "load_
 
 
 class Predictor:
-    """A model that predicts slides inside the budget.
+    """Model that predicts slides inside the budget.
 
     Args:
-        experiment: whose model, slides and task.
-        net: what is compiled already: the model (or, for segmentation, the model with its loss). Default: `None`
-        ranks: those that share the work. Default: this process alone
-        ahead: opens slides ahead of their use, also for others that take turns with this. Default: `None` (one of its own)
+        experiment: with the model, slides and task.
+        net: the compiled model (or, for segmentation, the model with its loss). Default: `None`
+        ranks: ranks that share the work. Default: this process alone
+        ahead: prefetcher, possibly shared. Default: `None` (one of its own)
     """
 
     def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = SINGLE_RANK, ahead: SlidePrefetcher | None = None) -> None:
@@ -88,7 +85,7 @@ class Predictor:
             record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption
         )
         if upcoming is not None:
-            further = partial(decode_ahead, beside=inputs, num_bands=self._ranks.shape.num_bands)
+            further = partial(decode_ahead, current=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming), further)
         with reading_slide(record, self._ranks):
             return self._predicted(record, inputs)
@@ -128,18 +125,18 @@ class Predictor:
         after: Callable[[], None] | None = None,
         interruption: Interruption | None = None,
     ) -> list[Prediction]:
-        """All slides that can be read; the others are added to ``failed``. Every rank gets all predictions.
+        """Predictions of all readable slides; the unreadable ones are added to ``failed``. Every rank gets all predictions.
 
         Args:
             records: the slides.
-            failed: what is wrong with slides, by name; these are left out.
+            failed: problems of slides, by name; these are skipped.
             after: called after each slide of this rank.
-            interruption: asks to end. Default: `None` (nobody does)
+            interruption: requests the end. Default: `None` (no request)
 
         Raises:
-            EndRequested: somebody asked to end.
+            EndRequested: the run was asked to end.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
-            BudgetError: one does not fit.
+            BudgetError: a slide does not fit.
         """
         mine = scatter_items([record for record in records if record.name not in failed], self._ranks)
         try:
@@ -148,30 +145,32 @@ class Predictor:
             raise failure.error from None
         finally:
             self._ahead.drop()  # what was begun when the last slide failed
-        found: dict[str, Prediction] = {}
+        merged: dict[str, Prediction] = {}
         problems: dict[str, str] = {}
         for predictions, unreadable in parts:
-            found |= predictions
+            merged |= predictions
             problems |= unreadable
         failed |= {record.name: problems[record.name] for record in records if record.name in problems}
-        return [found[record.name] for record in records if record.name in found]
+        return [merged[record.name] for record in records if record.name in merged]
 
     def _predict_some(
         self, mine: Sequence[SlideRecord], after: Callable[[], None] | None, interruption: Interruption | None
     ) -> tuple[dict[str, Prediction], dict[str, str]]:
-        """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
-        found, problems = {}, {}
+        """Predictions of this rank's slides, and its unreadable slides with their problems, by name."""
+        predictions, problems = {}, {}
         for record, upcoming in zip(mine, next_items(mine), strict=True):
             try:
                 # Bands that have lost each other over a slide meet again before the next.
-                found[record.name] = gather_results(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]
+                predictions[record.name] = gather_results(
+                    partial(self._predict, record, upcoming, interruption), self._ranks, among="bands"
+                )[0]
             except SlideFailed as failure:
                 if self._experiment.config.train.on_error != "skip":
                     raise
                 problems[record.name] = failure.slides[record.name].problem
             if after is not None:
                 after()
-        return found, problems
+        return predictions, problems
 
 
 def mean_loss(kind: str, predictions: Sequence[Prediction]) -> float:
@@ -210,10 +209,10 @@ class InferenceRequest:
     out: Path | None = None
 
     def folder(self, name: str) -> Path:
-        """Where results go: where that was asked for, else a folder of this name in the run's; what the last weights give, beside it.
+        """Folder of the results: the requested one, else a folder of this name in the run's; results of the last weights go next to it.
 
         Raises:
-            InputError: results would lie among the run's own files.
+            InputError: results would mix with the run's own files.
         """
         if self.out is not None and os.path.realpath(self.out) == os.path.realpath(self.run):
             raise InputError(f"--out {self.out} is the run's own folder, whose results it would replace; name another, or leave it out")
@@ -222,13 +221,13 @@ class InferenceRequest:
 
 @dataclass(slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights, and its slides.
+    """Model with its weights, and its slides.
 
     Attributes:
         experiment: with the model.
-        records: the slides that were asked for.
-        epoch: that the weights are of.
-        failed: what is wrong with slides that are left out, by name.
+        records: the selected slides.
+        epoch: of the weights.
+        failed: problems of skipped slides, by name.
     """
 
     experiment: Experiment
@@ -241,7 +240,7 @@ def config_path(run: Path) -> Path:
     """The configuration of a run.
 
     Raises:
-        RunFolderError: there is none.
+        RunFolderError: the run has none.
     """
     path = run / "config.yaml"
     if not path.is_file():
@@ -250,7 +249,7 @@ def config_path(run: Path) -> Path:
 
 
 def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
-    """What a run's task.json holds, and the task.
+    """Contents of a run's task.json, and the task.
 
     Raises:
         RunFolderError: it is damaged.
@@ -317,9 +316,9 @@ _BUILT_WITH_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def _without_download(model: ModelConfig) -> dict[str, Any]:
-    """The backbone's options, but for pretrained weights: a trained model brings its own.
+    """Options of the backbone without pretrained weights: a trained model brings its own.
 
-    What a library builds otherwise where weights are asked for is asked for by name. Options of other backbones are their own.
+    Options that a library sets because of pretrained weights are kept by name. Options of other backbones are unchanged.
     """
     library, _, name = model.backbone.rpartition(":")
     options = model.options

@@ -1,4 +1,4 @@
-"""What a run leaves for people: tables of predictions, metrics with intervals, figures, and a page that ties them together."""
+"""Reports: tables of predictions, metrics with intervals, figures, and a summary page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def write_evaluation(
     """Write predictions.csv, patients.csv, metrics.json, failed.csv, figures and summary.md.
 
     Args:
-        folder: where; made if it is not there.
-        task: what was predicted.
+        folder: output folder, created if missing.
+        task: of the predictions.
         predictions: of the slides.
-        failed: slides without a prediction, with what is wrong.
+        failed: slides without a prediction, with their problems.
         title: of the page.
         num_draws: of the bootstrap.
         seed: of the bootstrap.
@@ -65,7 +65,7 @@ def write_evaluation(
         [[p.name, sum(q.patient == p.patient for q in predictions), *_target(task, p), *p.output] for p in patients],
     )
     write_csv(folder / "failed.csv", ["slide", "problem"], list(failed.items()))
-    write_json(folder / "metrics.json", {level: {name: _plain(e) for name, e in found.items()} for level, found in estimates.items()})
+    write_json(folder / "metrics.json", {level: {name: _plain(e) for name, e in by_name.items()} for level, by_name in estimates.items()})
     with rc_context(PLAIN_TEXT):
         figures = _draw_figures(folder, task, predictions)
     write_text(folder / "summary.md", _summary(title, task, predictions, patients, failed, estimates, figures))
@@ -73,7 +73,7 @@ def write_evaluation(
 
 
 def draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
-    """Losses of all epochs, and the other validation metrics beside them.
+    """Losses of all epochs, with the other validation metrics.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -151,7 +151,7 @@ def _summary(
     mixed = [p.name for p in patients if p.target is None and any(q.patient == p.patient and q.target is not None for q in predictions)]
     if mixed:
         lines += [f"Patients whose slides have different targets do not count in their metrics: {len(mixed)}.", ""]
-    names = list(dict.fromkeys(name for found in estimates.values() for name in found))
+    names = list(dict.fromkeys(name for by_name in estimates.values() for name in by_name))
     lines += ["| metric | slides | patients |", "| --- | --- | --- |"]
     lines += [
         f"| {name} | {_estimate_text(estimates['slides'].get(name))} | {_estimate_text(estimates['patients'].get(name))} |"

@@ -1,12 +1,12 @@
 """Backbones by name, cut before their pooling, so that they map an image of any size to a feature map.
 
 timm gives feature maps itself. Any other network is traced one level deep (Reed et al., torch.fx, 2022): its ``forward`` becomes a
-list of calls of its children, which stay the modules that they are (dropout, norms and ``train()`` included). Run at two image sizes, the
-last value that the result depends on, and whose height and width follow the image's, is the feature map; all behind it (pooling, flatten,
-classifier) is left out, with its parameters. Names of parameters stay, so published weights load.
+list of calls of its children, which stay unchanged (dropout, norms and ``train()`` included). The network runs at two image sizes. The
+feature map is the last value that the result depends on and that has height and width proportional to the image's. The layers after it
+(pooling, flatten, classifier) are removed, with their parameters. Names of parameters stay, so published weights load.
 
-Networks are traced in eval mode, since auxiliary classifiers (Szegedy et al., 2015) are part of the result in training mode only. What is
-kept must be the same in both modes: a trace cannot follow ``self.training``.
+Networks are traced in eval mode, since auxiliary classifiers (Szegedy et al., 2015) are part of the result in training mode only. The
+layers that remain must be the same in both modes: a trace cannot follow ``self.training``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
     """A network from an image to a feature map.
 
     Args:
-        name: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
-        options: keyword arguments of its maker.
+        name: "timm:NAME", "torchvision:NAME", "package.module:callable", or the bare name of a timm or torchvision model.
+        options: keyword arguments of its constructor.
 
     Raises:
-        InputError: there is no such network, its maker fails, or no feature map is found in it.
+        InputError: the network does not exist, its constructor fails, or it has no feature map.
     """
     maker = _maker(name)
     if maker.library == "timm":
@@ -46,10 +46,10 @@ def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
 
 
 def backbone_library(name: str) -> str:
-    """Who makes a backbone: "timm", "torchvision", or a module of the caller's.
+    """Library of a backbone: "timm", "torchvision", or a module of the caller's.
 
     Raises:
-        InputError: there is no such network.
+        InputError: the network does not exist.
     """
     return _maker(name).library
 
@@ -64,9 +64,9 @@ def num_features(backbone: nn.Module, name: str) -> int:
     Raises:
         InputError: the backbone does not give one.
     """
-    found = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
-    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in found]
-    small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in found)
+    features = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in features]
+    small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in features)
     if small is None or large is None or small[1] != large[1] or not (small[2] < large[2] and small[3] < large[3]):
         told = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
         raise InputError(
@@ -77,7 +77,7 @@ def num_features(backbone: nn.Module, name: str) -> int:
 
 
 def load_weights(backbone: nn.Module, path: Path) -> None:
-    """Load a backbone's weights; what belongs to its pooling and classifier is left.
+    """Load a backbone's weights; those of its pooling and classifier are ignored.
 
     Raises:
         SourceError: the file cannot be read.
@@ -119,12 +119,12 @@ def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
     reasons = []
     for depth in range(1, _MAX_DEPTH + 1):
         try:
-            found = _cut(network, depth)
+            feature_network = _cut(network, depth)
         except Exception as error:  # tracing runs the network's own code, which may raise anything
             reasons.append(f"{type(error).__name__}: {error}".split("\n")[0])
             continue
-        if found is not None:
-            return found
+        if feature_network is not None:
+            return feature_network
         reasons.append("no value follows the image's size")
     raise InputError(
         f"model.backbone {name!r}: no feature map found ({reasons[-1]}). Name a callable whose network ends in a feature map [N, C, H, W]."
@@ -143,7 +143,7 @@ class _ShallowTracer(fx.Tracer):
 
 
 class _ShapeRecorder(fx.Interpreter):
-    """Runs a traced network and notes what each node gives."""
+    """Interpreter of a traced network that records each node's result."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -188,7 +188,7 @@ def _cut(network: nn.Module, depth: int) -> nn.Module | None:
 
 
 def _same_in_training(network: nn.Module, node: fx.Node, depth: int) -> bool:
-    """Whether a value of the trace in eval mode is computed in the same way in training mode."""
+    """True if a value of the trace in eval mode is computed in the same way in training mode."""
     flags = [(module, module.training) for module in network.modules()]
     try:
         network.train()
@@ -203,22 +203,22 @@ def _same_in_training(network: nn.Module, node: fx.Node, depth: int) -> bool:
 
 def _value_numbers(graph: fx.Graph, numbers: dict[str, int]) -> dict[fx.Node, int]:
     """A number for each node; the same for those that compute the same, also of another graph with the same ``numbers``."""
-    found: dict[fx.Node, int] = {}
+    keys: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{found[operand]}")
-        found[node] = numbers.setdefault(f"{node.op} {node.target} {operands!r}", len(numbers))
-    return found
+        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{keys[operand]}")
+        keys[node] = numbers.setdefault(f"{node.op} {node.target} {operands!r}", len(numbers))
+    return keys
 
 
 def _ancestors(node: fx.Node, *, without: fx.Node | None = None) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         for parent in waiting.pop().all_input_nodes:
-            if parent is not without and parent not in found:
-                found.add(parent)
+            if parent is not without and parent not in ancestors:
+                ancestors.add(parent)
                 waiting.append(parent)
-    return found
+    return ancestors
 
 
 class _EvalMode:

@@ -55,7 +55,7 @@ class PooledHead(nn.Module):
 
 
 class MaximumHead(nn.Module):
-    """The maximum of each feature over all positions, and a linear layer: for what is at one place of a slide."""
+    """Maximum of each feature over all positions, and a linear layer: for local findings."""
 
     def __init__(self, num_features: int, num_outputs: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class MaximumHead(nn.Module):
         return scores
 
     def weights(self, features: Tensor) -> Tensor:
-        """The share of each position in each pooled feature, ``[N, C, h, w]``: that of the maximum, divided where it is there twice."""
+        """Weight of each position in each pooled feature, ``[N, C, h, w]``: that of the maximum, shared between ties."""
         highest = (features == features.amax((2, 3), keepdim=True)).to(features.dtype)
         return highest / highest.sum((2, 3), keepdim=True)
 
@@ -138,7 +138,7 @@ class SlideModel(nn.Module):
 
 
 class Evidence(nn.Module):
-    """The output of a model with a pooled head, and what each position adds to it.
+    """Output of a model with a pooled head, and the contribution of each position to it.
 
     Without dropout, ``output = evidence.sum((2, 3)) + head.classifier.bias``.
     """
@@ -193,11 +193,11 @@ def calibrate_batch_norms(network: nn.Module, crops: Iterable[Tensor]) -> int:
     """Set the statistics of all BatchNorms to the averages over crops.
 
     Args:
-        network: what the crops go through, whole: keep them small.
-        crops: ``[N, 3, h, w]`` each, wherever they are.
+        network: runs untiled on the crops: keep them small.
+        crops: ``[N, 3, h, w]`` each, on any device.
 
     Returns:
-        How many norms there are.
+        Number of norms.
     """
     norms = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     flags = [(module, module.training) for module in network.modules()]

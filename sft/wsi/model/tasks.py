@@ -1,8 +1,8 @@
-"""What is predicted: outputs, losses and probabilities of each kind of task.
+"""Tasks: outputs, losses and probabilities of classification, regression, survival and segmentation.
 
-A slide is a step of its own in memory, but ``accumulate`` slides make one optimizer step. Losses are therefore written as what one slide
-adds: ``slide_loss``, times its weight, over the sum of the group's weights, which gives the gradient of the loss of the whole group as a
-batch. Cox's partial likelihood (1972) does not split like that: every slide's term needs the risks of the others. `cox_gradients` gives the
+A slide is a step of its own in memory, but ``accumulate`` slides make one optimizer step. Losses are therefore sums over slides:
+``slide_loss``, times its weight, over the sum of the group's weights. Its gradient is that of the loss of the full group as a batch. Cox's
+partial likelihood (1972) does not split like that: every slide's term needs the risks of the other slides. `cox_gradients` gives the
 derivative of the group's loss in each slide's risk, from a first pass without gradients; the second pass then goes slide by slide (as
 GradCache does for contrastive losses; Gao et al., 2021).
 """
@@ -27,12 +27,12 @@ __all__ = ["Task", "cox_gradients", "make_task"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A kind of task, with what it needs of the training slides.
+    """Task: its kind, and its statistics of the training slides.
 
     Attributes:
         kind: of task.
-        classes: names of the classes; empty where there are none.
-        num_outputs: numbers that the model gives.
+        classes: names of the classes; empty for tasks without classes.
+        num_outputs: number of outputs of the model.
         weights: of each class (classification), or of each class's positives (multilabel); empty: all 1.
         label_smoothing: of the cross-entropy.
         edges: times between the intervals of the hazard.
@@ -55,7 +55,7 @@ class Task:
         return 1.0
 
     def slide_loss(self, output: Tensor, target: Sequence[float]) -> Tensor:
-        """The loss of one slide, before its weight: what PyTorch's loss is of a batch of this one.
+        """Loss of one slide, before its weight: PyTorch's loss of a batch of this slide.
 
         Args:
             output: ``[1, K]``.
@@ -80,7 +80,7 @@ class Task:
         raise InputError(f"task {self.kind} has no loss of a single slide; this is a mistake of the caller")
 
     def probabilities(self, output: Tensor) -> tuple[float, ...]:
-        """What is written for people, from ``[1, K]``: probabilities, the value (regression), the risk (survival; higher is earlier)."""
+        """Predictions to report, from ``[1, K]``: probabilities, the value (regression), the risk (survival; higher is earlier)."""
         row = output.detach().double().cpu()[0]
         if self.kind == "classification":
             row = row.softmax(0)
@@ -93,7 +93,7 @@ class Task:
         return tuple(row.tolist())
 
     def columns(self) -> tuple[str, ...]:
-        """Names of what `probabilities` gives."""
+        """Names of the columns of `probabilities`."""
         if self.kind in ("classification", "multilabel"):
             return tuple(f"p_{name}" for name in self.classes)
         return ("value",) if self.kind == "regression" else ("risk",)

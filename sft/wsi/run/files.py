@@ -1,6 +1,4 @@
-"""The files of a run's folder: whole or not there (`sft.common.atomic_files`), and what a crash left unfinished is removed by the next
-run.
-"""
+"""Files of a run folder: written atomically (`sft.common.atomic_files`); partial files of a crash are removed by the next run."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _MAX_NAME_CHARACTERS = 50
 
 
 def atomic_write_with_parents(path: Path) -> AbstractContextManager[Path]:
-    """Let a block write a file, and its folders where there are none: see `sft.common.atomic_files.atomic_write`.
+    """Context manager that writes a file atomically and creates its folders: see `sft.common.atomic_files.atomic_write`.
 
     Raises:
-        RunFolderError: it cannot be written; ``path`` is as it was.
+        RunFolderError: it cannot be written; ``path`` is unchanged.
     """
     remedy = "Make room, or give a run folder that is writable."
     return atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
@@ -39,7 +37,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove what an interrupted run left unfinished."""
+    """Remove partial files of an interrupted run."""
     for path in folder.glob(f"{PARTIAL_MARK}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -76,7 +74,7 @@ def safe_name(text: str) -> str:
 
 
 def safe_names(texts: Sequence[str]) -> list[str]:
-    """A part of a file name for each of some labels, which may be anything; numbered where two would be the same file on some system.
+    """File-name components for arbitrary labels; numbered if two would be the same file on some system.
 
     >>> safe_names(["grade 3/4", "grade 5"]), safe_names(["a/b", "A b", "c"])
     (['grade_3_4', 'grade_5'], ['a_b-0', 'A_b-1', 'c-2'])

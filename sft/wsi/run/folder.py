@@ -1,4 +1,4 @@
-"""The folder of a run: found usable before anything is computed, used by one process at a time, and never half-written."""
+"""Run folder: checked before any computation, locked by one process at a time, and never half-written."""
 
 from __future__ import annotations
 
@@ -27,24 +27,20 @@ _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px
 
 
 class RunFolder:
-    """A folder that belongs to this process for as long as the ``with`` block lasts.
+    """Folder of a run, locked by this process during the ``with`` block.
 
     ====================  ======================================================================
-    config.yaml           what was asked; reads as ``--config``
-    splits.csv            slide, patient, split, target
-    plan.txt, plan.json   how the largest slide is computed
-    steps.csv             a row for each optimizer step
-    metrics.csv           a row for each epoch
-    damaged.csv           tiles that were filled, where there are any
-    checkpoints/          ``last-*``: to go on from; ``best-*``: the best validation
+    config.yaml           settings; readable with ``--config`` splits.csv            slide, patient, split, target plan.txt, plan.json
+    plan of the largest slide steps.csv             a row for each optimizer step metrics.csv           a row for each epoch damaged.csv
+    filled tiles, if any checkpoints/          ``last-*``: to resume from; ``best-*``: the best validation
     ====================  ======================================================================
 
     Args:
-        path: of the folder; made if it is not there.
-        needed_bytes: what must be free on its disk.
+        path: of the folder, created if missing.
+        needed_bytes: free bytes required on its disk.
 
     Raises:
-        RunFolderError: it cannot be written, has no room, holds other files, or another process uses it.
+        RunFolderError: it cannot be written, is full, contains files of another program, or is in use by another process.
     """
 
     def __init__(self, path: Path, *, needed_bytes: int = 0) -> None:
@@ -91,12 +87,12 @@ class RunFolder:
         return self
 
     def _refuse_others_files(self) -> None:
-        """A run writes over what is in its folder: that must be a run, or nothing."""
+        """Refuse a folder with files of another program: a run overwrites the files in its folder."""
         if (self.path / ".lock").exists() or self.checkpoints.path.is_dir() or not self.path.is_dir():
             return
-        found = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
-        if found:
-            held = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        if foreign:
+            held = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
             raise RunFolderError(
                 f"the folder {self.path} holds other files ({held}), which a run might write over, and no run. Give a new one with --run."
             )
@@ -118,7 +114,7 @@ class RunFolder:
         write_text(self.path / name, yaml.safe_dump(value, sort_keys=False))
 
     def start_steps(self, last_step: int) -> None:
-        """Leave only the rows of steps up to ``last_step``: those behind it are computed again.
+        """Keep only the rows of steps up to ``last_step``: later steps are computed again.
 
         Raises:
             RunFolderError: it cannot be written.
@@ -167,10 +163,10 @@ class RunFolder:
 
 
 class NullRunFolder(RunFolder):
-    """What the folder of a run is to ranks that do not write it: the first one does, perhaps on another machine.
+    """Run folder of the ranks that do not write: the first rank writes it, possibly on another machine.
 
     Args:
-        path: of the folder, as the first rank knows it.
+        path: of the folder on the first rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,10 +198,10 @@ class _NullCheckpointFolder(CheckpointFolder):
 
 
 def append_bad_tiles(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
-    """Add filled tiles, by slide, to a table of them; what is in it already stays and is not repeated.
+    """Add filled tiles, by slide, to a table; existing rows stay and are not repeated.
 
     Returns:
-        How many the table then has. Without any there is none.
+        Number of tiles in the table; 0 if the table does not exist.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -214,15 +210,15 @@ def append_bad_tiles(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             before = {tuple(row[:-1]): row[-1] for row in list(csv.reader(file))[1:]}
-    found = {
+    filled = {
         tuple(map(str, (name, tile.level, tile.x, tile.y, tile.width_px, tile.height_px))): " ".join(tile.reason.split())
         for name, some in tiles.items()
         for tile in some
     }
-    if not found.keys() <= before.keys():
-        rows = sorted({**before, **found}.items(), key=lambda row: (row[0][0], *map(int, row[0][1:])))
+    if not filled.keys() <= before.keys():
+        rows = sorted({**before, **filled}.items(), key=lambda row: (row[0][0], *map(int, row[0][1:])))
         write_csv(path, _DAMAGE_COLUMNS, [[*place, reason] for place, reason in rows])
-    return len({**before, **found})
+    return len({**before, **filled})
 
 
 def _cell(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What people see while a run goes on: bars on a terminal, a line for each epoch elsewhere, and events for TensorBoard."""
+"""Progress: bars on a terminal, otherwise one line per epoch, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Reporter"]
 
 
 class Reporter:
-    """Tells what a run does.
+    """Reporter of a run's progress.
 
     Args:
-        console: where; bars are drawn if it is a terminal.
+        console: output; bars are drawn if it is a terminal.
         num_epochs: of the run.
         events: folder for TensorBoard's events. Default: `None` (none)
 
@@ -58,7 +58,7 @@ class Reporter:
             self._writer.close()
 
     def note(self, text: str) -> None:
-        """Say something."""
+        """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start_epoch(self, epoch: int, num_slides: int, position: int) -> None:
@@ -66,7 +66,7 @@ class Reporter:
         self._start(f"epoch {epoch + 1} of {self._num_epochs}", num_slides, position)
 
     def start_checks(self, num_slides: int) -> None:
-        """Slides are opened, before anything else is done."""
+        """Start of the check of all slides."""
         self._start("opening slides", num_slides, 0)
 
     def start_validation(self, num_slides: int) -> None:

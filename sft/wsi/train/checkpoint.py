@@ -1,9 +1,9 @@
-"""Checkpoints from which a run goes on as if nothing had happened.
+"""Checkpoints from which a run resumes with the same bits.
 
 A checkpoint is a folder: the weights (safetensors, usable on their own) and the rest of the state (a file that ``torch.load`` reads with
 ``weights_only=True``, so that it cannot run code). It is written under another name, flushed to the disk and renamed; only then are older
-ones removed. Whatever moment a process dies at, the newest folder with a proper name is complete. The state holds a hash of the weights,
-so that a file damaged later is noticed and the checkpoint before is taken.
+ones removed. If a process dies at any moment, the newest folder with a final name is complete. The state holds a hash of the weights,
+so a damaged file is detected and the previous checkpoint is used.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What was read from a folder.
+    """Checkpoint read from a folder.
 
     Attributes:
         path: of the folder.
         weights: parameters and buffers by name.
-        state: everything else: numbers, texts, tensors, and lists and dictionaries of these.
+        state: remaining state: numbers, texts, tensors, and lists and dictionaries of these.
     """
 
     path: Path
@@ -92,10 +92,10 @@ class CheckpointFolder:
         return target
 
     def load(self, kind: str) -> Checkpoint | None:
-        """The newest checkpoint of a kind that is undamaged; None where there is none.
+        """Newest undamaged checkpoint of a kind; None without any.
 
         Raises:
-            RunFolderError: there are some, and all are damaged.
+            RunFolderError: all checkpoints are damaged.
         """
         numbers = self._numbers(kind)
         for number in reversed(numbers):
@@ -113,7 +113,7 @@ class CheckpointFolder:
         return None
 
     def clear_partial(self) -> None:
-        """Remove what a process that died has left unfinished."""
+        """Remove partial files of a process that died."""
         clear_partial(self.path)
 
     def _numbers(self, kind: str) -> list[int]:
@@ -146,7 +146,7 @@ def _read(path: Path) -> Checkpoint:
 
 
 def seed_everything(seed: int) -> None:
-    """Put every global generator where a run begins: nothing of ours draws from them, but a network may."""
+    """Seed every global generator at the start of a run: only a network may draw from them."""
     torch.manual_seed(counter_seed(seed, "torch"))
     np.random.seed(counter_seed(seed, "numpy") % 2**32)
     random.seed(counter_seed(seed, "python"))

@@ -1,18 +1,16 @@
-"""What the ranks of a run say to each other: one process has nothing to say, several deal out slides and add up gradients.
+"""Distributed training: rendezvous of the ranks, distribution of slides, and sums of gradients.
 
-Ranks come in *replicas*, which have slides of their own, of *bands*, which share one slide. The slides of a group are dealt out to the
-replicas like cards, so that what one process does one after another, in order, is done side by side, and put back into that order.
+Ranks form *replicas*, each with slides of its own, of *bands*, which share one slide. The slides of a group are scattered round-robin over
+the replicas, and the results are gathered in the order of a single process.
 
-Everything is said over one link of the program's own (`sft.distributed.process_transport`), from the memory of the host: a rank that fails
-tells the others why, and all of them fail, with a :class:`sft.common.errors.RankError`. Sums are taken in the order of the replicas, so
-all ranks have the same bits. What is said beside gradients is pickled; all ranks are processes of one program, started by one person.
+All messages use one transport of the program (`sft.distributed.process_transport`), from host memory. A failing rank sends its error to
+the others, and all of them fail with a :class:`sft.common.errors.RankError`. Sums are taken in the order of the replicas, so all ranks
+have the same bits. Messages other than gradients are pickled; all ranks are processes of one program, started by one user.
 
-Where ranks meet: a part of torchrun's store that no earlier start of theirs has written to.
-
-torchrun keeps its store when it starts ranks again, and with it the addresses of processes that are gone; a count of restarts, which each
-machine keeps for itself, does not tell one start from another (https://github.com/pytorch/pytorch/issues/135712). So the first rank draws
-a name for this start, and the others take a name only when the first has confirmed that it saw *them*: each writes a word of its own
-under the name that it found, and waits until the first rank has repeated it. A name of an earlier start repeats other words.
+Rendezvous uses a prefix of torchrun's store that no earlier start has written to. torchrun keeps its store when it restarts ranks, and
+with it the addresses of dead processes. The count of restarts is local to a machine and does not identify a start
+(https://github.com/pytorch/pytorch/issues/135712). So the first rank draws a name for this start. Each other rank writes a nonce under the
+name that it reads, and accepts the name when the first rank has repeated the nonce. A name of an earlier start repeats other nonces.
 """
 
 from __future__ import annotations
@@ -63,16 +61,16 @@ def connect_ranks(rank: int, num_ranks: int, timeout: timedelta) -> None:
 
 
 def rendezvous_ranks(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> str:
-    """The name of this start, on all ranks.
+    """Name of this start, equal on all ranks.
 
     Args:
-        store: a ``torch.distributed.Store`` that all ranks share, with whatever earlier starts have left in it.
-        rank: this one.
-        num_ranks: all.
-        timeout: how long to wait for the others.
+        store: a ``torch.distributed.Store`` that all ranks share, with the entries of earlier starts.
+        rank: of this process.
+        num_ranks: number of ranks.
+        timeout: for the other ranks.
 
     Raises:
-        RankError: ranks have not come.
+        RankError: ranks are missing.
     """
     own, late = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
@@ -110,13 +108,13 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The processes of this program, as torchrun started them.
+    """Processes of this program, as torchrun started them.
 
     Attributes:
-        num_ranks: how many there are.
-        rank: which of them this one is.
-        local_rank: likewise, of those on this machine.
-        num_local: how many are on this machine.
+        num_ranks: number of ranks.
+        rank: index of this process.
+        local_rank: index on this machine.
+        num_local: number of ranks on this machine.
     """
 
     num_ranks: int = 1
@@ -126,7 +124,7 @@ class World:
 
     @classmethod
     def here(cls) -> World:
-        """From ``torch.distributed`` where it runs, and else from the environment."""
+        """World of ``torch.distributed`` if it is initialised, otherwise of the environment."""
         if dist.is_available() and dist.is_initialized():
             num_ranks, rank = dist.get_world_size(), dist.get_rank()
         else:
@@ -140,7 +138,7 @@ class Ranks(Protocol):
 
     @property
     def shape(self) -> MeshShape:
-        """How many replicas of how many bands."""
+        """Numbers of replicas and bands."""
 
     @property
     def rank(self) -> int:
@@ -148,17 +146,17 @@ class Ranks(Protocol):
 
     @property
     def mesh(self) -> Any:
-        """What ``sft.compile`` is given: the ranks that share a slide; None where each has its own."""
+        """Mesh for ``sft.compile``: the ranks that share a slide; None for one rank per slide."""
 
     @property
     def timeout_seconds(self) -> float:
-        """How long one rank waits for another."""
+        """Timeout of a rank for another one."""
 
     def gathered(self, value: T, among: RankScope = "all") -> list[T]:
         """Everybody's value, in the order of the ranks."""
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes; the others do not make it."""
+        """Value made by the first rank, broadcast to the others."""
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make each ``.grad`` the sum over replicas; one that no replica has stays None."""
@@ -208,8 +206,8 @@ SINGLE_RANK = SingleRank()
 class _MultiRank:
     """One of several ranks.
 
-    Each message is guarded by itself, beside all that is done :meth:`together`: when a rank dies, torchrun sends SIGTERM to the others
-    at once, and they find out whom they miss while that is still noted, not obeyed.
+    Each message is guarded on its own, in addition to :meth:`together`: when a rank dies, torchrun sends SIGTERM to the others at once.
+    They identify the missing rank while the signal is deferred.
 
     Args:
         world: the processes.
@@ -234,7 +232,7 @@ class _MultiRank:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context that fails on all ranks if it fails on one, and that nobody leaves before all are through."""
+        """Context that fails on all ranks if it fails on one, with a barrier at its end."""
         with self._rank_context.transport.propagate_failures():
             self.gathered(None)  # connections are there from the beginning, so that whoever dies is missed at once
             yield
@@ -304,17 +302,17 @@ class _MultiRank:
 
 @contextmanager
 def joined(settings: RanksConfig, *, plans_only: bool = False) -> Iterator[Ranks]:
-    """This process among those that torchrun started; alone where it did not.
+    """Context of this process among those of torchrun; a single process otherwise.
 
-    What fails on one rank inside of the context fails on all of them.
+    A failure of one rank inside the context fails on all of them.
 
     Args:
         settings: of the run.
-        plans_only: whether one process may stand for the ranks of a slide, because nothing runs. Default: `False`
+        plans_only: True if one process may plan for all ranks of a slide, without running. Default: `False`
 
     Raises:
-        InputError: there are not as many ranks as the bands need.
-        RankError: another rank failed, or did not come.
+        InputError: fewer ranks than bands.
+        RankError: another rank failed, or is missing.
     """
     world = World.here()
     if world.num_ranks % settings.bands and not (plans_only and world.num_ranks == 1):

@@ -1,4 +1,4 @@
-"""Everything that a run is made of, from its configuration: the slides, the task, the network, the compiled network."""
+"""Experiment: the slides, the task, the network and the compiled network of a configuration."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _CALIBRATION_PX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experiment:
-    """What a run is made of.
+    """Parts of a run, made from its configuration.
 
     Attributes:
-        config: what was asked.
+        config: settings.
         table: the slides, each with its split.
-        task: what is predicted.
+        task: of the model.
         model: the network, with its initial weights.
         feed: opens slides.
-        freezes_norms: whether statistics of BatchNorms stay as they are.
+        freezes_norms: True if the statistics of BatchNorms stay unchanged.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Experiment:
 
     @property
     def paints(self) -> bool:
-        """Whether slides are painted over outside of a mask: strips of that colour need not run."""
+        """True if slides are masked: strips of the mask's colour need not run."""
         by_table = self.task.kind != "segmentation" and any(record.mask is not None for record in self.table.records)
         return self.config.data.tissue == "mask" or by_table
 
@@ -82,7 +82,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     """Read the table, and make the network with its initial weights (the same for the same configuration).
 
     Args:
-        config: what was asked.
+        config: settings.
         table: slides with splits, instead of those of the configuration. Default: `None`
         task: instead of one made for the training slides. Default: `None`
 
@@ -113,7 +113,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
 
 
 def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
-    """Open slides, each on one of the ranks; returns what is wrong, by the slide's name, and leaves the sizes of the others in the feed."""
+    """Open slides, each on one of the ranks; returns problems by slide name, and records the sizes of the usable slides in the feed."""
     feed = experiment.feed
     mine = records[ranks.rank :: ranks.shape.num_ranks]
     reporter.start_checks(len(mine))
@@ -134,31 +134,31 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
     """Open every slide.
 
     Args:
-        experiment: whose slides.
-        ranks: those that share the work.
-        reporter: is told how far it is.
+        experiment: with the slides.
+        ranks: ranks that share the work.
+        reporter: of the progress.
 
     Returns:
-        What is wrong, by the slide's name; empty unless such slides are to be left out.
+        Problems by slide name; empty unless unreadable slides are skipped.
 
     Raises:
-        DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
-        InputError: those that are left to validate on do not tell ``train.monitor``.
+        DatasetError: unusable slides, and ``train.on_error`` is not "skip"; or no training slide is left.
+        InputError: the remaining validation slides do not define ``train.monitor``.
     """
-    found = check_records(experiment, experiment.table.records, ranks, reporter)
-    if found and experiment.config.train.on_error != "skip":
-        problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
+    unusable = check_records(experiment, experiment.table.records, ranks, reporter)
+    if unusable and experiment.config.train.on_error != "skip":
+        problems = [f"line {record.row}: {unusable[record.name]}" for record in experiment.table.records if record.name in unusable]
         raise DatasetError(str(experiment.config.data.csv), problems)
-    if all(record.name in found for record in experiment.records("train")):
-        raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *found.values()])
+    if all(record.name in unusable for record in experiment.records("train")):
+        raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *unusable.values()])
     monitor = experiment.config.train.monitor
-    known = [r.target for r in experiment.records("val") if r.name not in found and r.target is not None]
+    known = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
     if known and not is_measurable(experiment.task, monitor, known):
         raise InputError(
             f"train.monitor {monitor}: validation slides ({len(known)}) do not tell it, with one class, one value, or no pair to compare; "
             "validate on more or other slides, or set train.monitor to loss"
         )
-    return found
+    return unusable
 
 
 def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
@@ -178,7 +178,7 @@ def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
 
 
 def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.random.Generator) -> Iterator[Tensor]:
-    """A crop of each slide; none of one that is damaged there and may be left out, which training will find."""
+    """One crop of each slide; none of a slide with damage at that place, which training will report."""
     for record in records:
         try:
             yield _crop(experiment, record, draw)
@@ -211,18 +211,18 @@ def compile_model(
     skip_repeats: bool = False,
     ranks: Ranks = SINGLE_RANK,
 ) -> Any:
-    """The model inside the budget, for slides of any size.
+    """Compile the model inside the budget, for slides of any size.
 
-    The optimizer's state counts as what it will be, not as what it is so far. So a plan does not depend on when in a
-    run it is made, and a run that is started again computes the same bits.
+    The optimizer's state counts with its final size. So a plan does not depend on the step at which it is made, and a resumed run computes
+    the same bits.
 
     Args:
-        model: `SlideModel`, or what holds one.
+        model: `SlideModel`, or a module around one.
         config: of the run.
-        optimizer: whose state counts; one that has not made a step.
-        num_inputs: of the model; label maps come behind the image.
-        skip_repeats: whether strips of background need not run; see `sft.Options`.
-        ranks: those that share each slide. Default: this process alone
+        optimizer: before its first step; its state counts.
+        num_inputs: of the model; label maps follow the image.
+        skip_repeats: True if strips of background need not run; see `sft.Options`.
+        ranks: ranks that share each slide. Default: this process alone
 
     Raises:
         UnsupportedError: the network has operators without an exact rule.
@@ -245,16 +245,16 @@ def compile_model(
 
 
 def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = SINGLE_RANK) -> sft.Plan:
-    """The plan of a training step on a slide of (height, width) px that need not exist.
+    """Plan of a training step on a slide of (height, width) px; needs no slide.
 
     Args:
-        experiment: whose network and budget.
+        experiment: with the network and the budget.
         size_px: of the slide.
-        ranks: those that share it. Default: this process alone
+        ranks: ranks that share it. Default: this process alone
 
     Raises:
         UnsupportedError, BudgetError: as `sft.plan`.
-        InputError: the size is none, or the task is segmentation.
+        InputError: an invalid size, or the task is segmentation.
     """
     if min(size_px) < 1 or experiment.task.kind == "segmentation":
         raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
@@ -262,8 +262,8 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
     net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
     with autocast_context(experiment.config):
-        found: sft.Plan = net.plan_for(_PlaceholderSlide((1, 3, *size_px)))
-    return found
+        plan: sft.Plan = net.plan_for(_PlaceholderSlide((1, 3, *size_px)))
+    return plan
 
 
 class _PlaceholderSlide:

@@ -1,8 +1,8 @@
-"""The gradients of a group of slides, the one of an optimizer step.
+"""Gradient accumulation over a group of slides, the batch of one optimizer step.
 
-They are those of the slides as a batch, whatever the number of ranks: the slides are dealt out to the replicas, each with its share of the
-group's total weight, and the replicas' gradients are added up at the end. A slide that turns out to be unreadable does not count: the
-group's gradients are made again without it. A group that is not finished leaves no trace: ``.grad`` and the buffers are dropped.
+The gradients equal those of the slides as a batch, for any number of ranks: slides are scattered over the replicas, each with its share of
+the group's total weight, and the replicas' gradients are summed. An unreadable slide does not count: the group's gradients are computed
+again without it. An unfinished group leaves ``.grad`` and the buffers unchanged.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = ["GradientAccumulator", "GroupResult", "StepCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """What steps took.
+    """Cost of steps.
 
     Attributes:
-        waited_seconds: for pixels: for slides to be opened, and for strips.
+        waited_seconds: for pixels: opening of slides, and strips.
         planned_flops: of all training steps, as planned.
         skipped_flops: of these, background that need not run.
     """
@@ -70,14 +70,14 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What a group came to; the same on all ranks.
+    """Result of a group; the same on all ranks.
 
     Attributes:
-        names: of its slides that can be read.
-        loss: None where there is no gradient.
+        names: of its readable slides.
+        loss: None without a gradient.
         weight: of the loss in the epoch's mean.
         cost: of all ranks; of the waiting, that of the rank that waited longest.
-        failed: slides that turned out to be unreadable, with what is wrong.
+        failed: unreadable slides, with their problems.
     """
 
     names: tuple[str, ...]
@@ -89,22 +89,22 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankResult:
-    """What a rank made of its slides of a group."""
+    """Result of a rank's slides of a group."""
 
     losses: tuple[float, ...]
     cost: StepCost
 
 
 class GradientAccumulator:
-    """Makes the gradients of groups.
+    """Accumulator of the gradients of groups.
 
     Args:
-        experiment: what is trained.
+        experiment: to train.
         net: its compiled network; for segmentation, with the loss.
         scaler: of losses.
-        ranks: those that share the work.
-        reporter: is told what happens.
-        ahead: opens slides ahead of their use, also for others that take turns with this.
+        ranks: ranks that share the work.
+        reporter: of the progress.
+        ahead: prefetcher, possibly shared.
     """
 
     def __init__(self, experiment: Experiment, net: Any, scaler: Any, ranks: Ranks, reporter: Reporter, ahead: SlidePrefetcher) -> None:
@@ -124,31 +124,31 @@ class GradientAccumulator:
         epoch: int,
         step: int,
     ) -> GroupResult:
-        """Put the gradients of those slides of a group that can be read into ``.grad``, on all ranks.
+        """Accumulate the gradients of the readable slides of a group in ``.grad``, on all ranks.
 
         Args:
             group: the slides.
-            later: those behind it, of which the first may be opened ahead.
-            failed: slides that cannot be read.
-            interruption: asks the run to end.
+            later: following slides, of which the first may be prefetched.
+            failed: unreadable slides.
+            interruption: requests the end of the run.
             epoch, step: from 0.
 
         Raises:
-            EndRequested: the run was asked to end; there are no gradients, and buffers are as before.
+            EndRequested: the run was asked to end; gradients and buffers are unchanged.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
-            TrainingError: the loss is no number.
+            TrainingError: the loss is NaN or infinite.
         """
         self._epoch, self._step = epoch, step
         self._waited_before, self._cost = self._ahead.waited_seconds, StepCost()
         before = self._buffers()
-        found: dict[str, str] = {}
+        unreadable: dict[str, str] = {}
         while True:
-            readable = [record for record in group if record.name not in {**failed, **found}]
+            readable = [record for record in group if record.name not in {**failed, **unreadable}]
             self._model.zero_grad(set_to_none=True)
             if not readable:
-                return GroupResult(names=(), loss=None, weight=0.0, cost=self._cost, failed=found)
-            next_group = [record for record in later if record.name not in {**failed, **found}][: self._config.train.accumulate]
+                return GroupResult(names=(), loss=None, weight=0.0, cost=self._cost, failed=unreadable)
+            next_group = [record for record in later if record.name not in {**failed, **unreadable}][: self._config.train.accumulate]
             following = next(iter(scatter_items(next_group, self._ranks)), None)
             try:
                 loss, weight, cost = self._accumulate(readable, following, before, interruption)
@@ -158,8 +158,8 @@ class GradientAccumulator:
                     raise failure.error from None
                 for record in readable:
                     if record.name in failure.slides:
-                        found[record.name] = failure.slides[record.name].problem
-                        self._reporter.note(f"left out: {record.name}: {found[record.name]}")
+                        unreadable[record.name] = failure.slides[record.name].problem
+                        self._reporter.note(f"left out: {record.name}: {unreadable[record.name]}")
             except EndRequested:
                 self._model.zero_grad(set_to_none=True)
                 self._set_buffers(before)
@@ -168,10 +168,10 @@ class GradientAccumulator:
                 if loss is not None:
                     self._ranks.add_up([parameter for parameter in self._model.parameters() if parameter.requires_grad])
                     self._ranks.take_buffers(self._model)
-                return GroupResult(names=tuple(r.name for r in readable), loss=loss, weight=weight, cost=cost, failed=found)
+                return GroupResult(names=tuple(r.name for r in readable), loss=loss, weight=weight, cost=cost, failed=unreadable)
 
     def inputs(self, record: SlideRecord, augmentation: Augmentation) -> Inputs:
-        """What the network is called with.
+        """Inputs of the network.
 
         Raises:
             SourceError: the slide cannot be opened.
@@ -188,7 +188,7 @@ class GradientAccumulator:
     def _accumulate(
         self, group: Sequence[SlideRecord], following: SlideRecord | None, buffers: Mapping[str, Tensor], interruption: Interruption
     ) -> tuple[float | None, float, StepCost]:
-        """The loss of a group, its weight in the epoch's mean, and its cost; ``following`` is this rank's first slide behind it."""
+        """Loss of a group, its weight in the epoch's mean, and its cost; ``following`` is this rank's first slide after it."""
         self.set_training()
         mine = scatter_items(group, self._ranks)
         if self._task.kind == "cox":
@@ -213,7 +213,7 @@ class GradientAccumulator:
         return loss, weight, StepCost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)
 
     def _risks(self, mine: Sequence[SlideRecord], interruption: Interruption) -> list[float]:
-        """What Cox's loss of a group is made of."""
+        """Risks of the slides, for Cox's loss of a group."""
         with torch.no_grad():
             return [float(self._forward(record, again, interruption)) for record, again in zip(mine, [*mine[1:], *mine[:1]], strict=True)]
 
@@ -246,7 +246,7 @@ class GradientAccumulator:
             record, lambda: self._ahead.take((epoch, record.name), lambda: self._begun(record, epoch)), self._ranks, interruption
         )
         if upcoming is not None:
-            further = partial(decode_ahead, beside=inputs, num_bands=self._ranks.shape.num_bands)
+            further = partial(decode_ahead, current=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch), further)
         try:
             with reading_slide(record, self._ranks), autocast_context(self._config):
@@ -265,7 +265,7 @@ class GradientAccumulator:
         self._reporter.advance()
 
     def _taken(self) -> StepCost:
-        """What this rank spent on the group."""
+        """Cost of the group on this rank."""
         return self._cost + StepCost(waited_seconds=self._ahead.waited_seconds - self._waited_before)
 
     def _begun(self, record: SlideRecord, epoch: int) -> Inputs:

@@ -1,9 +1,7 @@
-"""Optimizers, and learning rates as a function of the step: nothing that a run started again would have to remember.
+"""Optimizers, learning-rate schedules, and counter-based seeding: a resumed run needs no state of them.
 
-Random numbers that follow from where they are used, not from what was drawn before.
-
-Every draw has a generator of its own, keyed by the run's seed and by names and counters (epoch, slide, purpose). A run that is killed and
-started again draws the same numbers without having to know how many were drawn.
+Learning rates are functions of the step. Every random draw has a generator of its own, keyed by the run's seed and by names and counters
+(epoch, slide, purpose). A resumed run draws the same numbers without a count of earlier draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What becomes of a slide on several ranks: who could not read it, and who was asked to end, is known to all before anything counts.
+"""Collective error handling: all ranks agree on unreadable slides and requested ends before results count.
 
-A rank that cannot read a slide does not leave the others waiting: before a slide is run, the ranks that share it say whether they could
-open it; when everybody is through with its slides, all say how that went. On one rank nothing is said, and the same things happen.
+A rank that cannot read a slide must not leave the other ranks waiting. Before a slide runs, the ranks that share it exchange their success
+of opening it; after all slides of a group, all ranks exchange their status. A single rank follows the same path without messages.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableSlide:
-    """What is wrong with a slide, and the rank that found out."""
+    """Problem of an unreadable slide, and the rank that met it."""
 
     problem: str
     rank: int
 
 
 class SlideFailed(Exception):
-    """Slides cannot be read.
+    """Unreadable slides.
 
     Args:
         slides: by name.
-        error: what is raised where that stops the run.
+        error: raised if it stops the run.
     """
 
     def __init__(self, slides: Mapping[str, UnreadableSlide], error: SourceError) -> None:
@@ -53,13 +53,13 @@ class SlideFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankStatus:
-    """How a rank fared.
+    """Status of a rank after its slides.
 
     Attributes:
-        value: what it made.
-        unreadable: slides that it could not read.
-        asked: the signal that asked it to end.
-        broken: why it lost the ranks that share its slide.
+        value: its result.
+        unreadable: its unreadable slides.
+        asked: the signal that requested its end.
+        broken: reason for the loss of the ranks that share its slide.
     """
 
     value: Any = None
@@ -74,12 +74,12 @@ def scatter_items(items: Sequence[T], ranks: Ranks) -> list[T]:
 
 
 def next_items(mine: Sequence[T], following: T | None = None) -> list[T | None]:
-    """What comes after each item; ``following`` after the last."""
+    """Successor of each item; ``following`` is the successor of the last."""
     return [*mine[1:], following] if mine else []
 
 
 def gather_in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
-    """What the replicas made of what was dealt out to them, in the order of the items; ``parts`` are everybody's."""
+    """Results of all replicas in the order of the scattered items; ``parts`` has one list per replica."""
     hands = [iter(part) for part in parts[:: ranks.shape.num_bands]]
     count = sum(len(part) for part in parts[:: ranks.shape.num_bands])
     return [next(hands[number % len(hands)]) for number in range(count)]
@@ -87,10 +87,10 @@ def gather_in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
 
 @contextmanager
 def reading_slide(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
-    """Where a slide is read.
+    """Context in which a slide is read.
 
     Raises:
-        SlideFailed: it cannot be.
+        SlideFailed: the slide is unreadable.
     """
     try:
         yield
@@ -99,10 +99,10 @@ def reading_slide(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
 
 
 def open_on_all_ranks(record: SlideRecord, make: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None) -> T:
-    """What ``make`` makes of a slide, once all ranks that share it have made theirs.
+    """Result of ``make`` for a slide, after all ranks that share the slide have made theirs.
 
     Raises:
-        SlideFailed: one of them cannot.
+        SlideFailed: one of them failed.
         EndRequested: one of them was asked to end.
     """
     with _share_failure(ranks, "bands"):
@@ -115,10 +115,10 @@ def open_on_all_ranks(record: SlideRecord, make: Callable[[], T], ranks: Ranks, 
 
 
 def gather_results(part: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: RankScope = "all") -> list[T]:
-    """What ``part`` makes on each rank.
+    """Results of ``part`` on all ranks.
 
     Raises:
-        SlideFailed: slides cannot be read, on any rank.
+        SlideFailed: unreadable slides, on any rank.
         EndRequested: a rank was asked to end.
         RankError: ranks lost each other.
     """
@@ -132,7 +132,7 @@ def gather_results(part: Callable[[], T], ranks: Ranks, interruption: Interrupti
 
 @contextmanager
 def _share_failure(ranks: Ranks, among: RankScope) -> Iterator[None]:
-    """Tell the others what went wrong, and fail as they do."""
+    """Report a failure to the other ranks, and fail as they do."""
     try:
         yield
     except (SlideFailed, EndRequested, RankError) as error:
@@ -150,12 +150,12 @@ def _failure_status(error: SlideFailed | EndRequested | RankError) -> _RankStatu
 
 
 def _raise_failures(everybody: Sequence[_RankStatus], ranks: Ranks) -> None:
-    """Fail as all others do. What somebody could not read comes first: those who share the slide have lost each other over it."""
+    """Raise the same error on all ranks. Unreadable slides come first: the ranks that share the slide have lost each other over it."""
     unreadable: dict[str, UnreadableSlide] = {}
     for said in everybody:
         unreadable = {**(said.unreadable or {}), **unreadable}
     if unreadable:
-        told = (f"slide {name} cannot be read (rank {found.rank}): {found.problem}" for name, found in unreadable.items())
+        told = (f"slide {name} cannot be read (rank {slide.rank}): {slide.problem}" for name, slide in unreadable.items())
         raise SlideFailed(unreadable, SourceError("; ".join(told)))
     asked = [said.asked for said in everybody if said.asked is not None]
     if asked:

@@ -1,4 +1,4 @@
-"""Where a run is, and whether a checkpoint is of the same run."""
+"""State of a run: progress, and identity of the run that a checkpoint belongs to."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _SINGLE_RANK = MeshShape()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        serial: checkpoints written so far.
+        serial: number of checkpoints.
         step: optimizer steps done.
         epoch: passes done.
         position: slides of this epoch that are done.
         loss_sum, loss_weight: of this epoch's groups.
-        best: the best value of what is monitored, and its epoch; None before the first.
+        best: the best value of the monitored metric, and its epoch; None before the first.
         epochs: rows of metrics.csv.
-        failed: slides that cannot be read, with what is wrong.
-        stopped: whether patience has run out.
+        failed: unreadable slides, with their problems.
+        stopped: True if patience has run out.
     """
 
     serial: int = 0
@@ -60,17 +60,17 @@ class RunProgress:
 
 
 def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable, shape: MeshShape = _SINGLE_RANK) -> None:
-    """Refuse to go on with another run; warn where the bits cannot be the same.
+    """Refuse to resume another run; warn about differences that change the bits.
 
     Args:
         folder: of the run.
         state: of its checkpoint.
-        config: what is asked now.
-        table: the slides now.
-        shape: the ranks now. Default: one
+        config: current settings.
+        table: current slides.
+        shape: current ranks. Default: one
 
     Raises:
-        RunFolderError: settings, slides, labels or splits are others.
+        RunFolderError: settings, slides, labels or splits differ.
     """
     before, now = state["settings"], config_fingerprint(config)
     different = _changed_settings(before, now)
@@ -97,27 +97,27 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
 
 
 def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """What is no longer as it was, by name, in words."""
+    """Changed settings, by name, with both values in words."""
     return {
         name: f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in {**before, **now} if before.get(name) != now.get(name)
     }
 
 
 def config_fingerprint(config: Config) -> dict[str, Any]:
-    """The settings that decide what a run computes, as ``group.name``."""
+    """Settings that decide the numbers of a run, as ``group.name``."""
     settings = config.to_dict()
-    found = {
+    settings = {
         f"{group}.{name}": value
         for group in ("data", "task", "model", "augment", "train")
         for name, value in settings[group].items()
         if name not in _NEUTRAL.get(group, ())
     }
-    found["train.device"] = torch.device(config.train.device).type
-    return found
+    settings["train.device"] = torch.device(config.train.device).type
+    return settings
 
 
 def run_environment(shape: MeshShape = _SINGLE_RANK, device: str = "cpu") -> dict[str, Any]:
-    """What else decides the bits of a run: how pixels are decoded, and in which order sums are taken.
+    """Environment that decides the bits of a run: decoders of pixels, and order of sums.
 
     Args:
         shape: its ranks. Default: one

@@ -1,12 +1,11 @@
-"""The training loop, which may be killed at any moment and goes on to the same bits.
+"""Training loop that may be killed at any moment and resumes with the same bits.
 
-All that decides a step is either in the last checkpoint (weights, optimizer, loss scale, position) or follows from counters (order of the
-slides, augmentation, dropout, learning rate: functions of seed, epoch, slide and step). What a killed process had computed since its last
-checkpoint is computed again, from the same numbers, in the same order. A slide of its own never changes the model: ``.grad`` and the
-buffers of an unfinished group are dropped.
+The state of a step is either in the last checkpoint (weights, optimizer, loss scale, position) or a function of counters (order of the
+slides, augmentation, dropout, learning rate: of seed, epoch, slide and step). Work after the last checkpoint is computed again from the
+same numbers, in the same order. A single slide never changes the model: ``.grad`` and the buffers of an unfinished group are dropped.
 
-Several ranks run this loop side by side. What they decide, they decide from numbers that are the same on all of them: those of a group are
-gathered (`sft.wsi.train.grad_accumulation`), those of a validation are the first rank's, who also reads and writes the folder.
+Several ranks run this loop in parallel. Their decisions use numbers that are equal on all of them: results of a group are gathered
+(`sft.wsi.train.grad_accumulation`), results of a validation are the first rank's, which also reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ __all__ = ["Trainer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InitialState:
-    """What a run begins with, or goes on with.
+    """State that a run starts or resumes with.
 
     Attributes:
         weights: parameters and buffers by name.
-        state: the rest of a checkpoint; None at the beginning.
-        num_norms: whose statistics were measured.
+        state: remaining state of a checkpoint; None at the start.
+        num_norms: number of calibrated norms.
     """
 
     weights: dict[str, Tensor]
@@ -59,14 +58,14 @@ class _InitialState:
 
 
 class Trainer:
-    """A run.
+    """Trainer of a run.
 
     Args:
-        experiment: what is trained.
-        folder: what it writes to, opened.
-        failed: slides to leave out, with what is wrong.
-        reporter: is told what happens.
-        ranks: those that share the work. Default: this process alone
+        experiment: to train.
+        folder: output folder, opened.
+        failed: slides to skip, with their problems.
+        reporter: of the progress.
+        ranks: ranks that share the work. Default: this process alone
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class Trainer:
         self._groups.set_training()
         augmentation = replace(draw_augmentation(self._config.augment, 0, 0, record.name), quarters=int(turned))
         with autocast_context(self._config):
-            found: Plan = self._net.plan_for(*self._groups.inputs(record, augmentation))
-        return found
+            plan: Plan = self._net.plan_for(*self._groups.inputs(record, augmentation))
+        return plan
 
     def restore(self) -> None:
         """Go to where the run in the folder is, or to its beginning.
@@ -146,7 +145,7 @@ class Trainer:
             )
 
     def _start(self) -> _InitialState:
-        """What the folder holds, or what a run begins with."""
+        """State in the folder, or the initial state of a run."""
         checkpoint = self._folder.checkpoints.load("last")
         if checkpoint is not None:
             check_same_run(self._folder.path, checkpoint.state, self._config, self.experiment.table, self._ranks.shape)
@@ -194,27 +193,27 @@ class Trainer:
             group = [self._records[number] for number in order[start : start + settings.accumulate]]
             later = [self._records[number] for number in order[start + settings.accumulate :]]
             failed = dict(self.progress.failed)
-            found = self._groups.accumulate(group, later, failed, interruption, epoch=epoch, step=self.progress.step)
+            result = self._groups.accumulate(group, later, failed, interruption, epoch=epoch, step=self.progress.step)
             reached = replace(
                 self.progress,
                 position=min(start + settings.accumulate, len(order)),
-                failed=tuple({**failed, **found.failed}.items()),
+                failed=tuple({**failed, **result.failed}.items()),
             )
-            if found.loss is not None:
+            if result.loss is not None:
                 rate = learning_rate(settings, reached.step, self._num_steps)
                 norm = self._step(rate)
                 reached = replace(
                     reached,
                     step=reached.step + 1,
-                    loss_sum=reached.loss_sum + found.loss * found.weight,
-                    loss_weight=reached.loss_weight + found.weight,
+                    loss_sum=reached.loss_sum + result.loss * result.weight,
+                    loss_weight=reached.loss_weight + result.weight,
                 )
-                row = {"step": reached.step, "epoch": epoch, "loss": found.loss, "lr": rate, "grad_norm": norm}
-                told = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(found.cost.waited_seconds, 3)}
-                told |= {"skipped_share": round(found.cost.skipped_share, 4)}
-                self._folder.add_step({**row, **told, "slides": " ".join(found.names)})
+                row = {"step": reached.step, "epoch": epoch, "loss": result.loss, "lr": rate, "grad_norm": norm}
+                told = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(result.cost.waited_seconds, 3)}
+                told |= {"skipped_share": round(result.cost.skipped_share, 4)}
+                self._folder.add_step({**row, **told, "slides": " ".join(result.names)})
                 self._reporter.step(row)
-                self._epoch_cost += found.cost
+                self._epoch_cost += result.cost
             self.progress = reached
             if reached.step % settings.checkpoint_every == 0 or reached.position == len(order):
                 self._save()
@@ -276,18 +275,18 @@ class Trainer:
             self._reporter.note(f"  background: {100 * share:.1f} % of the FLOPs of its training steps were left out")
 
     def _patience_exhausted(self, epoch: int, best: tuple[float, int] | None) -> bool:
-        """Whether so many passes are enough, the best of which was ``best``."""
+        """True if patience has run out in this epoch, given the best one."""
         patience = self._config.train.patience
         return patience is not None and epoch - (best[1] if best else 0) >= patience
 
     def _measured(self, predictions: list[Prediction]) -> dict[str, float]:
-        """What metrics.csv says of predictions of validation slides."""
+        """Metrics of the predictions of validation slides, for metrics.csv."""
         estimates = evaluate_predictions(self._task, predictions, num_draws=0)
         row = {"val_loss": mean_loss(self._task.kind, predictions)}
         return row | {f"val_{name}": estimate.value for name, estimate in estimates.items() if name != "loss"}
 
     def _check_same_weights(self) -> None:
-        """Refuse ranks that have come apart, as unlike devices may."""
+        """Refuse ranks with different weights, which unequal devices may cause."""
         digest = hashlib.sha256()
         for value in self._model.state_dict().values():
             digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

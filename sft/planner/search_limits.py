@@ -27,9 +27,9 @@ class SearchLimits:
         min_panel_px: width of the narrowest panel, in pixels.
         recompute_cost: recomputed and offloaded stages are searched only above this multiple of plain PyTorch's FLOPs.
         streaming_cost: streamed cuts are searched only above this multiple of the first grid's minimum.
-        recompute_solvers: recomputation solvers that are compared, by name: the chain's optimum, and `acg`, whose smallest schedules may
-            fit where the chain, which counts skips once per cut, finds none. The remaining ones are never better than these two.
-        offload_solvers: offload solvers that are compared, by name.
+        recompute_solvers: recomputation solvers that are compared, by name: the chain's optimum, and two that may fit or win where the
+            chain, which counts a skip once per crossed cut, misleads it. `revolve` and `bisect` are never better on the benchmark networks.
+        offload_solvers: offload solvers that are compared, by name; `offload-greedy` and `vdnn` are never better on the benchmark networks.
 
     Smallest plan:
         num_smallest: candidates that are projected.
@@ -95,7 +95,7 @@ class SearchLimits:
     min_panel_px: int = 64
     recompute_cost: float = 1.02
     streaming_cost: float = 1.05
-    recompute_solvers: tuple[str, ...] = ("optimal", "acg")
+    recompute_solvers: tuple[str, ...] = ("sqrt", "optimal", "acg")
     offload_solvers: tuple[str, ...] = ("offload-dp",)
 
     num_smallest: int = 3

@@ -110,9 +110,9 @@ class CapturedModel:
             match = _IMAGE_OPS.match(node.target)
             num_axes = 0 if match is None else int(match[1])
             if num_axes and len(node.shape) == num_axes + 1 and ("conv" in node.target or num_axes > 1):
-                given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+                sizes = " and ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(
-                    f"{node.label}: an input of {given} has no batch; expected {num_axes + 2} dimensions, batch it with x[None]"
+                    f"{node.label}: an input of {sizes} has no batch; expected {num_axes + 2} dimensions, batch it with x[None]"
                 )
 
 

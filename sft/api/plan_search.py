@@ -172,9 +172,9 @@ class PlanSearch:
 
     def _known_plan(self, problem: PlanningProblem) -> FittedPlan | None:
         """The plan given by the user, if it matches this call, or the previous one."""
-        given = self._materialize(problem, self.settings.plan)
-        if given is not None:
-            return given
+        fitted = self._materialize(problem, self.settings.plan)
+        if fitted is not None:
+            return fitted
         try:
             return self._materialize(problem, self.previous)
         except (BudgetError, InputError):  # resident bytes have grown, or another capture names operators differently

@@ -172,55 +172,55 @@ def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sft", description="Exact training on images that do not fit the device.")
-    parser.add_argument("--debug", action="store_true", help="show where an error was made")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="what is installed here, and whether a step in strips is exact")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor = commands.add_parser("doctor", help="installed versions, devices, and a self-check of a step in strips")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    check = commands.add_parser("check", help="what of a model runs in strips, what cannot, and what to do about it")
+    check = commands.add_parser("check", help="operators of a model that run in strips, operators that cannot, and remedies")
     _add_model(check)
 
-    plan = commands.add_parser("plan", help="what a step needs and how it is computed; runs nothing")
+    plan = commands.add_parser("plan", help="memory, time and schedule of a step, without running it")
     _add_model(plan)
-    plan.add_argument("--budget", default="11GiB", metavar="BYTES", help="what the device may hold (default: 11GiB)")
-    plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="how to plan (default: auto)")
-    plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="how strips get the rows between them")
-    plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
-    host = "what of the host a step may take besides, 0 for nothing (default: no limit; nothing with --time on the CPU, whose memory it is)"
+    plan.add_argument("--budget", default="11GiB", metavar="BYTES", help="device memory (default: 11GiB)")
+    plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="planning strategy (default: auto)")
+    plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="source of the halo rows of strips")
+    plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
+    host = "host memory for offloading, 0 for none (default: no limit; none with --time on the CPU, which shares it)"
     plan.add_argument("--host-budget", metavar="BYTES", help=host)
-    plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes a second between device and host, such as 24GB (default: 10GB)")
-    weights = "where parameters are: on the device (default), streamed from the host, or streamed where nothing else fits"
+    plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes per second between device and host, such as 24GB (default: 10GB)")
+    weights = "placement of parameters: on the device (default), streamed from the host, or streamed if no resident plan fits"
     plan.add_argument("--weights", choices=WEIGHT_MODES, default="resident", help=weights)
-    plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
-    plan.add_argument("--compare", action="store_true", help="one table of all strategies")
-    plan.add_argument("--costs", action="store_true", help="what each segment takes of the time")
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over time and what runs: .png, .svg, .pdf, ...")
+    plan.add_argument("--time", action="store_true", help="measure the plan's programs on this machine to project the time of a step")
+    plan.add_argument("--compare", action="store_true", help="print a table of all strategies")
+    plan.add_argument("--costs", action="store_true", help="print the time of each segment")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="plot memory and operations over time: .png, .svg, .pdf, ...")
     plan.add_argument(
         "--pareto",
         type=Path,
         metavar="FILE",
-        help="plan for several budgets and draw time against memory, of all strategies with --compare",
+        help="plan for several budgets and plot time against memory, for all strategies with --compare",
     )
     plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
-    plan.add_argument("--read", action="store_true", help="inputs are read in strips (slides, arrays) and never whole on the device")
-    plan.add_argument("--ranks", type=int, metavar="N", help="share the image among so many ranks, each with the budget")
-    plan.add_argument("--replicas", type=int, default=1, metavar="N", help="so many images at once, each on --ranks ranks (default: 1)")
-    plan.add_argument("--link", metavar="RATE", help="of a rank to the others, such as 400Gbit or 50GB a second")
+    plan.add_argument("--read", action="store_true", help="inputs are read in strips (slides, arrays) and never resident")
+    plan.add_argument("--ranks", type=int, metavar="N", help="split the image over N ranks, each with the budget")
+    plan.add_argument("--replicas", type=int, default=1, metavar="N", help="train on N images at once, each on --ranks ranks (default: 1)")
+    plan.add_argument("--link", metavar="RATE", help="bandwidth between a rank and the other ranks, such as 400Gbit or 50GB per second")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
 
-    tune = commands.add_parser("tune", help="measure on this machine's GPU which kernels are faster than PyTorch's own operators")
+    tune = commands.add_parser("tune", help="measure on this machine's GPU which kernels are faster than PyTorch's operators")
     _add_model(tune, is_needed=False)
     tune.add_argument(
         "--dtype", nargs="+", default=("bfloat16", "float32"), choices=DTYPES, help="element types (default: bfloat16 float32)"
     )
-    tune.add_argument("--budget", default="11GiB", metavar="BYTES", help="for the plans whose programs are measured (default: 11GiB)")
-    tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
     tune.add_argument(
-        "--seconds", type=_positive_seconds, metavar="N", help="begin no measurement later; the same command goes on from there"
+        "--budget", default="11GiB", metavar="BYTES", help="device memory of the plans that provide the programs (default: 11GiB)"
     )
-    tune.add_argument("--again", action="store_true", help="measure what is in the table, too")
-    tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: where backend='auto' looks for it)")
+    tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
+    tune.add_argument("--seconds", type=_positive_seconds, metavar="N", help="time limit; the same command resumes the measurement")
+    tune.add_argument("--again", action="store_true", help="measure the entries of the table again")
+    tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: the one that backend='auto' reads)")
     return parser
 
 
@@ -237,16 +237,16 @@ def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> No
     if is_needed:
         parser.add_argument("model", metavar="MODEL", help=about)
     else:
-        parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{about}; none for layers that most networks have")
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{about}; default: layers that most networks have")
     parser.add_argument(
         "--input",
         nargs="+",
         action="extend",
         required=is_needed,
         metavar="SHAPE",
-        help="such as 1x3x20480x20480; 4x512:int64 for whole numbers; one for each input",
+        help="such as 1x3x20480x20480; 4x512:int64 for integers; one per input",
     )
-    parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
-    parser.add_argument("--frozen-norms", action="store_true", help="norms with running statistics keep them, as in evaluation mode")
-    parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments of the model's factory")
+    parser.add_argument("--frozen-norms", action="store_true", help="put norms with running statistics into evaluation mode")
+    parser.add_argument("--inference", action="store_true", help="plan for evaluation mode without gradients")
+    parser.add_argument("--json", action="store_true", help="print JSON")

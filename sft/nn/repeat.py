@@ -367,8 +367,8 @@ class Repeat(nn.Module):
         @contextlib.contextmanager
         def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedWeightAccess]:
             checked = dict(zip([*params, *fixed], (tensor.detach() for tensor in tensors), strict=True))
-            own = {name: checked.pop(name) for name in params}
-            yield StackedWeightAccess(own, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
+            stacked = {name: checked.pop(name) for name in params}
+            yield StackedWeightAccess(stacked, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
 
         return ChainCall(
             programs=programs,

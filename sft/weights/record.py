@@ -136,14 +136,14 @@ class RecordLayout:
         return views
 
 
-def layout_difference(own: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> str:
+def layout_difference(model_specs: Iterable[TensorSpec], file_specs: Iterable[TensorSpec]) -> str:
     """Description of the first tensor in which a file differs from the model; empty if they agree.
 
     Args:
-        own: tensors of the model.
-        theirs: tensors of the file.
+        model_specs: tensors of the model.
+        file_specs: tensors of the file.
     """
-    for expected, actual in zip_longest(own, theirs):
+    for expected, actual in zip_longest(model_specs, file_specs):
         if expected != actual:
             return f"{actual or 'nothing'} where the model has {expected or 'nothing'}"
     return ""

@@ -5,6 +5,9 @@ Each message has three parts: the request, the numbers, and the change that help
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = ["BudgetError", "InputError", "InternalError", "RankError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
 
 
@@ -19,9 +22,14 @@ class UnsupportedError(SftError):
         problems: one line per operator: module path, operator, and remedy.
     """
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("this model cannot be compiled exactly:\n" + "\n".join(f"  - {line}" for line in problems))
+        # Pickles of version 0.1.0 pass the finished message.
+        is_message = isinstance(problems, str)
+        super().__init__(problems if is_message else "this model cannot be compiled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
 
 
 class BudgetError(SftError, MemoryError):
@@ -32,7 +40,7 @@ class BudgetError(SftError, MemoryError):
         needed_bytes: bytes of the smallest plan that was tried.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int) -> None:
+    def __init__(self, message: str, *, needed_bytes: int = 0) -> None:  # the default serves unpickling, which sets it afterwards
         self.needed_bytes = needed_bytes
         super().__init__(message)
 

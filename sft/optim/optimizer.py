@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         InputError: a setting is unknown, or a number is out of range.
     """
 
+    #: Update of pickles without one: version 0.1.0 left it out.
+    default_update: ClassVar[type[Update] | None] = None
+
     def __init__(self, params: Iterable[Any], update: Update, **settings: Any) -> None:
         unknown = sorted(set(settings) - set(update.defaults))
         if unknown:
             raise InputError(f"{type(update).__name__} has no settings {', '.join(unknown)}; there are {', '.join(update.defaults)}")
         self.update = update
         super().__init__(params, {**update.defaults, **settings})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "update": self.update}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "update" not in state and self.default_update is not None:
+            state = {**state, "update": self.default_update()}
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.
@@ -102,12 +113,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 class SGD(FusedOptimizer):
     """``torch.optim.SGD(foreach=False, fused=False)``, bit for bit, that frees each gradient in :meth:`step`."""
 
+    default_update = SGDUpdate
+
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
         super().__init__(params, SGDUpdate(), **settings)
 
 
 class AdamW(FusedOptimizer):
     """``torch.optim.AdamW(foreach=False, fused=False)``, bit for bit, that frees each gradient in :meth:`step`."""
+
+    default_update = AdamWUpdate
 
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
         super().__init__(params, AdamWUpdate(), **settings)

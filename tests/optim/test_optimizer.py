@@ -181,3 +181,12 @@ def test_a_setting_that_is_switched_on_keeps_the_averages() -> None:
     state = optimizer.state[param]
     assert torch.equal(state["exp_avg"], 0.9 * average) and state["step"] == 4
     assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
+def test_deep_copies_make_the_same_step() -> None:
+    model = torch.nn.Linear(3, 2)
+    copies = copy.deepcopy((model, AdamW(model.parameters(), lr=0.1)))
+    for module, optimizer in ((model, AdamW(model.parameters(), lr=0.1)), copies):
+        module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), copies[0].parameters(), strict=True))

@@ -13,9 +13,9 @@ is always a copy here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "BitwiseKey",
     "JointTrace",
     "SlotArg",
+    "TraceBuilder",
     "TracedCall",
     "TracedResult",
     "resolve_target",
@@ -134,6 +135,7 @@ class JointTrace:
         num_inputs: number of inputs.
         result: index of the output.
         gradients: index of the gradient of each input; ``None`` if the input needs none, or the output does not depend on it.
+        constants: tensors from outside by index, if the trace allows them (:class:`TraceBuilder`).
     """
 
     forward: tuple[TracedCall, ...]
@@ -141,6 +143,7 @@ class JointTrace:
     num_inputs: int
     result: int
     gradients: tuple[int | None, ...]
+    constants: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
 
 def trace_joint(function: Callable[..., torch.Tensor], arguments: Sequence[ArgumentSpec], *, by_shape: bool = False) -> JointTrace:
@@ -156,7 +159,7 @@ def trace_joint(function: Callable[..., torch.Tensor], arguments: Sequence[Argum
     """
     # The caller's modes may be on, and a trace is kept for later calls.
     with torch.inference_mode(False), without_autograd_debugging(), _math_kernels_for_gpu():
-        return _TraceBuilder(record_ops(function, arguments, by_shape=by_shape)).trace()
+        return TraceBuilder(record_ops(function, arguments, by_shape=by_shape)).trace()
 
 
 @contextmanager
@@ -173,11 +176,19 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-class _TraceBuilder:
-    """Builds a trace from a recording: numbers the tensors and drops dead calls."""
+class TraceBuilder:
+    """Builds a trace from a recording: numbers the tensors, finds views by their storages, and drops dead calls.
 
-    def __init__(self, recording: OpRecording) -> None:
-        self._recording = recording
+    Args:
+        recording: the calls.
+        keeps_layouts: True if the trace runs on tensors with the memory layout and the device of the recording. Reshapes then stay views,
+            devices stay as they are, and tensors from outside become constants. Otherwise a reshape that merges dimensions becomes a copy,
+            devices become ``DEVICE``, and tensors from outside are an error.
+    """
+
+    def __init__(self, recording: OpRecording, *, keeps_layouts: bool = False) -> None:
+        self._recording, self._keeps_layouts = recording, keeps_layouts
+        self._constants: dict[int, torch.Tensor] = {}
         self._index: dict[int, int] = {}  # tensor id -> value index; the recording keeps all tensors alive
         self._roots: list[int] = []  # value index -> index of the value that owns its storage
         self._transposed: dict[int, int] = {}  # result of `aten.t` -> its operand
@@ -201,7 +212,7 @@ class _TraceBuilder:
             else:
                 from_grad.update(output.index for output in call.results if output is not None)
                 backward.append(call)
-        return JointTrace(tuple(forward), tuple(backward), num_inputs, result, gradients)
+        return JointTrace(tuple(forward), tuple(backward), num_inputs, result, gradients, self._constants)
 
     def _new(self, tensor: torch.Tensor, shared: int | None) -> int:
         number = self._index[id(tensor)] = len(self._roots)
@@ -219,7 +230,7 @@ class _TraceBuilder:
             self._index[id(recorded.output)] = self._transposed[arguments[0].index]
             return None
         keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
-        if target in _VIEW_OPS and not _only_splits(recorded.first_argument_shape, recorded.result_shapes[0]):
+        if not self._keeps_layouts and target in _VIEW_OPS and not _only_splits(recorded.first_argument_shape, recorded.result_shapes[0]):
             target = aten._reshape_copy.default
         storages = {} if target is aten._reshape_copy.default else self._storages(recorded)
         results: list[TracedResult | None] = []
@@ -248,12 +259,15 @@ class _TraceBuilder:
     def _converted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             number = self._index.get(id(value))
+            if number is None and self._keeps_layouts:
+                number = self._new(value, None)
+                self._constants[number] = value
             if number is None:
                 raise InternalError("an operator reads a tensor that is neither its operand nor made by one of its calls")
             return SlotArg(number)
         if isinstance(value, (list, tuple)):
             return tuple(map(self._converted, value))
-        return DEVICE if isinstance(value, torch.device) else value
+        return DEVICE if isinstance(value, torch.device) and not self._keeps_layouts else value
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ operator that takes ``make_fx`` 50 ms.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 
-__all__ = ["ArgumentSpec", "OpRecording", "RecordedOp", "record_ops"]
+__all__ = ["ArgumentSpec", "OpRecording", "RecordedOp", "record_calls", "record_ops"]
 
 #: Metadata queries that fake tensors dispatch as calls; not recorded.
 _METADATA_OPS = frozenset({torch.ops.prim.device.default})
@@ -106,7 +106,17 @@ class _OpRecorder(TorchDispatchMode):
 
 
 def _as_tuple(output: Any) -> tuple[torch.Tensor | None, ...]:
-    return tuple(output) if isinstance(output, (list, tuple)) else () if output is None else (output,)
+    """The tensors among the results of a call, in order; ``None`` in the place of numbers."""
+    results = output if isinstance(output, (list, tuple)) else () if output is None else (output,)
+    return tuple(result if isinstance(result, torch.Tensor) else None for result in results)
+
+
+@contextlib.contextmanager
+def record_calls() -> Iterator[list[RecordedOp]]:
+    """Record the calls of the body, autograd's included; dispatch modes that are active already, such as fake tensors, run below."""
+    recorder = _OpRecorder()
+    with recorder:
+        yield recorder.calls
 
 
 def record_ops(function: Callable[..., torch.Tensor], arguments: Sequence[ArgumentSpec], *, by_shape: bool = False) -> OpRecording:

@@ -1,34 +1,33 @@
-"""A traced block as flat programs: what runs when it runs for the first time, again, and backwards.
+"""Lowering of a traced block to flat programs: its first run, its recomputation, and its backward.
 
-Five programs come from one trace, by leaving out what nobody wants and by cutting between forward and backward:
+The programs come from one trace, by dropping unused results and by splitting between forward and backward:
 
-- ``first``, ``first_save``: the output and the buffers' next values; the latter also leaves what ``backward`` reads.
-- ``again``, ``again_save``: the same without the buffers' next values. A recomputation runs these, so each buffer changes once a step.
-- ``backward``, and ``backward_last`` for a block whose input wants no gradient.
+- ``first``, ``first_save``: the output and the buffers' next values; the latter also leaves the residuals of ``backward``.
+- ``again``, ``again_save``: the same without next values of buffers. Recomputations run these, so each buffer changes once in a step.
+- ``backward``, and ``backward_last`` for a block whose input needs no gradient.
 
-Views of the input and of parameters are made again in the backward program instead of being saved: weights may have left the device in
-between. Random masks are functions of a seed, the call's place in the block (*site*), the block's number (*draw*) and the position of the
-element, so a recomputation has the same bits whatever it does in which order.
+Views of the input and of parameters are recomputed in the backward program instead of being saved, since weights may have left the device
+in between. Random masks are functions of a seed, the call's number in the block (*site*), the block's number (*draw*) and the element's
+position, so a recomputation has the same bits in any order of the blocks.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from sft.common.errors import InternalError, UnsupportedError
 from sft.common.memory import measure_peak
-from sft.common.torch_internals import op_schema, storage_id
+from sft.common.torch_internals import op_schema
 from sft.kernels.rng.dropout import write_mask
 from sft.kernels.rng.mask_tile import MaskTile
 from sft.lower.builder import ProgramBuilder
+from sft.lower.joint_traces import SlotArg, TracedCall
 from sft.lower.program import Instruction, Port, Program, Slot
 from sft.repeat.trace import BlockTrace
 
@@ -43,10 +42,10 @@ GRAD_INPUT = Port("grad_source", "x")
 #: Bound to (seed, block number).
 DRAW = Port("origin", "draw")
 
-#: Norms that change running statistics in place: where these stand among the arguments, and where it says that they do.
-_UPDATING = {aten.native_batch_norm.default: (3, 4, 5), aten.cudnn_batch_norm.default: (3, 4, 5)}
-#: Their derivatives, which read none in training: where they stand, and where it says so (None: only training comes here).
-_UPDATING_BACKWARD: dict[Any, tuple[int, int, int | None]] = {
+#: Norms that update running statistics in place: positions of the statistics and of the training flag in the arguments.
+_UPDATING_NORMS = {aten.native_batch_norm.default: (3, 4, 5), aten.cudnn_batch_norm.default: (3, 4, 5)}
+#: Their derivatives, which do not read the statistics in training: the same positions (no flag: always training).
+_UPDATING_NORMS_BACKWARD: dict[Any, tuple[int, int, int | None]] = {
     aten.native_batch_norm_backward.default: (3, 4, 7),
     aten.cudnn_batch_norm_backward.default: (3, 4, None),
 }
@@ -57,21 +56,21 @@ class BlockPrograms:
     """The programs of a block.
 
     Attributes:
-        first: forward, for the first time.
-        first_save: the same, leaving what ``backward`` reads.
-        again: forward, recomputed.
-        again_save: the same, leaving what ``backward`` reads.
-        backward: the gradients of the input and of the parameters.
-        backward_last: the gradients of the parameters.
+        first: forward of the first run.
+        first_save: the same, leaving the residuals of ``backward``.
+        again: forward of a recomputation.
+        again_save: the same, leaving the residuals of ``backward``.
+        backward: gradients of the input and of the parameters.
+        backward_last: gradients of the parameters.
         constants: tensors that the block made of Python values.
-        output_bytes: of the output's storage.
-        grad_bytes: of the input's gradient's.
-        saved_bytes: what ``first_save`` leaves besides the output.
-        reads_output: whether ``backward`` reads the output.
-        param_grad_bytes: of the parameters' gradients.
-        updated: the buffers that change.
-        with_gradient: the parameters that get one.
-        is_random: whether there are random masks.
+        output_bytes: bytes of the output's storage.
+        grad_bytes: bytes of the storage of the input's gradient.
+        saved_bytes: bytes that ``first_save`` leaves in addition to the output.
+        reads_output: True if ``backward`` reads the output.
+        param_grad_bytes: bytes of the parameters' gradients.
+        updated: buffers that change.
+        with_gradient: parameters that get a gradient.
+        is_random: True if the block draws random masks.
     """
 
     first: Program
@@ -92,10 +91,10 @@ class BlockPrograms:
 
 
 def lower_block(trace: BlockTrace) -> BlockPrograms:
-    """Make the programs.
+    """Lower a trace to programs.
 
     Raises:
-        UnsupportedError: a random operator that follows no position, or a buffer that is changed and that the output depends on.
+        UnsupportedError: a random operator without positions, or a buffer that changes and that the output depends on.
     """
     first = _BlockLowering(trace, again=False).forward_only()
     first_save, _ = _BlockLowering(trace, again=False).both(input_grad=True)
@@ -104,7 +103,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     again = _BlockLowering(trace, again=True).forward_only()
     _, backward_last = _BlockLowering(trace, again=True).both(input_grad=False)
     if first_save.residuals != again_save.residuals:
-        raise InternalError("a recomputed block leaves something else for its backward pass than the block left")
+        raise InternalError("a recomputed block leaves other residuals than the block itself")
     updated = lowering.updated
     stateful = [name for name in updated for program in (again_save, backward) if Port("side", name) in program.ports]
     if stateful:
@@ -113,7 +112,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
         )
     sizes = {out.number: out.num_bytes for i in first_save.instructions for out in i.outputs if out is not None}
     roots = {out.number: out.root for i in first_save.instructions for out in i.outputs if out is not None}
-    kept = {roots[number] for number in first_save.residuals}
+    saved_roots = {roots[number] for number in first_save.residuals}
     output_root = first_save.results[OUTPUT].root
     grads = {port: size for port, size in backward.result_bytes.items() if port.role == "grad_side"}
     return BlockPrograms(
@@ -126,8 +125,8 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
         constants=lowering.constants,
         output_bytes=first_save.result_bytes[OUTPUT],
         grad_bytes=backward.result_bytes[GRAD_INPUT],
-        saved_bytes=sum(sizes[root] for root in kept if root != output_root),
-        reads_output=output_root in kept,
+        saved_bytes=sum(sizes[root] for root in saved_roots if root != output_root),
+        reads_output=output_root in saved_roots,
         param_grad_bytes=sum(grads.values()),
         updated=tuple(updated),
         with_gradient=tuple(port.name for port in grads),
@@ -136,209 +135,170 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
 
 
 class _BlockLowering:
-    """One emission of a trace."""
+    """One lowering of a trace; ``again`` for a recomputation."""
 
     def __init__(self, trace: BlockTrace, *, again: bool) -> None:
         self.trace, self.again = trace, again
-        self.nodes = list(trace.graph.graph.nodes)
-        self.emitter = ProgramBuilder(dtype=self.nodes[0].meta["val"].dtype)
-        self.constants: dict[Port, Tensor] = {}
-        self._slots: dict[Node, Slot] = {}
-        self._behind: dict[Node, Slot] = {}  # views of ports, made again for the backward pass
-        self._num_sites = 0
-        self._sites: dict[Node, int] = {}
-        *inputs, gradient = [node for node in self.nodes if node.op == "placeholder"]
-        first = 1 + len(trace.params)
+        self.builder = ProgramBuilder(dtype=trace.x.dtype)
+        calls = trace.calls
         ports = [INPUT, *(Port("side", name) for name in (*trace.params, *trace.buffers)), GRAD_OUTPUT]
-        for node, port in zip((*inputs, gradient), ports, strict=True):
-            self._slots[node] = self._port(port, node.meta["val"])
-        self._buffers = dict(zip(inputs[first:], trace.buffers, strict=True))
-        self._from_grad = self._depending_on(gradient)
-        self._outputs = next(node for node in self.nodes if node.op == "output").args[0]
-        self._written = self._statistics()
+        metas = [trace.x, *trace.params.values(), *trace.buffers.values(), trace.x]
+        self._slots: dict[int, Slot] = {
+            index: self.builder.port(port.role, port.name, meta.shape, meta.dtype)
+            for index, (port, meta) in enumerate(zip(ports, metas, strict=True))
+        }
+        self._buffers = dict(zip(trace.buffers, range(1 + len(trace.params), calls.num_inputs), strict=True))
+        self.constants = {Port("constant", f"constant{index}"): value for index, value in calls.constants.items()}
+        for (port, value), index in zip(self.constants.items(), calls.constants, strict=True):
+            self._slots[index] = self.builder.port(port.role, port.name, value.shape, value.dtype)
+        self._producers = {
+            result.index: call for call in (*calls.forward, *calls.backward) for result in call.results if result is not None
+        }
+        self._from_grad = {calls.num_inputs, *(result.index for call in calls.backward for result in call.results if result is not None)}
+        self._backward_views: dict[int, Slot] = {}  # views of ports, recomputed for the backward pass
+        self._sites: dict[int, int] = {}
+        self._statistics = self._updated_statistics()
 
     @property
     def updated(self) -> list[str]:
-        """The buffers whose next value is another one."""
-        found = []
-        for (buffer, name), value in zip(self._buffers.items(), self._updates(), strict=True):
-            is_clone = value.target is aten.clone.default and self._plain(value.args[0]) is buffer
-            if not is_clone or value in self._written:
-                found.append(name)
-        return found
+        """Buffers whose next value differs from the present one."""
+        return [
+            name
+            for (name, buffer), value in zip(self._buffers.items(), self.trace.next_values, strict=True)
+            if value in self._statistics or not self._is_clone(value, buffer)
+        ]
 
     def forward_only(self) -> Program:
         """The forward program."""
         self._forward()
-        return self.emitter.finish()
+        return self.builder.finish()
 
     def both(self, *, input_grad: bool) -> tuple[Program, Program]:
-        """The forward program that leaves what the backward program reads, and that one."""
+        """The forward program that leaves residuals, and the backward program."""
         self._forward()
-        turn = len(self.emitter.instructions)
-        for node in self.nodes:
-            if node in self._from_grad:
-                self._emit(node)
-        first = 1 + len(self._buffers)
+        turn = len(self.builder.instructions)
+        for call in self.trace.calls.backward:
+            self._emit(call, self._slots, is_backward=True)
         ports = [GRAD_INPUT, *(Port("grad_side", name) for name in self.trace.params)]
-        for port, value in zip(ports, self._outputs[first:], strict=True):
+        for port, value in zip(ports, self.trace.grads, strict=True):
             if value is not None and (input_grad or port != GRAD_INPUT):
                 self._result(port, value)
-        return self.emitter.split(turn)
+        return self.builder.split(turn)
 
     def _forward(self) -> None:
-        for node in self.nodes:
-            if node.op == "get_attr":
-                value = getattr(self.trace.graph, str(node.target))
-                port = Port("constant", str(node.target))
-                self.constants[port] = value
-                self._slots[node] = self._port(port, value)
-            elif node.op == "call_function" and node not in self._from_grad:
-                self._emit(node)
-        self._result(OUTPUT, self._outputs[0])
+        for call in self.trace.calls.forward:
+            self._emit(call, self._slots, is_backward=False)
+        self._result(OUTPUT, self.trace.calls.result)
         if not self.again:
-            names = set(self.updated)
-            for name, value in zip(self._buffers.values(), self._updates(), strict=True):
-                if name in names:
+            changed = set(self.updated)
+            for name, value in zip(self._buffers, self.trace.next_values, strict=True):
+                if name in changed:
                     self._result(Port("update", name), value)
 
-    def _updates(self) -> list[Node]:
-        return [self._plain(value) for value in self._outputs[1 : 1 + len(self._buffers)]]
+    def _is_clone(self, value: int, buffer: int) -> bool:
+        """True if a value is a clone of a buffer."""
+        call = self._producers.get(value)
+        return call is not None and call.function is aten.clone.default and call.arguments[0] == SlotArg(buffer)
 
-    def _port(self, port: Port, value: Tensor) -> Slot:
-        return self.emitter.port(port.role, port.name, value.shape, value.dtype)
+    def _updated_statistics(self) -> set[int]:
+        """Clones of running statistics that norms update."""
+        return {
+            argument.index
+            for call in self._producers.values()
+            if call.function in _UPDATING_NORMS
+            for argument in _statistics_of(call, _UPDATING_NORMS[call.function])
+            if isinstance(argument, SlotArg)
+        }
 
-    def _depending_on(self, gradient: Node) -> set[Node]:
-        found = {gradient}
-        for node in self.nodes:
-            if node.op == "call_function" and found.intersection(node.all_input_nodes):
-                found.add(node)
-        return found - {gradient}
+    def _result(self, port: Port, value: int) -> None:
+        """Return a value to the caller, in a storage of its own."""
+        slot = self._slots[value]
+        roots = {other.root for other in self.builder.results.values()} | {other.root for other in self.builder.ports.values()}
+        if slot.root in roots:
+            slot = self.builder.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype)
+        self.builder.result(port.role, port.name, slot)
 
-    def _statistics(self) -> set[Node]:
-        """Clones of running statistics that norms write to."""
-        found: set[Node] = set()
-        for node in self.nodes:
-            if node.target in _UPDATING:
-                low, high, training = _UPDATING[node.target]
-                if node.args[training]:
-                    found.update(self._plain(node.args[place]) for place in (low, high) if isinstance(node.args[place], Node))
-        return found
-
-    @staticmethod
-    def _plain(node: Any) -> Node:
-        """The node itself, or the one that it is another name of."""
-        while node.target in (aten.detach.default, aten.alias.default):
-            node = node.args[0]
-        found: Node = node
-        return found
-
-    def _result(self, port: Port, value: Node) -> None:
-        """Hand a value out, in a storage of its own."""
-        slot = self._slots[self._plain(value)]
-        taken = {other.root for other in self.emitter.results.values()} | {other.root for other in self.emitter.ports.values()}
-        if slot.root in taken:
-            slot = self.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype)
-        self.emitter.result(port.role, port.name, slot)
-
-    def _emit(self, node: Node) -> None:
-        if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[0].meta["val"], (tuple, list)):
-            return  # made by the call that it belongs to
-        if node.target in (aten.detach.default, aten.alias.default):
-            return
-        self._call(node, self._slots, node in self._from_grad)
-
-    def _call(self, node: Node, table: dict[Node, Slot], is_backward: bool) -> None:
-        """Emit a call; its results go to ``table``."""
-        value, target = node.meta["val"], node.target
-        has_many = isinstance(value, (tuple, list))
-        made: dict[Any, Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem} if has_many else {0: node}
+    def _emit(self, call: TracedCall, slots: dict[int, Slot], *, is_backward: bool) -> None:
+        """Emit a call; its results are added to ``slots``."""
         outputs: list[Slot | None] = []
-        for place, tensor in enumerate(value if has_many else (value,)):
-            user = made.get(place)
-            if user is None or tensor is None:
+        for result in call.results:
+            if result is None:
                 outputs.append(None)
                 continue
-            shared = self._shared(node, tensor, is_backward)
-            slot = self.emitter.slot(tensor.shape, tensor.dtype, None if shared is None else shared.root)
-            table[user] = slot
+            root = None if result.view_of is None else self._slots[result.view_of].root
+            slots[result.index] = slot = self.builder.slot(result.shape, result.dtype, root)
             outputs.append(slot)
-        arguments = [self._convert(argument, is_backward) for argument in node.args]
-        keywords = {name: self._convert(argument, is_backward) for name, argument in node.kwargs.items()}
-        function: Callable[..., Any] = target  # type: ignore[assignment]  # of a call node it is one
+        function: Callable[..., Any] = call.function
+        arguments = [self._converted(argument, is_backward) for argument in call.arguments]
+        keywords = {name: self._converted(argument, is_backward) for name, argument in call.keywords}
         writes: tuple[Slot, ...] = ()
-        if target in _UPDATING and node.args[_UPDATING[target][2]]:
-            low, high, _ = _UPDATING[target]
-            if self.again:
+        if function in _UPDATING_NORMS:
+            low, high, _ = positions = _UPDATING_NORMS[function]
+            if _statistics_of(call, positions) and self.again:
                 arguments[low] = arguments[high] = None
-            else:
+            elif _statistics_of(call, positions):
                 writes = tuple(slot for slot in (arguments[low], arguments[high]) if slot is not None)
-        elif target in _UPDATING_BACKWARD:
-            low, high, training = _UPDATING_BACKWARD[target]
-            if training is None or node.args[training]:
+        elif function in _UPDATING_NORMS_BACKWARD:
+            low, high, flag = _UPDATING_NORMS_BACKWARD[function]
+            if flag is None or call.arguments[flag]:
                 arguments[low] = arguments[high] = None
-        elif torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not _has_zero_dropout(node):
-            function, arguments, keywords = self._random(node, arguments)
-        if has_many and len(outputs) == 1:
-            function, has_many = partial(_single_result, function), False
+        elif torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) and not _has_zero_dropout(call):
+            function, arguments, keywords = self._random(call, arguments)
         if writes:
             num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
-            self.emitter.instructions.append(
+            self.builder.instructions.append(
                 Instruction(function, tuple(arguments), keywords, tuple(outputs), writes=writes, num_bytes=num_bytes)
             )
         else:
-            self.emitter.call_into(
-                function, tuple(arguments), keywords, tuple(outputs), has_many=has_many, scratch_bytes=_scratch_bytes(function, arguments)
+            self.builder.call_into(
+                function,
+                tuple(arguments),
+                keywords,
+                tuple(outputs),
+                has_many=call.has_many,
+                scratch_bytes=_scratch_bytes(function, arguments),
             )
 
-    def _shared(self, node: Node, tensor: Tensor, is_backward: bool) -> Slot | None:
-        """The argument whose storage a result shares."""
-        storage = storage_id(tensor)
-        for argument in node.all_input_nodes:
-            value = argument.meta["val"]
-            for place, item in enumerate(value if isinstance(value, (tuple, list)) else (value,)):
-                if isinstance(item, Tensor) and storage_id(item) == storage:
-                    if isinstance(value, (tuple, list)):
-                        raise InternalError(f"{node}: a view of result {place} of a call with several results")
-                    return self._slot(argument, is_backward)
-        return None
-
-    def _slot(self, node: Node, is_backward: bool) -> Slot:
-        node = self._plain(node)
-        slot = self._slots[node]
-        external = slot.number != slot.root and any(slot.root == port.number for port in self.emitter.ports.values())
-        if not (is_backward and external) or node in self._from_grad:
+    def _slot(self, value: int, is_backward: bool) -> Slot:
+        """The slot of a value. In the backward program a view of a port is a recomputed one."""
+        slot = self._slots[value]
+        is_port_view = slot.number != slot.root and any(slot.root == port.number for port in self.builder.ports.values())
+        if not (is_backward and is_port_view) or value in self._from_grad:
             return slot
-        if node not in self._behind:
-            producer = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else node
-            self._call(producer if isinstance(producer.meta["val"], (tuple, list)) else node, self._behind, True)
-        return self._behind[node]
+        if value not in self._backward_views:
+            self._emit(self._producers[value], self._backward_views, is_backward=True)
+        return self._backward_views[value]
 
-    def _convert(self, value: Any, is_backward: bool) -> Any:
-        if isinstance(value, Node):
-            return self._slot(value, is_backward)
-        if isinstance(value, (list, tuple)):
-            return tuple(self._convert(item, is_backward) for item in value)
-        return value
+    def _converted(self, value: Any, is_backward: bool) -> Any:
+        """An argument with indices replaced by slots."""
+        if isinstance(value, SlotArg):
+            return self._slot(value.index, is_backward)
+        return tuple(self._converted(item, is_backward) for item in value) if isinstance(value, tuple) else value
 
-    def _random(self, node: Node, arguments: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    def _random(self, call: TracedCall, arguments: list[Any]) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """A random mask as a function of positions."""
-        site = self._sites.setdefault(node, len(self._sites))
-        draw = self.emitter.port(DRAW.role, DRAW.name, (), torch.int64)
-        if node.target is aten.bernoulli.p and len(node.args) == 2:
-            tensor = node.meta["val"]
-            return _bernoulli, [draw, tuple(tensor.shape), node.args[1], site, tensor.dtype, tensor.device], {}
-        if node.target is aten.native_dropout.default and node.args[2]:
-            return _native_dropout, [draw, arguments[0], node.args[1], site], {}
-        raise UnsupportedError([f"(the repeated block): {node.target} draws random numbers that follow no position; use dropout"])
+        result = next(result for result in call.results if result is not None)
+        site = self._sites.setdefault(result.index, len(self._sites))
+        draw = self.builder.port(DRAW.role, DRAW.name, (), torch.int64)
+        if call.function is aten.bernoulli.p and len(call.arguments) == 2:
+            return _bernoulli, [draw, result.shape, call.arguments[1], site, result.dtype, self.trace.device], {}
+        if call.function is aten.native_dropout.default and call.arguments[2]:
+            return _native_dropout, [draw, arguments[0], call.arguments[1], site], {}
+        raise UnsupportedError([f"(the repeated block): {call.function} draws random numbers that follow no position; use dropout"])
+
+
+def _statistics_of(call: TracedCall, positions: tuple[int, int, int]) -> tuple[Any, ...]:
+    """The running statistics that a norm updates; none in evaluation."""
+    low, high, flag = positions
+    return (call.arguments[low], call.arguments[high]) if call.arguments[flag] else ()
 
 
 def _scratch_bytes(function: Callable[..., Any], arguments: Sequence[Any]) -> int:
-    """What evaluating a random mask takes besides its results: in plain PyTorch the integers of Philox."""
+    """Temporary bytes of a random mask; in plain PyTorch the integers of Philox."""
     if function is _bernoulli:
         return _mask_scratch_bytes(tuple(arguments[1]), arguments[4])
     if function is _native_dropout:
-        # The product with the mask is there while it is scaled.
+        # The product with the mask exists while it is scaled.
         product: int = arguments[1].num_bytes
         return max(_mask_scratch_bytes(tuple(arguments[1].shape), torch.bool) - product, product)
     return 0
@@ -351,21 +311,15 @@ def _mask_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return peak.num_bytes - mask.numel() * mask.element_size()
 
 
-def _has_zero_dropout(node: Node) -> bool:
-    """Whether it is an operator with dropout inside (attention) that is told to drop nothing."""
-    names = [argument.name for argument in op_schema(node.target).arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
-
-
-def _single_result(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The one result of a call that returns a tuple."""
-    (result,) = function(*arguments, **keywords)
-    return result
+def _has_zero_dropout(call: TracedCall) -> bool:
+    """True for an operator with dropout inside (attention) whose probability is 0."""
+    names = [argument.name for argument in op_schema(call.function).arguments]
+    values: Mapping[str, Any] = {**dict(zip(names, call.arguments, strict=False)), **dict(call.keywords)}
+    return "dropout_p" in names and values.get("dropout_p", 0.0) == 0.0
 
 
 def _bernoulli(draw: tuple[int, int], shape: tuple[int, ...], kept: float, site: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Ones with a probability of ``kept``, and zeros."""
+    """Ones with a probability of ``kept``, otherwise zeros."""
     seed, block = draw
     padded = (*shape, 1, 1, 1, 1)
     extents = (padded[0], padded[1], padded[2], max(1, torch.Size(shape[3:]).numel()))

@@ -1,8 +1,8 @@
-"""A block as a graph of ATen calls, forward and backward in one, traced once whatever number of blocks there are.
+"""Joint trace of a block: forward and backward as flat lists of ATen calls, traced once for all blocks.
 
-The block runs on fake tensors with autograd recording and ``make_fx`` listening: what comes out is what eager PyTorch would call. A second
-trace of that graph removes the writes in place, so that every value is written once, by the call that makes it. Buffers are cloned at the
-start, and what the clones hold at the end are the buffers' next values.
+The block runs on fake tensors with autograd enabled while a dispatch recorder (`op_recorder`) lists the calls, which are those of eager
+PyTorch. The list is then replayed under ``torch.func.functionalize``, which removes writes in place, and recorded again. So every value is
+written once, by the call that creates it. Buffers are cloned at the start; the clones' values at the end are the buffers' next values.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from sft.analysis.frontend.module_state import AttributeChanges, override_attributes, preserve_attributes
 from sft.analysis.frontend.trace_context import suppress_output
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.torch_internals import FakeTensorMode
+from sft.lower.joint_traces import JointTrace, TraceBuilder
+from sft.lower.op_recorder import OpRecording, record_calls
 
 __all__ = ["BlockTrace", "TensorMeta", "trace_block"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """A tensor without its content: its sizes, element type, and whether it wants a gradient."""
+    """A tensor without its content: shape, element type, and True if it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,22 +36,38 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """That of a tensor."""
+        """The metadata of a tensor."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTrace:
-    """The joint graph of a block.
+    """The joint trace of a block.
 
-    Its placeholders are the input, the parameters, the buffers and the gradient of the output; its outputs the output, the buffers' next
-    values, and the gradients of the input and of the parameters (None where there is none).
+    Attributes:
+        calls: the calls. Its inputs are the block's input, parameters and buffers, its result is the block's output; its ``gradients`` are
+            the buffers' next values, then the gradients of the input and of the parameters (None if a parameter has none).
+        x: the input.
+        params: the parameters, by name.
+        buffers: the buffers, by name.
+        device: device of all tensors.
     """
 
-    graph: torch.fx.GraphModule
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
+    calls: JointTrace
+    x: TensorMeta
+    params: Mapping[str, TensorMeta]
+    buffers: Mapping[str, TensorMeta]
     device: torch.device
+
+    @property
+    def next_values(self) -> tuple[int, ...]:
+        """Indices of the buffers' next values."""
+        return tuple(index for index in self.calls.gradients[: len(self.buffers)] if index is not None)
+
+    @property
+    def grads(self) -> tuple[int | None, ...]:
+        """Indices of the gradients of the input and of the parameters."""
+        return self.calls.gradients[len(self.buffers) :]
 
 
 def trace_block(
@@ -66,15 +83,15 @@ def trace_block(
 
     Args:
         block: the module; its own parameters and buffers are not used.
-        x: its input.
-        params: its parameters, by name.
-        buffers: its buffers, by name.
-        device: where it is to run.
-        autocast: the type that autocast casts to, if it is on.
+        x: the input.
+        params: the parameters, by name.
+        buffers: the buffers, by name.
+        device: device of the block.
+        autocast: element type of autocast, if it is enabled.
 
     Raises:
         InputError: the block itself refuses such an input.
-        UnsupportedError: it cannot be traced, or its output is not like its input.
+        UnsupportedError: the block cannot be traced, or its output differs from its input in shape or type.
     """
     _refuse_hooks(block)
     mode = FakeTensorMode()
@@ -82,36 +99,38 @@ def trace_block(
         image, gradient = (torch.empty(x.shape, dtype=x.dtype, device=device) for _ in range(2))
         weights = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in params.items()}
         states = {name: torch.empty(b.shape, dtype=b.dtype, device=device) for name, b in buffers.items()}
-        given: list[Any] = [image, [*weights.values()], [*states.values()], gradient]
+    inputs = (image, *weights.values(), *states.values(), gradient)
 
-    def joint(value: Tensor, weights: Sequence[Tensor], states: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-        leaf = value.detach().requires_grad_()
-        leaves = {name: w.detach().requires_grad_(params[name].requires_grad) for name, w in zip(params, weights, strict=True)}
-        clones = {name: state.clone() for name, state in zip(buffers, states, strict=True)}
+    def joint(image: Tensor, *tensors: Tensor) -> list[Tensor | None]:
+        leaf = image.detach().requires_grad_()
+        leaves = {name: w.detach().requires_grad_(params[name].requires_grad) for name, w in zip(params, tensors, strict=False)}
+        clones = {name: state.clone() for name, state in zip(buffers, tensors[len(params) : -1], strict=True)}
         with torch.enable_grad(), _autocast_context(device, autocast):
             out = functional_call(block, {**leaves, **clones}, (leaf,))
         _check_output(out, x, device)
-        wanted = [leaf, *(tensor for tensor in leaves.values() if tensor.requires_grad)]
-        found = iter(torch.autograd.grad(out, wanted, gradient, allow_unused=True) if out.requires_grad else [None] * len(wanted))
-        first = next(found)
-        grads = [next(found) if tensor.requires_grad else None for tensor in leaves.values()]
+        differentiated = [leaf, *(tensor for tensor in leaves.values() if tensor.requires_grad)]
+        grads: Sequence[Tensor | None] = [None] * len(differentiated)
+        if out.requires_grad:
+            grads = torch.autograd.grad(out, differentiated, tensors[-1], allow_unused=True)
+        image_grad, *weight_grads = grads
+        of_weights = iter(weight_grads)
         return [
             out.detach().contiguous(),
             *clones.values(),
-            torch.zeros_like(gradient) if first is None else first.contiguous(),
-            *grads,
+            torch.zeros_like(tensors[-1]) if image_grad is None else image_grad.contiguous(),
+            *(next(of_weights) if tensor.requires_grad else None for tensor in leaves.values()),
         ]
 
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
         with torch.inference_mode(False), mode, torch.no_grad(), off, suppress_output():
             with preserve_attributes(block) as changes:
-                first = make_fx(joint)(*given)
+                recording = _record(joint, inputs)
             if changes:
                 with preserve_attributes(block), override_attributes(changes):
-                    later = make_fx(joint)(*given)
-                _refuse_stateful_block(first, later, changes)
-            graph = make_fx(functionalize(lambda *values: first(*values), remove="mutations"))(*given)
+                    second = _record(joint, inputs)
+                _refuse_stateful_block(recording, second, changes)
+            functional = _record(functionalize(_Replay(recording), remove="mutations"), inputs)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -123,14 +142,48 @@ def trace_block(
             preserve_attributes(block),
             suppress_output(),
         ):
-            refused = _eager_error(lambda: functional_call(block, {**weights, **states}, (image,)))
-        if refused is not None:
-            raise InputError(f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {refused}") from error
+            refusal = _eager_error(lambda: functional_call(block, {**weights, **states}, (image,)))
+        if refusal is not None:
+            raise InputError(f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {refusal}") from error
         remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
         if "in-place operation" in str(error):
             remedy = "Its input is that of another block as well: let its first operator not work in place"
         raise UnsupportedError([f"(the repeated block): it cannot be traced: {_first_line(error)}. {remedy}"]) from error
-    return BlockTrace(graph=graph, params=tuple(params), buffers=tuple(buffers), device=device)
+    calls = TraceBuilder(functional, keeps_layouts=True).trace()
+    return BlockTrace(calls=calls, x=x, params=dict(params), buffers=dict(buffers), device=device)
+
+
+def _record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]) -> OpRecording:
+    """Record a joint function, whose last input is the gradient and whose first result is the output."""
+    with record_calls() as calls:
+        output, *gradients = function(*inputs)
+    assert output is not None
+    return OpRecording(tuple(inputs[:-1]), inputs[-1], tuple(calls), output, tuple(gradients))
+
+
+class _Replay:
+    """Runs the calls of a recording on other tensors."""
+
+    def __init__(self, recording: OpRecording) -> None:
+        self._recording = recording
+        self._tensors: dict[int, Tensor] = {}
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor | None]:
+        recording = self._recording
+        self._tensors = dict(zip(map(id, (*recording.inputs, recording.grad)), inputs, strict=True))
+        for call in recording.calls:
+            made = call.function(*map(self._replaced, call.arguments), **{name: self._replaced(v) for name, v in call.keywords.items()})
+            results = made if isinstance(made, (list, tuple)) else [made]
+            for old, new in zip(call.results, results, strict=True) if call.results else ():
+                if old is not None:
+                    self._tensors[id(old)] = new
+        return [None if tensor is None else self._tensors[id(tensor)] for tensor in (recording.output, *recording.gradients)]
+
+    def _replaced(self, value: Any) -> Any:
+        """An argument with recorded tensors replaced by those of this run; constants stay."""
+        if isinstance(value, Tensor):
+            return self._tensors.get(id(value), value)
+        return type(value)(map(self._replaced, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _first_line(error: Exception) -> str:
@@ -138,17 +191,18 @@ def _first_line(error: Exception) -> str:
 
 
 def _eager_error(call: Callable[[], Any]) -> str | None:
-    """What eager PyTorch says to the input; ``None`` where it takes it."""
+    """The error of eager PyTorch for the input; ``None`` if it accepts it."""
     try:
         call()
-    except Exception as error:  # a decision on values, which fake tensors do not have, is of a type of its own
+    except Exception as error:  # a decision on values, which fake tensors do not have, raises another type
         return _first_line(error) if type(error) in (RuntimeError, ValueError, TypeError, IndexError) else None
     return None
 
 
-def _refuse_stateful_block(first: torch.fx.GraphModule, later: torch.fx.GraphModule, changes: AttributeChanges) -> None:
-    """Refuse a block that sets attributes and computes something else then: which of all blocks is the first one?"""
-    if later.code != first.code:
+def _refuse_stateful_block(first: OpRecording, second: OpRecording, changes: AttributeChanges) -> None:
+    """Refuse a block that sets attributes and then computes differently: its copies would not be equal."""
+    traces = [TraceBuilder(recording, keeps_layouts=True).trace() for recording in (first, second)]
+    if repr(traces[0]) != repr(traces[1]):
         names = ", ".join(name for _, name in changes)
         raise UnsupportedError([f"(the repeated block): its `forward` sets {names}, and computes something else at the next call"])
 

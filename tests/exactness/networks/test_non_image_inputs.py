@@ -248,7 +248,7 @@ def test_refusals_say_what_to_do(ask: Callable[[], object], error: type[Exceptio
 
 def test_the_page_of_deep_models_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "deep.md").read_text()
-    section = page.partition("## Inputs that are no images")[2].partition("\n## ")[0]
+    section = page.partition("## Non-image inputs")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     exec(compile(block, "docs/deep.md", "exec"), {})
     share, redundancy = map(float, capsys.readouterr().out.split())

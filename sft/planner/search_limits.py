@@ -28,10 +28,11 @@ class SearchLimits:
         recompute_cost: recomputed and offloaded stages are searched only above this multiple of plain PyTorch's FLOPs.
         streaming_cost: streamed cuts are searched only above this multiple of the first grid's minimum.
         recompute_solvers: recomputation solvers that are compared, by name: the chain's optimum, and two that may fit or win where the
-            chain, which counts a skip once per crossed cut, misleads it. `revolve` and `bisect` are never better on the benchmark networks.
+            chain, which counts a skip once per crossed cut, misleads it. `revolve` and `bisect` are never faster on the benchmark networks.
         offload_solvers: offload solvers that are compared, by name; `offload-greedy` and `vdnn` are never better on the benchmark networks.
 
     Smallest plan:
+        smallest_solvers: recomputation solvers that are compared; that of the smallest peak differs from network to network.
         num_smallest: candidates that are projected.
         num_smallest_of_few: the same for networks of few operators, which are projected fast.
         few_operators: largest number of operators of such a network.
@@ -98,6 +99,7 @@ class SearchLimits:
     recompute_solvers: tuple[str, ...] = ("sqrt", "optimal", "acg")
     offload_solvers: tuple[str, ...] = ("offload-dp",)
 
+    smallest_solvers: tuple[str, ...] = ("sqrt", "revolve", "bisect", "optimal", "acg")
     num_smallest: int = 3
     num_smallest_of_few: int = 12
     few_operators: int = 64

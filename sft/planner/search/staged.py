@@ -179,10 +179,8 @@ def smallest_staged_plans(heads: TiledHeadRecompute, best_bytes: int) -> Iterato
     if proposal is None or proposal.peak_bytes > staged.problem.limits.optimal_bytes_factor * best_bytes:
         return
     yield materialize(staged.problem, proposal.choices, proposal.order)
-    for name in (
-        *staged.problem.limits.recompute_solvers,
-        *(staged.problem.limits.offload_solvers if staged.problem.resources.host_budget_bytes != 0 else ()),
-    ):
+    limits, may_copy = staged.problem.limits, staged.problem.resources.host_budget_bytes != 0
+    for name in (*limits.smallest_solvers, *(limits.offload_solvers if may_copy else ())):
         plan = scheduled_plan(staged, smallest_schedule(staged, name))
         if staged.problem.resources.fits_host(plan.projection.host_bytes):
             yield plan

@@ -1,7 +1,7 @@
 """All-reduce of buffers over a group of ranks: at once, or overlapped with the strips of a segment.
 
-Buffers are summed in windows of a few MiB, in two phases. Reduce-scatter: each member receives its share of the window from all others and
-adds the summands in the order of the members. All-gather: each member sends its sums to all others. A rank sends ``2 (n - 1) / n`` of the
+Buffers are summed in windows of a few MiB, in two phases. Reduce-scatter: each member receives its share of the window from all members and
+adds the summands in the order of the members. All-gather: each member sends its sums to all members. A rank sends ``2 (n - 1) / n`` of the
 bytes. All ranks get the same bits, and these do not depend on the borders of windows.
 
 An overlapped all-reduce has the messages of a phase pending while strips run. Windows follow each other in the same order on all ranks, and

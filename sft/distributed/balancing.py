@@ -1,17 +1,17 @@
 """Division of runs into segments for bands, and balance of the bands' costs.
 
 **Cuts.** Inside a segment the halo of a band is computed by both neighbours, and grows with the depth of the segment. At a cut the
-neighbours exchange rows instead, and each band stores its rows of the cut. So a run is divided at some of its cut positions, for
+neighbours exchange rows instead, and each band stores its rows of the cut. So a run is divided at some of its cut positions, to minimize
 
-    (FLOPs computed twice) + (a fixed cost of each segment) + price * (bytes stored at cuts),
+    (FLOPs computed twice) + (a fixed cost of each segment) + price * (bytes stored at cuts).
 
-whose least value over all divisions is a shortest path from the start of the run to its end. The price trades time for memory: at 0, runs
+The division of least cost is a shortest path from the start of the run to its end. The price trades time for memory: at 0, runs
 are divided wherever that saves more than a segment costs; as it grows, cuts in shallow, large images disappear first.
 
-**Bounds.** Bands of equal rows have different costs: the first and the last have one neighbour whose rows they recompute, inner bands have
-two, and with bounds at multiples of the network's stride some bands get more rows. The cost of a band is modelled as a constant (its halo
-rows, and work that all ranks do) plus a price per row, the same for all. Bounds that level these costs are tried; their exact cost decides
-if they are taken, and gives the constants of the next correction.
+**Bounds.** Bands of equal rows have different costs: the first and the last recompute the rows of one neighbour, inner bands
+those of two, and with bounds at multiples of the network's stride some bands get more rows. The cost of a band is modelled as a constant
+(its halo rows, and work that all ranks do) plus a price per row, the same for all. Bounds that level these costs are tried; their exact
+cost decides if they are taken, and gives the constants of the next correction.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class BandRegion(Region):
 
     @property
     def _last_contributors(self) -> dict[str, int]:
-        """For values whose gradients of halo rows return between strips, the segment that adds to them last."""
+        """For values with gradients of halo rows that return between strips, the segment that adds to them last."""
         names = (
             name
             for name, row_ownership in self.ownership.values.items()
@@ -254,7 +254,7 @@ class BandRegion(Region):
 
     @cached_property
     def _grads_to_reduce(self) -> dict[int, tuple[str, ...]]:
-        """For each segment in strips that runs backward, the parameters whose gradients became complete just before it."""
+        """For each segment in strips that runs backward, the parameters with gradients that became complete just before it."""
         last = {
             node.name: self._last_contributor(node.name)
             for node in self.graph.nodes

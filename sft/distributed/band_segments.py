@@ -1,4 +1,4 @@
-"""Segments of one band: sweeps over the band's rows, and untiled segments whose gradients are counted once."""
+"""Segments of one band: sweeps over the band's rows, and untiled segments with gradients that are counted once."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ class OwnedGradMask:
     """Part of a replicated gradient that this rank contributes to a sum over bands.
 
     Attributes:
-        owned_rows: for images whose gradient is a sum over bands, the rows that this rank counts.
+        owned_rows: for images with a gradient summed over bands, the rows that this rank counts.
         num_rows: their number of rows.
-        summed: untiled values whose gradient is a sum over bands.
+        summed: untiled values with a gradient summed over bands.
         is_first: True if this rank counts these.
     """
 

@@ -3,8 +3,9 @@
 FSDP gathers the weights of a module in a hook before its forward, and reduces gradients to the shards when a backward pass ends. A compiled
 model does not call its submodules, so their hooks do not run; the root's hooks run around each call. This module does the rest with FSDP's
 public ``unshard`` and ``reshard``: all weights are gathered during a call, and again during its backward pass. FSDP does the remaining
-work: the root's hook on the outputs starts its backward pass, at whose end FSDP reduces the gradients of every group, with its own
-divisors, over its own meshes. Gradients that are equal on all ranks already, as with a mesh of this package, are unchanged by their mean.
+work: the root's hook on the outputs starts its backward pass, and at the end of that FSDP reduces the gradients of every group, with its
+own divisors, over its own meshes. Gradients that are equal on all ranks already, as with a mesh of this package, are unchanged by their
+mean.
 """
 
 from __future__ import annotations

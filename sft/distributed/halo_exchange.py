@@ -84,7 +84,7 @@ class HaloExchange:
         strip_timelines: timeline of each segment in strips.
         reads: for each segment the values that it reads from outside.
         writes: for each segment the values that other segments or the caller read.
-        last_contributors: for values whose gradients of halo rows return between strips, the segment that adds to them last.
+        last_contributors: for values with gradients of halo rows that return between strips, the segment that adds to them last.
         row_buffer: the rows of a value around a buffer; with True the rows of its gradient.
     """
 

@@ -47,7 +47,7 @@ class BandTracingMachine(TracingMachine):
     row_exchanges: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
     def scale(self, handle: Buffer, factor: Buffer) -> None:
-        """Writes data and allocates nothing."""
+        """Writes data without an allocation."""
 
     def flat(self, handle: Buffer, start: int, length: int) -> SimulatedBuffer:
         assert isinstance(handle, SimulatedBuffer)

@@ -6,7 +6,7 @@ return to the owners and are added, in order of the distance between the bands. 
 segments read it, and no exchange happens inside a segment.
 
 Operators on untiled tensors (a tail) run on every rank, on gathered images: the halo is the full image. Their gradients are the same on all
-ranks, so they are counted once. Of a value whose gradient is a sum over bands each band counts its own rows; of an untiled value (a
+ranks, so they are counted once. Of a value with a gradient summed over bands each band counts its own rows; of an untiled value (a
 parameter, a global value) the first band counts the full gradient.
 """
 
@@ -49,7 +49,7 @@ class RowOwnership:
         owned_rows: the rows that each band owns.
         buffer_rows: the rows of each band's buffer; none for an input that is read strip by strip.
         halo_transfers: rows that owners send once they are computed.
-        grad_transfers: rows whose gradients return to the owner (``target``).
+        grad_transfers: rows with gradients that return to the owner (``target``).
         is_summed: True if its gradient is a sum over bands.
         is_replicated: True if every band needs the complete gradient: an input, or a result of an untiled segment.
         is_gathered: True if every band receives all rows.
@@ -72,7 +72,7 @@ class OwnershipMap:
         partition: the rows of each band.
         bands: for each segment the rows that each band computes; ``None`` for untiled segments.
         values: ownership of each streamed value that crosses a segment border.
-        summed: untiled values whose gradient is a sum over bands: parameters, and side inputs of segments in bands.
+        summed: untiled values with a gradient summed over bands: parameters, and side inputs of segments in bands.
         kept_in_bands: outputs of which each rank returns its own rows.
     """
 

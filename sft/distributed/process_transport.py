@@ -115,7 +115,7 @@ class ProcessTransport:
         return None
 
     def broadcast(self, over: RankGroup, tensor: torch.Tensor) -> None:
-        """Broadcast the first member's tensor into the others'. A control message, which plans do not count."""
+        """Broadcast the first member's tensor to all members. A control message, which plans do not count."""
         members = self.members[over]
         me = members.index(self._index)
         for receiver in range(1, len(members)):

@@ -47,7 +47,7 @@ def without_sync_batch_norm(model: nn.Module) -> Iterator[None]:
 
 
 def check_sync_batch_norms(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> None:
-    """Refuse SyncBatchNorms whose ranks are not exactly those of the mesh.
+    """Refuse SyncBatchNorms over other ranks than those of the mesh.
 
     Raises:
         UnsupportedError: with the names of the norms.

@@ -1,9 +1,9 @@
 """Repeated blocks inside a compiled model: their programs, schedule and memory.
 
-The planner sees one operator (``sft.analysis.ir.repeat_op``), whose forward and backward are one instruction each. The forward runs the
-blocks' schedule up to the loss and leaves its live tensors as residuals, the backward runs the remaining operations (`calls`). So repeated
-blocks can be kept, recomputed with their stage, or offloaded like any operator. The bytes of an instruction are a sum over the schedule's
-operations, with the programs that these run.
+The planner sees one operator (``sft.analysis.ir.repeat_op``), with one instruction for its forward and one for its backward. The forward
+runs the blocks' schedule up to the loss and leaves its live tensors as residuals, the backward runs the remaining operations (`calls`). So
+repeated blocks can be kept, recomputed with their stage, or offloaded like any operator. The bytes of an instruction are a sum over the
+schedule's operations, with the programs that these run.
 
 The schedule is made for the blocks' own budget. Tensors shared with the model (input, weights, output, gradients) are counted in the
 model's program, so the residuals exclude the input and the output.

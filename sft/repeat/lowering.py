@@ -4,7 +4,7 @@ The programs come from one trace, by dropping unused results and by splitting be
 
 - ``first``, ``first_save``: the output and the buffers' next values; the latter also leaves the residuals of ``backward``.
 - ``again``, ``again_save``: the same without next values of buffers. Recomputations run these, so each buffer changes once in a step.
-- ``backward``, and ``backward_last`` for a block whose input needs no gradient.
+- ``backward``, and ``backward_last`` for a block with an input that needs no gradient.
 
 Views of the input and of parameters are recomputed in the backward program instead of being saved, since weights may have left the device
 in between. Random masks are functions of a seed, the call's number in the block (*site*), the block's number (*draw*) and the element's
@@ -161,7 +161,7 @@ class _BlockLowering:
 
     @property
     def updated(self) -> list[str]:
-        """Buffers whose next value differs from the present one."""
+        """Buffers that change."""
         return [
             name
             for (name, buffer), value in zip(self._buffers.items(), self.trace.next_values, strict=True)
@@ -312,7 +312,7 @@ def _mask_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _has_zero_dropout(call: TracedCall) -> bool:
-    """True for an operator with dropout inside (attention) whose probability is 0."""
+    """True for an operator with an inner dropout (attention) of probability 0."""
     names = [argument.name for argument in op_schema(call.function).arguments]
     values: Mapping[str, Any] = {**dict(zip(names, call.arguments, strict=False)), **dict(call.keywords)}
     return "dropout_p" in names and values.get("dropout_p", 0.0) == 0.0

@@ -1,6 +1,6 @@
 """Checkpointing plans for a chain of equal blocks under a byte budget.
 
-All blocks are alike, so a plan is a choice of a few numbers: Revolve with a number of slots, whose leaves are *runs* of blocks that are
+All blocks are alike, so a plan is a choice of a few numbers: Revolve with a number of slots, with *runs* of blocks at its leaves that are
 kept completely. Runs of one block are Griewank and Walther's schedule: no persistent schedule with as many slots runs fewer forwards. A run
 of all blocks is plain training. In between, a larger budget buys longer runs: a saved forward costs the block's intermediate values instead
 of one activation. ``bisect`` halves until a run is short enough (Siskind and Pearlmutter, 2018), ``optimal`` is the dynamic program over

@@ -154,7 +154,7 @@ def trace_block(
 
 
 def _record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]) -> OpRecording:
-    """Record a joint function, whose last input is the gradient and whose first result is the output."""
+    """Record a joint function: its last input is the gradient, its first result the output."""
     with record_calls() as calls:
         output, *gradients = function(*inputs)
     assert output is not None

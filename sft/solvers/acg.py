@@ -8,7 +8,7 @@ all values kept (equations 1 and 2). For a bound ``C`` on the segments, the chea
 bounds are tried from the largest down, each just below the largest segment of the last solution, until the checkpoints alone exceed the
 best sum.
 
-The objective has no gradients and no budget. As a strategy on a chain, the solution with the smallest sum whose schedule fits is taken.
+The objective has no gradients and no budget. As a strategy on a chain, the solution with the smallest sum is taken among those that fit.
 Complexity: O(V^2) for a bound, at most O(V^2) bounds, few in practice.
 """
 
@@ -168,7 +168,7 @@ def _shortest(dag: ValueDag, division: Division, bound: int) -> _Solution:
 
 
 def _largest_segment(dag: ValueDag, division: Division, checkpoints: frozenset[int]) -> int:
-    """Largest segment that the checkpoints leave of a division whose two ends are checkpoints."""
+    """Largest segment that the checkpoints leave of a division between two checkpoints."""
     if division.kind != "branch" and checkpoints.isdisjoint(division.interior):
         return division.inner_bytes
     if division.kind != "linear":

@@ -9,8 +9,8 @@ not run again before its backward. The models of the literature are special case
 that read the output (Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 3.1); stages that save (Beaumont, Herrmann et al.,
 RR-9302, 2019).
 
-An *alternative* runs several stages as one, for example a fused-tiled segment whose intermediate activations never exist in full. It has
-its own times and bytes, and replaces the stages of its span in both passes.
+An *alternative* runs several stages as one, for example a fused-tiled segment with intermediate activations that never exist in full. It
+has its own times and bytes, and replaces the stages of its span in both passes.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class StageChain:
         input_grad_bytes: |y_0|; 0 if that gradient is not needed.
         stages: the stages ``1..n``, in order.
         alternatives: other ways to run some of them.
-        input_may_stream: True if ``x_0`` may be read from the host in slices (and ``y_0`` be written there).
-        output_may_stream: True if ``x_n`` may be written to the host in slices (and ``y_n`` be read from there).
+        input_may_stream: True if ``x_0`` may be read from the host in slices (and ``y_0`` be written to the host).
+        output_may_stream: True if ``x_n`` may be written to the host in slices (and ``y_n`` be read from the host).
     """
 
     input_bytes: int

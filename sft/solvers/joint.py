@@ -34,7 +34,7 @@ from sft.solvers.solver import Solver, budget_error
 
 __all__ = ["RESTRICTED_SOLVERS", "JointSearch", "solve_joint"]
 
-#: The strategies whose schedules are candidates next to the search.
+#: The strategies that give candidates next to the search.
 RESTRICTED_SOLVERS: dict[str, Solver] = {
     "sqrt": solve_sqrt,
     "revolve": solve_revolve,
@@ -113,7 +113,7 @@ def _weight_choices(chain: StageChain) -> Iterable[tuple[int, ...]]:
 
 
 def _min_budget(chain: StageChain, host_budget_bytes: int | None, link: HostLink, working_bytes: int, budget_bytes: int) -> int:
-    """The smallest working budget found by bisection between one that failed and one that works."""
+    """Smallest working budget, by bisection between one that failed and one that works."""
     low, high = budget_bytes, working_bytes
     while high - low > max(1, high // 200):
         middle = (low + high) // 2
@@ -123,7 +123,9 @@ def _min_budget(chain: StageChain, host_budget_bytes: int | None, link: HostLink
             for schedule in JointSearch(chain, link=link, streamed_weights=weights).schedules(middle, host_budget_bytes)
         )
         peaks = [
-            found.peak_bytes for found in (simulate(chain, s, link=link) for s in schedules) if _fits(found, middle, host_budget_bytes)
+            simulation.peak_bytes
+            for simulation in (simulate(chain, schedule, link=link) for schedule in schedules)
+            if _fits(simulation, middle, host_budget_bytes)
         ]
         if peaks:
             high = min(peaks)
@@ -138,7 +140,7 @@ class JointSearch:
     Args:
         chain: the chain.
         link: the link.
-        streamed_weights: stages whose weights are streamed.
+        streamed_weights: stages with streamed weights.
         slot_bytes: unit of memory of labels. Default: `None`, a 400th of the budget
         bucket_bytes: unit of memory of nested backwards. Default: `None`, a 300th of the budget
         max_labels: most labels at a node. Default: `None`, by the number of edges

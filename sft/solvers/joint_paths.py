@@ -1,7 +1,7 @@
 """Edges and paths of the joint search: from ways to run parts of a chain to a list of operations.
 
-A node is a cut: ``2 i`` if ``x_i`` is complete on the device, ``2 i + 1`` if it is streamed and never complete there. Three kinds of edges
-lead from node to node:
+A node is a cut: ``2 i`` if ``x_i`` is complete on the device, ``2 i + 1`` if it is streamed and never complete on the device. Three kinds
+of edges lead from node to node:
 
 - *kept*: one stage with all values kept;
 - *nested*: the stages ``i+1..j`` forward with no values kept inside, and in the backward the persistent schedule of `optimal` within a
@@ -60,8 +60,8 @@ def build_edges(
         table: optimal costs of all spans of the chain.
         longest: most stages of a nested edge; lengths above 8 are thinned out.
         max_points: number of nested edges with a fixed budget between the same cuts.
-        adaptive: True to add a nested edge whose backward takes the free memory.
-        streamed_weights: the stages whose weights are streamed.
+        adaptive: True to add a nested edge with a backward that takes the free memory.
+        streamed_weights: the stages with streamed weights.
     """
     n = chain.num_stages
     edges: list[Edge] = []

@@ -223,7 +223,7 @@ def _extend_labels(state: _SearchState, labels: _Labels, number: int, leaves: bo
 def _backward_options(state: _SearchState, number: int, settled: IntArray, returning: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
     """For each label the buckets, the need in slots and the seconds of an edge's backward.
 
-    A backward with a curve takes the memory that is free without a wait; if it does not fit there, the least memory that it can run in.
+    A backward with a curve takes the memory that is free without a wait; if it does not fit, the least memory that it can run in.
     """
     edge, slots = state.edges[number], state.slots[number]
     curve = edge.backward_curve

@@ -5,7 +5,7 @@ Proposition 1) as closely as complete tensors and an order of issue allow:
 
 - each value's copy starts as soon as the value exists;
 - its device bytes are released just before the first operation that would not fit otherwise, oldest value first (a later wait for a copy
-  costs nothing);
+  is free);
 - it returns in the order of use, from the earliest position at which it fits next to all later values.
 
 A value that never had to be released is not copied.
@@ -85,7 +85,7 @@ def place_offloads(
         away: activations and saved values that may be offloaded; other values stay.
         budget_bytes: the budget; the peak of the result shows if it was met.
         streamed_cuts: the schedule's streamed cuts.
-        streamed_weights: the stages whose weights are streamed.
+        streamed_weights: the stages with streamed weights.
         costs: :func:`operation_costs` of the list, if known.
     """
     if costs is None:

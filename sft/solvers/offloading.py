@@ -205,7 +205,7 @@ def solve_offload_dp(
 
 
 def num_offloaded(chain: StageChain, budget_bytes: int) -> int:
-    """Least number of first stages whose inputs and saved values cover the excess over the budget."""
+    """Least number of first stages with inputs and saved values that cover the excess over the budget."""
     excess_bytes = plain_peak_bytes(chain) - budget_bytes
     sizes = accumulate(chain.activation_bytes(i - 1) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1))
     return next((k for k, total in enumerate([0, *sizes]) if total >= excess_bytes), chain.num_stages)

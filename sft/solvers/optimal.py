@@ -1,8 +1,8 @@
 """Strategy ``optimal``: the fastest persistent recomputation within a byte budget, with the real sizes of every stage.
 
-Source: Butt, "Precise, optimal checkpointing", thesis, Algorithm 3.4, extended by stages whose backward reads more than the input, as in
-Beaumont, Herrmann et al., RR-9302, 2019. ``C(i, j, m)`` is the least time to reverse the stages ``i+1..j`` with ``m`` bytes. ``x_i`` is not
-counted, ``y_j`` is counted and freed:
+Source: Butt, "Precise, optimal checkpointing", thesis, Algorithm 3.4, extended by stages with a backward that reads more than the input, as
+in Beaumont, Herrmann et al., RR-9302, 2019. ``C(i, j, m)`` is the least time to reverse the stages ``i+1..j`` with ``m`` bytes. ``x_i`` is
+not counted, ``y_j`` is counted and freed:
 
     C(i, j, m) = min( min over k: uF(i+1..k) + C(k, j, m - |x_k|) + C(i, k, m),
                       uF(i+1) + uB(i+1) + C(i+1, j, m - |x_{i+1}| - |s_{i+1}|) )

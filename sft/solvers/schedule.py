@@ -99,7 +99,7 @@ class Schedule:
         operations: the operations, in order of issue.
         streamed_cuts: indices of activations that are never complete on the device. The alternatives before and after the cut write and
             read the activation and its gradient in slices on the host.
-        streamed_weights: the stages whose weights come from the host at each use.
+        streamed_weights: the stages that read their weights from the host at each use.
     """
 
     strategy: str

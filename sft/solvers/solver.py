@@ -23,7 +23,7 @@ class Solver(Protocol):
     """A strategy: a chain and budgets in, a schedule out.
 
     The schedule is valid for the chain. Simulated, it needs at most ``budget_bytes`` on the device and ``host_budget_bytes`` on the host
-    (None is no limit). Without such a schedule the solver raises a :class:`BudgetError` whose ``needed_bytes`` is a budget that works.
+    (None is no limit). Without such a schedule the solver raises a :class:`BudgetError`, with a working budget in ``needed_bytes``.
     """
 
     def __call__(
@@ -68,7 +68,7 @@ def pick_plan(chain: StageChain, strategy: str, plans: CandidatePlans, number: i
 
 
 def budget_error(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:
-    """The error of a strategy whose smallest schedule exceeds the budget."""
+    """The error of a strategy with no schedule within the budget."""
     return BudgetError(
         f"strategy {strategy!r} needs {format_bytes(needed_bytes)} at least, the budget is {format_bytes(budget_bytes)}. "
         f"Raise the budget to {needed_bytes} bytes, or choose another strategy ('auto' tries them all).",

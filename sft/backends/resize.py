@@ -88,7 +88,7 @@ def band_table(span: ResampledRange | None, origin: tuple[int, int, int], length
     if span is None:
         ones = torch.ones(length, dtype=torch.int32, device=device)
         return BandTable(first=torch.arange(length, dtype=torch.int32, device=device), count=ones, weights=ones.float().view(-1, 1))
-    first, count, weights = (upload_table(array, device) for array in band_rows(span, *span.places(origin)))
+    first, count, weights = (upload_table(array, device) for array in band_rows(span, *span.first_rows(origin)))
     return BandTable(first=first, count=count, weights=weights)
 
 

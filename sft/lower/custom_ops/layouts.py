@@ -1,4 +1,4 @@
-"""Other orders and numbers of channels, and where their elements are."""
+"""Layout operators: rearrangement, repetition, assignment and shuffling of channels, and copies into slices."""
 
 from __future__ import annotations
 
@@ -24,102 +24,104 @@ __all__ = [
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
-    """The channels of each pixel split, put into another order, and merged: a view where they are only split, else a copy."""
+    """Split the channels of each pixel, permute the factors, and merge them: a view if they are only split, else a copy."""
     batch, extents = self.shape[0], self.shape[self.dim() - axes :]
-    parts = self.reshape(batch, *split, *extents)
-    moved_places = [place for place in order if split[place] != 1]
-    if moved_places == sorted(moved_places) and len(shape) == len(split):
+    factors = self.reshape(batch, *split, *extents)
+    permuted_dims = [dim for dim in order if split[dim] != 1]
+    if permuted_dims == sorted(permuted_dims) and len(shape) == len(split):
         return self.reshape(batch, *shape, *extents)
     first_axis = 1 + len(split)
-    moved = parts.permute(0, *(1 + place for place in order), *range(first_axis, first_axis + axes))
-    return moved.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
+    permuted = factors.permute(0, *(1 + dim for dim in order), *range(first_axis, first_axis + axes))
+    return permuted.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
 
 
 def align_dims(self: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor with its dimensions where those of an image are."""
+    """Reshape a tensor so that its dimensions align with those of an image."""
     return self.reshape(tuple(shape))
 
 
 def restore_dims(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """An image in the order of dimensions that the model has it in."""
+    """Permute an image to the order of dimensions of the model."""
     return self.permute(tuple(order)).clone(memory_format=torch.contiguous_format).view(tuple(shape))
 
 
 def expand_channels(self: Tensor, channels: Sequence[int]) -> Tensor:
-    """Channels repeated."""
+    """Expand dimensions of channels of extent 1."""
     first_axis = 1 + len(channels)
     return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
 def pixel_unshuffle(self: Tensor, factors: Sequence[int]) -> Tensor:
-    """``factors`` rows and columns of an image as channels, ``[N, channels..., factors..., axes...]``."""
+    """Space to depth: blocks of ``factors`` pixels become channels, ``[N, channels..., factors..., axes...]``."""
     first = self.dim() - len(factors)
-    pieces = [piece for extent, factor in zip(self.shape[first:], factors, strict=True) for piece in (extent // factor, factor)]
-    split = self.reshape(*self.shape[:first], *pieces)
+    sizes = [size for extent, factor in zip(self.shape[first:], factors, strict=True) for size in (extent // factor, factor)]
+    split = self.reshape(*self.shape[:first], *sizes)
     order = [*range(first), *range(first + 1, split.dim(), 2), *range(first, split.dim(), 2)]
     return split.permute(order).clone(memory_format=torch.contiguous_format)
 
 
 def pixel_shuffle(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[int]) -> Tensor:
-    """Channels as rows and columns.
+    """Depth to space: channels become rows and columns.
 
     Args:
         self: ``[N, channels..., axes...]``.
-        rest: the dimensions of channels that stay; others have one entry, and go.
-        places: for each axis those that it takes in, the fastest last.
-        factors: their product.
+        rest: the dimensions of channels that stay; all further ones have extent 1 and are dropped.
+        places: for each axis, the dimensions of channels merged into it, the fastest last.
+        factors: for each axis, the product of their extents.
     """
     first = self.dim() - len(places)
-    gone = {*range(1, first)} - {*rest, *(dim for taken in places for dim in taken)}
-    order = [0, *sorted(gone), *rest, *(dim for axis, taken in enumerate(places) for dim in (first + axis, *taken))]
+    dropped = {*range(1, first)} - {*rest, *(dim for dims in places for dim in dims)}
+    order = [0, *sorted(dropped), *rest, *(dim for axis, dims in enumerate(places) for dim in (first + axis, *dims))]
     grown = [extent * factor for extent, factor in zip(self.shape[first:], factors, strict=True)]
     moved = self.permute(order).clone(memory_format=torch.contiguous_format)
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
 def spatial_side_input(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
-    """What varies along an image, as an image of that one's size."""
-    part = self.view(tuple(split)).permute(tuple(order))
+    """Expand a spatial side input (a tensor that varies along axes of an image) to the size of the image ``like``."""
+    image = self.view(tuple(split)).permute(tuple(order))
     first = like.dim() - axes
-    return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
+    return image.expand(like.shape[0], *image.shape[1:first], *like.shape[first:])
 
 
 def constant_image(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
-    """So many channels of one value, as large as an image."""
+    """An image of ``channels`` channels filled with one value, as large as ``self``."""
     return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
 
 
 def assign_channels(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: int, selects: bool) -> Tensor:
-    """An image of which some channels are another's; ``torch.slice_scatter`` copies all that the image is a view of.
+    """Replace channels of an image by those of another one.
+
+    ``torch.slice_scatter`` would copy the whole storage that the image is a view of.
 
     Args:
         self: the image.
-        src: the other image; without the dimension where ``selects``.
-        dim: of channels.
-        start: the first channel that is replaced.
-        stop: behind the last.
-        step: from one to the next.
-        selects: whether a single channel was named.
+        src: the replacing image; without the dimension of channels if ``selects``.
+        dim: the dimension of channels.
+        start: the first channel to replace.
+        stop: the end of the range of channels.
+        step: the distance of replaced channels.
+        selects: True if a single channel is replaced.
     """
-    given = (src.unsqueeze(dim) if selects else src).to(self.dtype)
-    places = list(range(start, stop, step))
-    if step == 1 and places:
-        parts = [self.narrow(dim, 0, start), given, self.narrow(dim, stop, self.shape[dim] - stop)]
+    source = (src.unsqueeze(dim) if selects else src).to(self.dtype)
+    channels = list(range(start, stop, step))
+    if step == 1 and channels:
+        slices = [self.narrow(dim, 0, start), source, self.narrow(dim, stop, self.shape[dim] - stop)]
     else:
-        ends = [*places, self.shape[dim]]
-        parts = [self.narrow(dim, 0, ends[0])]
-        for at, place in enumerate(places):
-            parts += [given.narrow(dim, at, 1), self.narrow(dim, place + 1, ends[at + 1] - place - 1)]
-    return torch.cat([part for part in parts if part.shape[dim]], dim)
+        ends = [*channels, self.shape[dim]]
+        slices = [self.narrow(dim, 0, ends[0])]
+        for index, channel in enumerate(channels):
+            slices += [source.narrow(dim, index, 1), self.narrow(dim, channel + 1, ends[index + 1] - channel - 1)]
+    return torch.cat([each for each in slices if each.shape[dim]], dim)
 
 
 def copy_as(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """``src`` in the shape and element type of ``self``: what an assignment in place comes to."""
+    """``src`` in the shape and element type of ``self``: the functional form of ``self.copy_(src)``."""
     return src.to(self.dtype).expand_as(self).clone()
 
 
 def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    """``torch.slice_scatter``, which has no derivative for complex numbers: what an assignment to a part in place comes to."""
+    """``torch.slice_scatter`` (the functional form of an assignment to a slice), with a derivative also for complex numbers."""
     if not self.is_complex():
         return torch.slice_scatter(self, src, dim, start, end, step)
     pairs = torch.slice_scatter(torch.view_as_real(self), torch.view_as_real(src.to(self.dtype)), dim % self.dim(), start, end, step)
@@ -127,7 +129,7 @@ def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: int | None = N
 
 
 def select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    """``torch.select_scatter``, likewise."""
+    """``torch.select_scatter``, also for complex numbers, where torch has no derivative."""
     if not self.is_complex():
         return torch.select_scatter(self, src, dim, index)
     return torch.view_as_complex(

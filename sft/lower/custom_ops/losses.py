@@ -1,4 +1,4 @@
-"""Labels, and losses of each element."""
+"""Label operators and unreduced losses (one value for each pixel)."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ __all__ = ["bincount", "cross_entropy", "label_weight", "nll", "one_hot"]
 
 
 def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """How often each number below ``minlength`` occurs; torch's own has as many entries as the largest number asks for."""
-    places = self.reshape(-1).long()
+    """Count (or sum of weights) of each number below ``minlength``; the length of ``torch.bincount`` depends on the values."""
+    indices = self.reshape(-1).long()
     if weights is None:
-        weights = torch.ones_like(places)
+        weights = torch.ones_like(indices)
     elif weights.dtype != torch.float32:
         weights = weights.double()
-    return weights.new_zeros(minlength).index_add(0, places, weights.detach().reshape(-1))
+    return weights.new_zeros(minlength).index_add(0, indices, weights.detach().reshape(-1))
 
 
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
-    """Labels ``[N, 1, axes...]`` as channels of zeros and a one, ``[N, num_classes, axes...]``."""
+    """One-hot encoding of labels ``[N, 1, axes...]`` along channels, ``[N, num_classes, axes...]``."""
     classes = torch.arange(num_classes, device=self.device).view(num_classes, *[1] * (self.dim() - 2))
     return (self == classes).to(self.dtype)
 
 
 def cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
-    """Cross-entropy of each pixel, ``[N, 1, axes...]``, given labels of that shape or probabilities of the classes."""
+    """Cross-entropy of each pixel, ``[N, 1, axes...]``, for labels of that shape or class probabilities."""
     labels = target if target.is_floating_point() else target.squeeze(1)
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     return torch.nn.functional.cross_entropy(self, labels, reduction="none", **options).unsqueeze(1)
 
 
 def nll(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The negative of the channel that each pixel's label names, ``[N, 1, axes...]``; the backward of torch's own wants channels first."""
-    counts = target != ignore_index
-    named = torch.where(counts, target, torch.zeros_like(target)).long()
-    found = -self.gather(1, named)
+    """Negative log-likelihood of each pixel, ``[N, 1, axes...]``; the backward of torch's own loss requires channels first."""
+    is_counted = target != ignore_index
+    labels = torch.where(is_counted, target, torch.zeros_like(target)).long()
+    loss = -self.gather(1, labels)
     if weight is not None:
-        found = found * weight[named]
-    return torch.where(counts, found, torch.zeros((), dtype=found.dtype, device=found.device))
+        loss = loss * weight[labels]
+    return torch.where(is_counted, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
 
 
 def label_weight(self: Tensor, weight: Tensor | None, ignore_index: int, dtype: str) -> Tensor:
-    """What each pixel's label weighs in a mean, ``[N, 1, axes...]``: nothing where it is ignored."""
-    counts = self != ignore_index
+    """Weight of each pixel's label in a mean, ``[N, 1, axes...]``; zero for ignored labels."""
+    is_counted = self != ignore_index
     kind = getattr(torch, dtype)
     if weight is None:
-        return counts.to(kind)
-    return torch.where(
-        counts, weight.to(kind)[torch.where(counts, self, torch.zeros_like(self))], torch.zeros((), dtype=kind, device=self.device)
-    )
+        return is_counted.to(kind)
+    labels = torch.where(is_counted, self, torch.zeros_like(self))
+    return torch.where(is_counted, weight.to(kind)[labels], torch.zeros((), dtype=kind, device=self.device))

@@ -1,8 +1,10 @@
-"""Convolution and average pooling on a strip, and what all poolings have in common.
+"""Convolution and average pooling on a strip, and the base class of all poolings.
 
-Padding is applied here, and only where the read interval leaves the image: where both image borders are in the strip the
-operator's own symmetric padding does it; a convolution finds its zero border in the operand's buffer; elsewhere the strip is
-padded explicitly.
+Padding is needed only where the read interval leaves the image. Three mechanisms apply it, in this order of preference:
+
+1. the operator's own symmetric padding, if both image borders are in the strip;
+2. rows of zeros in the operand's buffer, for a convolution;
+3. an explicitly padded copy of the strip.
 """
 
 from __future__ import annotations
@@ -24,23 +26,24 @@ __all__ = ["AvgPoolRule", "ConvolutionRule", "PoolRule", "as_own_axes", "as_two_
 
 aten = torch.ops.aten
 
-#: A vector of AVX-512 has so many numbers. Of images with fewer channels, channels last, oneDNN's gradient of the weight of a strided
-#: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13, seen on an AMD EPYC) writes behind its scratchpad: the process is lost.
+#: Number of floats in an AVX-512 vector. For channels-last images with fewer channels, oneDNN's weight gradient of a strided pointwise
+#: convolution (``jit_1x1:avx512_core`` in torch 2.13, seen on an AMD EPYC) writes past its scratchpad and crashes the process.
 _VECTOR_CHANNELS = 16
 
-#: Padding before and behind, for each axis.
+#: Padding before and after, for each axis.
 Padding = Sequence[tuple[int, int]]
 
 
 def kernel_windows(ctx: NodeContext) -> tuple[Window, ...]:
+    """The sliding window of the operator along each axis."""
     return ctx.scope.windows(ctx.node.name)
 
 
 def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:
-    """What the window reads beyond the image: of the strip, of the panel, and of axes that are always whole."""
+    """Padding that the strip and the panel read, and the declared padding of axes that are not tiled."""
     rows, columns = ctx.read_of(operand), ctx.columns_of(operand)
-    own = [(window.pad_low, window.pad_high) for window in kernel_windows(ctx)]
-    return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *own[2:]][: len(own)]
+    declared = [(window.pad_low, window.pad_high) for window in kernel_windows(ctx)]
+    return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *declared[2:]][: len(declared)]
 
 
 def _emit_padding(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
@@ -57,26 +60,31 @@ def _emit_padding(ctx: NodeContext, strip: Slot, padding: Padding, value: float)
 
 
 class _WindowedRule(Rule):
-    """Shared by convolution and pooling: which padding the operator applies itself, and which is made explicit."""
+    """Base of convolution and pooling: divides padding between the operator and an explicit copy.
+
+    Attributes:
+        border_value: the value of padding.
+    """
 
     border_value: ClassVar[float] = 0.0
 
     def padded(self, ctx: NodeContext, operand: str, windows: Sequence[Window]) -> tuple[Slot, list[int]]:
         """The padded strip and the symmetric paddings left to the operator."""
         paddings, is_empty = _paddings(ctx, operand), ctx.has_empty_read(operand)
-        own = [low if low == high and not is_empty else 0 for low, high in paddings]
-        if not self.native_padding_fits(own, windows):
-            own = [0] * len(own)
-        rest = [(low - size, high - size) for (low, high), size in zip(paddings, own, strict=True)]
-        padded = _emit_padding(ctx, ctx.strip(operand), rest, self.border_value)
-        ctx.saved.update(padded=padded, offset=[low for low, _ in rest])
-        return padded, own
+        native = [low if low == high and not is_empty else 0 for low, high in paddings]
+        if not self.native_padding_fits(native, windows):
+            native = [0] * len(native)
+        explicit = [(low - size, high - size) for (low, high), size in zip(paddings, native, strict=True)]
+        padded = _emit_padding(ctx, ctx.strip(operand), explicit, self.border_value)
+        ctx.saved.update(padded=padded, offset=[low for low, _ in explicit])
+        return padded, native
 
-    def native_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
+    def native_padding_fits(self, native: Sequence[int], windows: Sequence[Window]) -> bool:
+        """True if the operator accepts these symmetric paddings."""
         return True
 
     def unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
-        """The gradient of what is read, given the gradient of the padded strip."""
+        """The gradient of the rows and columns read, from that of the padded strip."""
         extents = ctx.scope.axes.of(ctx.scope.shapes[operand])
         lengths = [len(ctx.read_of(operand).rows), len(ctx.columns_of(operand).rows), *extents[2:]]
         for axis, offset in enumerate(ctx.saved["offset"]):
@@ -85,13 +93,13 @@ class _WindowedRule(Rule):
 
 
 def column_padding(scope: SegmentInfo, node: Node, operand: str) -> tuple[int, int]:
-    """Padding left and right of what a windowed operator reads; where the two differ ATen's operators cannot apply it."""
+    """Left and right padding of a windowed operator's reads; ATen's operators apply it only if both are equal."""
     read = next(read for read in scope.columns[node.name].reads if read.operand == operand)
     return read.pad_low, read.pad_high
 
 
 class ConvolutionRule(_WindowedRule):
-    """``conv1d``, ``conv2d``, ``conv3d``; the explicitly padded strip is what the backward differentiates."""
+    """``conv1d``, ``conv2d``, ``conv3d``; the backward differentiates the convolution of the padded strip."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
@@ -133,7 +141,7 @@ class ConvolutionRule(_WindowedRule):
         weight_slot = ctx.operand_slot(weight)
         mask = [ctx.needs_grad(image) and not ctx.has_empty_read(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
         if mask[2] and accumulation_dtype(grad.dtype) != grad.dtype:
-            # ATen rounds each strip's sum to half precision.
+            # ATen would round each strip's sum to half precision.
             wide = accumulation_dtype(grad.dtype)
             shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
             total = builder.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
@@ -143,12 +151,12 @@ class ConvolutionRule(_WindowedRule):
         if mask[1] and self._gathers_few_channels(ctx):
             calls = [(padded, self._geometry(ctx), [mask[0], False, False]), (*self._gathered(ctx), [False, *mask[1:]])]
         sizes = None if bias is None else [weight_slot.shape[0]]
-        for read, geometry, wanted in calls:
-            if not any(wanted):
+        for read, geometry, output_mask in calls:
+            if not any(output_mask):
                 continue
             shapes = (read.shape, weight_slot.shape, (weight_slot.shape[0],))
-            out = tuple(builder.slot(shape) if is_wanted else None for is_wanted, shape in zip(wanted, shapes, strict=True))
-            builder.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, wanted), out)
+            out = tuple(builder.slot(shape) if needed else None for needed, shape in zip(output_mask, shapes, strict=True))
+            builder.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, output_mask), out)
             if out[0] is not None:
                 ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
             if out[1] is not None:
@@ -158,57 +166,57 @@ class ConvolutionRule(_WindowedRule):
 
     @staticmethod
     def _gathers_few_channels(ctx: NodeContext) -> bool:
-        """Whether it is one of the convolutions whose weights' gradient oneDNN gathers pixels for, and fails to (see above)."""
+        """True for the strided pointwise convolutions of few channels whose weight gradient crashes in oneDNN (``_VECTOR_CHANNELS``)."""
         windows, weight = kernel_windows(ctx), ctx.operand_slot(ctx.node.argument("weight"))
         is_pointwise = all(window.kernel == 1 for window in windows) and not any(ctx.saved["padding"])
         return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _VECTOR_CHANNELS
 
     def _gathered(self, ctx: NodeContext) -> tuple[Slot, tuple[Any, ...]]:
-        """The pixels that a strided pointwise convolution reads, and what it is on these."""
+        """A copy of the pixels that a strided pointwise convolution reads, and its geometry on that copy (stride 1)."""
         read: Slot = ctx.saved["padded"]
-        strides, *others = self._geometry(ctx)
+        strides, *geometry = self._geometry(ctx)
         lead = len(read.shape) - len(strides)
         for dim, stride in enumerate(strides, lead):
             shape = (*read.shape[:dim], -(-read.shape[dim] // stride), *read.shape[dim + 1 :])
             read = ctx.builder.call(aten.slice.Tensor, read, dim, 0, read.shape[dim], stride, shape=shape, view_of=read)
         copy = ctx.builder.call(aten.clone.default, read, shape=read.shape, dtype=read.dtype)
-        return copy, ([1] * len(strides), *others)
+        return copy, ([1] * len(strides), *geometry)
 
 
 def as_two_axes(ctx: NodeContext, slot: Slot) -> Slot:
-    """A value as ATen's poolings take it: with two axes at least, a signal as an image of one column."""
+    """A value with at least two axes, as ATen's poolings require: a signal becomes an image of one column."""
     if ctx.scope.axes.count > 1:
         return slot
     return ctx.builder.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
 
 
 def as_own_axes(ctx: NodeContext, slot: Slot) -> Slot:
-    """Such a value with its own axes again."""
+    """The inverse of :func:`as_two_axes`."""
     if ctx.scope.axes.count > 1:
         return slot
     return ctx.builder.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
 class PoolRule(_WindowedRule):
-    """Poolings of one axis run as poolings of two, the second one pixel wide."""
+    """Base of poolings. A pooling along one axis runs as one along two, the second with a window of one pixel."""
 
     @staticmethod
     def lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
-        """Arguments with an entry for each axis; the second number of each stands for an axis that was added."""
+        """Arguments with an entry for each axis; the second element of each pair is the entry of an added axis."""
         return [[*values, added] if ctx.scope.axes.count == 1 else [*values] for values, added in entries]
 
 
 def _counts_padding(read: OperandRead, window: Window, counted: bool) -> bool:
-    """Whether every element that a pooling reads along an axis counts: none is padding, or padding counts too."""
+    """True if every element that a pooling reads along an axis counts: none is padding, or padding counts too."""
     return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
 
 
 class AvgPoolRule(PoolRule):
     """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``.
 
-    The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
-    counted padding, has the operator's own divisor; so has one of full width, whose left and right borders the operator knows. At
-    other borders the strip is padded, summed, and divided by the sums of a mask that is one where elements count.
+    The divisor counts elements inside the image (or inside the image and its declared padding). The operator's own divisor is right for a
+    strip that holds no border, or only counted padding; also for one of full width, as the operator sees the left and right borders. At
+    other borders the strip is padded, summed, and divided by the window sums of a mask that is one for counted elements.
     """
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -219,16 +227,16 @@ class AvgPoolRule(PoolRule):
         whole = ctx.covers_image and all(2 * window.pad_low <= window.kernel for window in windows)
         columns_count = ctx.is_full_width or _counts_padding(across, windows[COLUMNS], counted)
         native = override is not None or (_counts_padding(read, windows[ROWS], counted) and columns_count)
-        # What the operator pads by itself: all axes, or those of which it sees both borders.
-        knows = [whole, whole or ctx.is_full_width, True][: len(windows)]
+        # The operator pads axes of which it sees both borders.
+        sees_borders = [whole, whole or ctx.is_full_width, True][: len(windows)]
         if whole or native:
-            paddings = [(0, 0) if known else pads for known, pads in zip(knows, _paddings(ctx, operand), strict=True)]
-            own = [window.pad_low if known else 0 for known, window in zip(knows, windows, strict=True)]
-            return self._native(ctx, operand, paddings, self._arguments(ctx, own, windows[ROWS].ceil, counted, override))
-        return self._masked(ctx, operand, knows, counted)
+            paddings = [(0, 0) if seen else pads for seen, pads in zip(sees_borders, _paddings(ctx, operand), strict=True)]
+            padding = [window.pad_low if seen else 0 for seen, window in zip(sees_borders, windows, strict=True)]
+            return self._native(ctx, operand, paddings, self._arguments(ctx, padding, windows[ROWS].ceil, counted, override))
+        return self._masked(ctx, operand, sees_borders, counted)
 
     def _native(self, ctx: NodeContext, operand: str, paddings: Padding, geometry: tuple[Any, ...]) -> Slot:
-        """The operator itself, on a strip padded where it cannot do it."""
+        """The operator itself, on a strip padded along the axes that the operator cannot pad."""
         padded = _emit_padding(ctx, ctx.strip(operand), paddings, 0.0)
         ctx.saved.update(padded=padded, counts=None, offset=[low for low, _ in paddings], geometry=geometry)
         return as_own_axes(ctx, self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
@@ -239,20 +247,20 @@ class AvgPoolRule(PoolRule):
         shape = (*lead, *extents, *([1] if len(extents) == 1 else []))
         return ctx.builder.call(function.default, value, *geometry, shape=shape)
 
-    def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
-        """Sums, divided by how many elements count in each window."""
+    def _masked(self, ctx: NodeContext, operand: str, sees_borders: Sequence[bool], counted: bool) -> Slot:
+        """Window sums divided by the number of counted elements in each window."""
         builder, windows, strip = ctx.builder, kernel_windows(ctx), ctx.strip(operand)
         inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
         paddings = []
-        for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
+        for seen, window, pads, extent, length in zip(sees_borders, windows, _paddings(ctx, operand), inside, out, strict=True):
             reach = (length - 1) * window.stride + window.kernel - window.pad_low - extent
-            paddings.append((window.pad_low, max(0, reach)) if known else pads)
+            paddings.append((window.pad_low, max(0, reach)) if seen else pads)
         padded = _emit_padding(ctx, strip, paddings, 0.0)
         mask = builder.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
         inner = mask
         for axis, (window, (low, high), extent) in enumerate(zip(windows, paddings, inside, strict=True)):
-            before, behind = (min(low, window.pad_low), min(high, window.pad_high)) if counted else (0, 0)
-            inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
+            before, after = (min(low, window.pad_low), min(high, window.pad_high)) if counted else (0, 0)
+            inner = ctx.narrow(inner, axis, low - before, before + extent + after)
         builder.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
         geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
         counts = self._average(ctx, as_two_axes(ctx, mask), geometry, (1, 1))

@@ -1,8 +1,7 @@
-"""Where branches meet, on a strip.
+"""Operators that join branches on a strip: elementwise arithmetic, concatenation, spatial side inputs; also casts and ``detach``.
 
-The part of a whole value that lies beside a strip: a view, whose gradient is added where it lies.
-
-Casts between floating-point types, on strips and on whole tensors, and values that are cut off from their gradient.
+A spatial side input is a global tensor that varies along the image (position embeddings, coordinate grids). Each strip reads the matching
+slice as a view; its gradient is summed over broadcast dimensions and added to the same slice of the tensor's gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ aten = torch.ops.aten
 
 
 class BinaryRule(Rule):
-    """``add``, ``sub``, ``mul``, ``div`` of strips, of a strip and a tensor without height and width, or of a strip and a number."""
+    """``add``, ``sub``, ``mul``, ``div`` of two strips, of a strip and a tensor without spatial axes, or of a strip and a number."""
 
     saves_input = True
     in_place = True
@@ -59,14 +58,14 @@ class BinaryRule(Rule):
             self._report(ctx, left, builder.call(function, grad, ctx.operand_slot(right), shape=grad.shape), owned=True)
         if ctx.needs_grad(right):
             if name == "mul":
-                part = builder.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
-            else:  # -grad * (left / right) / right: no square, which would leave the range of half precision
+                product = builder.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
+            else:  # -grad * (left / right) / right: a square would overflow half precision
                 divisor = ctx.operand_slot(right)
-                part = builder.call(aten.div.Tensor, ctx.operand_slot(left), divisor, shape=grad.shape)
+                product = builder.call(aten.div.Tensor, ctx.operand_slot(left), divisor, shape=grad.shape)
                 for function, other in ((aten.div_.Tensor, divisor), (aten.mul_.Tensor, grad)):
-                    builder.call(function, part, other, writes=part)
-                builder.call(aten.neg_.default, part, writes=part)
-            self._report(ctx, right, part, owned=True)
+                    builder.call(function, product, other, writes=product)
+                builder.call(aten.neg_.default, product, writes=product)
+            self._report(ctx, right, product, owned=True)
 
     def _report(self, ctx: NodeContext, value: Any, grad: Slot, *, owned: bool) -> None:
         """Sum the gradient over the dimensions along which the operand was broadcast, then report it."""
@@ -95,7 +94,7 @@ def _sum_to_shape(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
 
 
 class CatRule(Rule):
-    """``cat`` along channels, or one of several dimensions of channels."""
+    """``cat`` along a dimension of channels."""
 
     saves_input = False
     in_place = True
@@ -106,8 +105,8 @@ class CatRule(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, dim = ctx.builder, self._dim(ctx)
-        parts = [ctx.buffer_slices(name) for name in refs_in(ctx.node.argument("tensors"))]
-        slots, spans = tuple(slot for slot, _ in parts), tuple(part for _, part in parts)
+        operands = [ctx.buffer_slices(name) for name in refs_in(ctx.node.argument("tensors"))]
+        slots, spans = tuple(slot for slot, _ in operands), tuple(slices for _, slices in operands)
         if any(spans):
             if ctx.destination is not None:
                 return builder.call(cat_slices_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
@@ -129,39 +128,39 @@ class CatRule(Rule):
 
 
 class SpatialSideInputRule(Rule):
-    """Where the strip lies is bound when the program runs (the ``origin`` port)."""
+    """Views of a spatial side input; the strip's position is bound at run time (the ``origin`` port)."""
 
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         value, shape = ctx.global_slot(ctx.node.operands[0]), ctx.out_shape
-        return ctx.builder.call(_narrow_to_strip, value, *self._place(ctx), shape, shape=shape, view_of=value)
+        return ctx.builder.call(_narrow_to_strip, value, *self._position(ctx), shape, shape=shape, view_of=value)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, name = ctx.builder, ctx.node.operands[0]
-        _, split, order, _ = self._place(ctx)
+        _, split, order, _ = self._position(ctx)
         wide = accumulation_dtype(grad.dtype)
-        repeated = [dim for dim, place in enumerate(order) if split[place] == 1 and grad.shape[dim] != 1]
+        repeated = [dim for dim, source in enumerate(order) if split[source] == 1 and grad.shape[dim] != 1]
         if repeated:
             shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
             keywords = {"dtype": wide} if wide != grad.dtype else {}
             grad = builder.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
         target = ctx.global_grad(name)
-        builder.call(_add_to_strip, target, grad, *self._place(ctx), writes=target)
+        builder.call(_add_to_strip, target, grad, *self._position(ctx), writes=target)
 
     @staticmethod
-    def _place(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
+    def _position(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
         node, order = ctx.node, ctx.node.argument("order")
         split = list(node.argument("split"))
-        if ctx.is_per_sample(node.operands[0]):  # the walk's own samples
+        if ctx.is_per_sample(node.operands[0]):  # the samples of the sweep
             split[order[0]] = ctx.scope.batch
         return ctx.builder.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
 
 
-def _strip_part(
+def _strip_slice(
     value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
 ) -> Tensor:
-    """The strip's part of a value, one entry where the value has one."""
+    """The slice of a side input for a strip; dimensions of extent 1 stay."""
     image = value.view(tuple(split)).permute(tuple(order))
     for dim, start in zip((0, image.dim() - axes, image.dim() - axes + 1), origin[: 1 + min(axes, 2)], strict=False):
         if image.shape[dim] not in (1, shape[dim]):
@@ -172,17 +171,17 @@ def _strip_part(
 def _narrow_to_strip(
     value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
 ) -> Tensor:
-    return _strip_part(value, origin, split, order, axes, shape).expand(tuple(shape))
+    return _strip_slice(value, origin, split, order, axes, shape).expand(tuple(shape))
 
 
 def _add_to_strip(target: Tensor, grad: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int) -> None:
-    _strip_part(target, origin, split, order, axes, grad.shape).add_(grad)
+    _strip_slice(target, origin, split, order, axes, grad.shape).add_(grad)
 
 
 class CastRule(Rule):
     """``x.to(dtype)``; the gradient is cast back.
 
-    The gradient of a weight in half precision is summed up over the strips in fp32. It goes into the fp32 weight's gradient as it is.
+    The gradient of a half-precision copy of a weight is accumulated over strips in fp32, and added to the fp32 weight's gradient unrounded.
     """
 
     saves_input = False
@@ -198,13 +197,13 @@ class CastRule(Rule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         dtype = ctx.dtype_of(image)
-        # Emitted also where the types agree: a whole gradient may arrive in either of two.
+        # Emitted also for equal types: a global gradient may have either of two types.
         back = ctx.builder.call(aten._to_copy.default, grad, shape=grad.shape, dtype=dtype, keywords={"dtype": dtype})
         ctx.add_grad(image, back, owned=True)
 
 
 class DetachRule(Rule):
-    """``x.detach()``: the operand's memory under another name, which no gradient arrives at."""
+    """``x.detach()``: an alias of the operand without a gradient."""
 
     saves_input = False
     in_place = True
@@ -213,7 +212,7 @@ class DetachRule(Rule):
         operand = ctx.operand_slot(ctx.node.argument("self"))
         if ctx.destination is not None:
             return ctx.builder.copy(ctx.destination, operand)
-        # A view, and no second owner: who reads it must not write over it.
+        # A view, not an owner of the storage: readers must not overwrite it.
         return ctx.builder.call(aten.alias.default, operand, shape=operand.shape, view_of=operand)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:

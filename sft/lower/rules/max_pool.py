@@ -1,18 +1,14 @@
-"""Max pooling on a strip.
+"""Max pooling on a strip: with a fixed window, adaptive, its pool indices, and max unpooling.
 
-Where all that a window holds is minus infinity, its gradient belongs to the first element. Beyond the border there is none: ATen knows that
-of padding of its own, but not of the rows and columns that a strip was padded with.
+**Windows of minus infinity.** If all elements of a window are minus infinity, its gradient belongs to the first element inside the image.
+ATen excludes its own padding, but not the rows and columns that a strip was explicitly padded with; rules correct that.
 
-Adaptive max pooling on a strip.
+**Pool indices** count the pixels of the full image in row-major order. The pooling of a strip counts the pixels of the strip. Indices are
+converted when the program runs, as the strip's position is bound then (the ``origin`` port).
 
-Its windows have different sizes and overlap by a row where sizes do not divide. Each is written out, filled up to the widest by repeating
-its last row, and then an ordinary max pooling goes from window to window. A repeated element comes behind the one it repeats and is never
-greater, so the first of several equal elements is the one that ATen finds in the window itself, and takes the gradient.
-
-Where maxima are, and values put back there, on a strip.
-
-Places count the pixels of the whole image, row-major. Those of a strip's own pooling count the strip's; where it lies is bound when the
-program runs (the ``origin`` port).
+**Adaptive max pooling** has windows of different sizes, which overlap by a row if sizes do not divide. Each window is copied, extended to
+the widest window by repeating its last row, and an ordinary max pooling of the copies follows. A repeated element comes after the original
+and is never greater, so ATen chooses the same element (and passes the gradient to it) as in the window itself.
 """
 
 from __future__ import annotations
@@ -45,14 +41,14 @@ aten = torch.ops.aten
 class MaxPoolRule(PoolRule):
     """``max_pool1d``, ``max_pool2d``, ``max_pool3d``.
 
-    On a strip the indices, eight bytes an element, are found again in the backward pass instead of waiting for it: that costs no
-    multiplication, and they would be the largest thing that a strip keeps. Kept whole they are saved, as in plain PyTorch.
+    On a strip the backward pass recomputes the indices. That costs no multiplication, while eight bytes an element would be the largest
+    residual of a strip. On an untiled image they are saved, as in eager PyTorch.
     """
 
     border_value = float("-inf")
 
-    def native_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
-        return all(2 * size <= window.kernel for size, window in zip(own, windows, strict=True))
+    def native_padding_fits(self, native: Sequence[int], windows: Sequence[Window]) -> bool:
+        return all(2 * size <= window.kernel for size, window in zip(native, windows, strict=True))
 
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
@@ -63,14 +59,14 @@ class MaxPoolRule(PoolRule):
         else:
             padded, padding = self.padded(ctx, operand, windows)
         ctx.saved["spread"] = as_two_axes(ctx, padded)
-        kernel, stride, own, dilation = self.lists(
+        kernel, stride, native, dilation = self.lists(
             ctx,
             ([w.kernel for w in windows], 1),
             ([w.stride for w in windows], 1),
             (padding, 0),
             ([w.dilation for w in windows], 1),
         )
-        ctx.saved["geometry"] = (kernel, stride, own, dilation, windows[ROWS].ceil)
+        ctx.saved["geometry"] = (kernel, stride, native, dilation, windows[ROWS].ceil)
         out, ctx.saved["indices"] = self._pool(ctx)
         return as_own_axes(ctx, out)
 
@@ -92,7 +88,7 @@ class MaxPoolRule(PoolRule):
         indices = ctx.saved["indices"] if ctx.covers_image else self._pool(ctx)[1]
         is_volume = ctx.scope.axes.count == 3
         grad = as_two_axes(ctx, grad)
-        if is_volume and ctx.scope.deterministic:  # ATen's adds where windows overlap in any order
+        if is_volume and ctx.scope.deterministic:  # ATen adds overlapping windows in no fixed order
             scratch_bytes = grad.num_bytes + indices.num_bytes
             out = ctx.builder.call(_max_pool3d_grad, grad, value, indices, shape=value.shape, scratch_bytes=scratch_bytes)
         else:
@@ -104,9 +100,9 @@ class MaxPoolRule(PoolRule):
 
     @staticmethod
     def _move_padding_grads_inside(ctx: NodeContext, grad: Slot) -> None:
-        """Add what explicit padding got to the first pixels inside.
+        """Add the gradient of explicit padding to the first pixels inside the image.
 
-        Of a window that holds nothing but minus infinity ATen takes the first element. Padding of its own is none, ours is one.
+        Only windows of minus infinity give padding a gradient: ATen takes their first element, which may be explicit padding.
         """
         for axis, (window, offset) in enumerate(zip(kernel_windows(ctx), ctx.saved["offset"], strict=True)):
             starts = range(0, offset, window.stride)[: ctx.scope.axes.of(ctx.out_shape)[axis]]
@@ -116,26 +112,26 @@ class MaxPoolRule(PoolRule):
                 ctx.builder.call(aten.add_.Tensor, inside, ctx.narrow(grad, axis, start, 1), writes=inside)
 
 
-def _max_pool3d_grad(grad: Tensor, value: Tensor, indices: Tensor) -> Tensor:
-    """The gradient of what a pooling of volumes read, by an operator that PyTorch can make deterministic."""
-    last = value.shape[1] > 1 and value.stride(1) == 1
-    grads, places = ((part.movedim(1, -1).flatten(1, -2) if last else part.flatten(2)) for part in (grad, indices))
-    axis, extents = 1 if last else 2, value.shape[2:]
-    shape = (*grads.shape[:axis], math.prod(extents), *grads.shape[axis + 1 :])
-    out: Tensor = grad.new_zeros(shape).scatter_add_(axis, places, grads).unflatten(axis, extents)
-    return out.movedim(-1, 1) if last else out
-
-
 def _first_slices(window: Window, padding: int, count: int) -> tuple[int, ...]:
-    """Where so many windows begin that ATen pads by itself."""
-    starts = (place * window.stride - padding for place in range(count))
+    """First slice inside the image of each of ``count`` windows padded by ATen."""
+    starts = (index * window.stride - padding for index in range(count))
     return tuple(start % window.dilation if start < 0 else start for start in starts)
 
 
-def correct_infinite_indices(ctx: NodeContext, value: Slot, indices: Slot, starts: Sequence[int], pooled: Slot) -> None:
-    """Where maxima of volumes are minus infinity, let indices be in the first slice of the window.
+def _max_pool3d_grad(grad: Tensor, value: Tensor, indices: Tensor) -> Tensor:
+    """The gradient of a 3-d max pooling by ``scatter_add_``, which PyTorch can make deterministic."""
+    last = value.shape[1] > 1 and value.stride(1) == 1
+    grads, flat_indices = ((tensor.movedim(1, -1).flatten(1, -2) if last else tensor.flatten(2)) for tensor in (grad, indices))
+    axis, extents = 1 if last else 2, value.shape[2:]
+    shape = (*grads.shape[:axis], math.prod(extents), *grads.shape[axis + 1 :])
+    out: Tensor = grad.new_zeros(shape).scatter_add_(axis, flat_indices, grads).unflatten(axis, extents)
+    return out.movedim(-1, 1) if last else out
 
-    ATen's kernel for channels last, on the CPU, forgets which one that is.
+
+def correct_infinite_indices(ctx: NodeContext, value: Slot, indices: Slot, starts: Sequence[int], pooled: Slot) -> None:
+    """Emit a correction of 3-d pool indices of windows of minus infinity: they point into the first slice of the window.
+
+    ATen's CPU kernel for channels last points into a wrong slice.
     """
     area, scratch_bytes = math.prod(pooled.shape[-2:]), 3 * indices.num_bytes // max(1, len(starts))
     ctx.builder.call(_correct_indices, indices, value, tuple(starts), area, writes=indices, scratch_bytes=scratch_bytes)
@@ -148,47 +144,119 @@ def _correct_indices(indices: Tensor, value: Tensor, starts: Sequence[int], area
         index.copy_(torch.where(largest == -math.inf, index.remainder(area).add_(start * area), index))
 
 
+class MaxPoolIndicesRule(MaxPoolRule):
+    """The pool indices of a strip, converted to pixels of the image."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        builder, operand = ctx.builder, next(refs_in(ctx.node.argument("self")))
+        index_dtype, builder.dtype = builder.dtype, ctx.scope.dtype_of(operand)
+        super().forward(ctx)
+        builder.dtype = index_dtype
+        indices: Slot = ctx.saved["indices"]
+        if not ctx.covers_image:
+            axes = []
+            padded, extents = ctx.scope.axes.of(ctx.saved["padded"].shape), ctx.scope.axes.of(ctx.scope.shapes[operand])
+            for axis, (size, offset, extent) in enumerate(zip(padded, ctx.saved["offset"], extents, strict=True)):
+                window = window_of(ctx.node, axis)
+                assert window is not None
+                axes.append(_PaddedAxis(window, size, offset, extent))
+            # Temporaries: the sum so far and one coordinate; with padding also its correction and a mask.
+            scratch_bytes = 4 * indices.num_bytes + indices.num_bytes // 8 if any(ctx.saved["offset"]) else 2 * indices.num_bytes
+            origin = builder.port("origin", ctx.node.name, ())
+            builder.call(_indices_in_image, indices, origin, tuple(axes), writes=indices, scratch_bytes=scratch_bytes)
+        return as_own_axes(ctx, indices)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise AssertionError("pool indices have no gradient")
+
+
 @dataclass(frozen=True, slots=True)
-class _UnfoldWindows:
-    """Writes out the windows of an axis, one behind the other."""
+class _PaddedAxis:
+    """One axis of the padded strip that a pooling read.
 
-    span: ResampledRange
+    Attributes:
+        window: the pooling's window.
+        padded_extent: extent of the padded strip.
+        offset: padding before the strip.
+        extent: extent of the image.
+    """
 
-    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
-        first, start = self.span.places(origin)
-        columns, _ = self.span.sampling.forward.submatrix(first, self.span.length, start, self.span.extent)
-        return index_select_channels_last(value, dim, upload_table(columns.T.reshape(-1), value.device))
+    window: Window
+    padded_extent: int
+    offset: int
+    extent: int
 
 
-@dataclass(frozen=True, slots=True)
-class _FoldWindows:
-    """The adjoint of :class:`_UnfoldWindows`, for gradients that are zero where a row repeats the last one of its window."""
+def _indices_in_image(indices: Tensor, origin: Sequence[int], axes: Sequence[_PaddedAxis]) -> None:
+    """Convert pool indices of a padded strip to those of the image, in place."""
+    total, at, size = torch.zeros_like(indices), torch.empty_like(indices), 1
+    for axis, first in reversed([*zip(axes, strip_starts(origin, len(axes)), strict=True)]):
+        torch.remainder(indices, axis.padded_extent, out=at)
+        indices.div_(axis.padded_extent, rounding_mode="floor")
+        at += min(max(axis.window.access.low(first), 0), axis.extent) - axis.offset
+        if axis.offset:
+            # ATen chooses padding only in a window of minus infinity; its index is the window's first pixel inside.
+            at.copy_(torch.where(at < 0, at % axis.window.dilation, at))
+        total += at.mul_(size)
+        size *= axis.extent
+    indices.copy_(total)
 
-    span: ResampledRange
 
-    def __call__(self, grad: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
-        span, windows = self.span, self.span.sampling.forward
-        first, start = span.places(origin)
-        readers, shares = span.sampling.adjoint.submatrix(start, span.extent, first, span.length)
-        inside = shares > 0
-        place = np.arange(start, start + span.extent) - windows.start[first + readers]
-        index = upload_table(np.where(inside, readers * windows.width + place, 0), grad.device)
-        mask = upload_table(inside, grad.device, grad.dtype)
-        shape = [-1 if axis == dim else 1 for axis in range(grad.dim())]
-        out = index_select_channels_last(grad, dim, index[0]).mul_(mask[0].view(shape))
-        for term in range(1, len(index)):
-            out.addcmul_(index_select_channels_last(grad, dim, index[term]), mask[term].view(shape))
-        return out
+class MaxUnpoolRule(Rule):
+    """Max unpooling: each value at the index of its window's maximum, zeros at all other pixels; windows do not overlap."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        builder, (value, indices) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
+        extents = ctx.scope.axes.of(ctx.out_shape)
+        out = builder.zeros((*ctx.out_shape[: -len(extents)], math.prod(extents)))
+        if not ctx.has_empty_read(next(refs_in(value))):
+            strip = ctx.operand_slot(value)
+            builder.call(aten.scatter_.src, out, 2, self._strip_indices(ctx, ctx.operand_slot(indices)), self._flat(ctx, strip), writes=out)
+        return builder.call(aten.view.default, out, list(ctx.out_shape), shape=ctx.out_shape, view_of=out)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        builder, (value, indices) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
+        if ctx.has_empty_read(next(refs_in(value))):
+            return
+        index, shape = self._strip_indices(ctx, ctx.operand_slot(indices)), ctx.operand_slot(value).shape
+        gathered = builder.call(aten.gather.default, self._flat(ctx, grad), 2, index, shape=index.shape, dtype=grad.dtype)
+        ctx.add_grad(value, builder.call(aten.view.default, gathered, list(shape), shape=shape, view_of=gathered), owned=True)
+
+    @staticmethod
+    def _flat(ctx: NodeContext, slot: Slot) -> Slot:
+        shape = (*slot.shape[: -ctx.scope.axes.count], math.prod(ctx.scope.axes.of(slot.shape)))
+        return ctx.builder.call(aten._reshape_copy.default, slot, list(shape), shape=shape, dtype=slot.dtype)
+
+    def _strip_indices(self, ctx: NodeContext, indices: Slot) -> Slot:
+        """Pool indices as pixels of the strip, flattened."""
+        builder, axes = ctx.builder, ctx.scope.axes
+        flat, image = self._flat(ctx, indices), axes.of(ctx.scope.shapes[ctx.node.name])
+        origin = builder.port("origin", ctx.node.name, ())
+        scratch_bytes = 2 * flat.num_bytes
+        return builder.call(_indices_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
+
+
+def _indices_in_strip(indices: Tensor, origin: Sequence[int], image: Sequence[int], strip: Sequence[int]) -> None:
+    """Convert pool indices of the image to those of a strip of it, in place."""
+    total, at, size = torch.zeros_like(indices), torch.empty_like(indices), 1
+    for axis, first in reversed([*enumerate(strip_starts(origin, len(image)))]):
+        torch.remainder(indices, image[axis], out=at)
+        indices.div_(image[axis], rounding_mode="floor")
+        total += at.sub_(first).mul_(size)
+        size *= strip[axis]
+    indices.copy_(total)
 
 
 class AdaptiveMaxPoolRule(Rule):
-    """``adaptive_max_pool1d``, ``adaptive_max_pool2d``, ``adaptive_max_pool3d``; in the backward pass the maxima are found again."""
+    """``adaptive_max_pool1d``, ``adaptive_max_pool2d``, ``adaptive_max_pool3d``; the backward pass recomputes the maxima."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         return as_own_axes(ctx, self._pool(ctx)[1])
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot, Slot]:
-        """The windows written out, their maxima, and where in the windows these are."""
+        """The copied windows, their maxima, and the indices of these in the windows."""
         builder, value = ctx.builder, self._strip(ctx)
         for span in self._spans(ctx):
             value = self._along(ctx, _UnfoldWindows(span), value, span.axis, span.length * span.sampling.forward.width)
@@ -223,7 +291,7 @@ class AdaptiveMaxPoolRule(Rule):
         dim = ctx.scope.axes.dim(len(value.shape), axis)
         assert dim is not None
         shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
-        # The sum of a fold has a term beside it.
+        # A fold of several terms needs a temporary for one of them.
         term = (
             math.prod(shape) * value.dtype.itemsize
             if isinstance(function, _FoldWindows) and function.span.sampling.adjoint.width > 1
@@ -234,7 +302,7 @@ class AdaptiveMaxPoolRule(Rule):
         return ctx.builder.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=scratch_bytes)
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
-        """Kernel, stride, padding, dilation and rounding of the pooling from window to window."""
+        """Kernel, stride, padding, dilation and rounding of the pooling of copied windows."""
         widths = [span.sampling.forward.width for span in self._spans(ctx)]
         kernel = widths if len(widths) > 1 else [*widths, 1]
         return (kernel, list(kernel), [0] * len(kernel), [1] * len(kernel), False)
@@ -245,98 +313,33 @@ class AdaptiveMaxPoolRule(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class _PaddedAxis:
-    """Of what a strip's pooling saw: its extent along an axis, how much of that is padding before it, and the image's extent."""
+class _UnfoldWindows:
+    """Copies the windows along an axis one after the other, each extended to the widest."""
 
-    window: Window
-    seen: int
-    offset: int
-    extent: int
+    span: ResampledRange
 
-
-class MaxPoolIndicesRule(MaxPoolRule):
-    """The indices of the strip's own pooling, counted in the image."""
-
-    saves_input = False
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        builder, operand = ctx.builder, next(refs_in(ctx.node.argument("self")))
-        own, builder.dtype = builder.dtype, ctx.scope.dtype_of(operand)
-        super().forward(ctx)
-        builder.dtype = own
-        found: Slot = ctx.saved["indices"]
-        if not ctx.covers_image:
-            axes = []
-            seen, extents = ctx.scope.axes.of(ctx.saved["padded"].shape), ctx.scope.axes.of(ctx.scope.shapes[operand])
-            for axis, (size, offset, extent) in enumerate(zip(seen, ctx.saved["offset"], extents, strict=True)):
-                window = window_of(ctx.node, axis)
-                assert window is not None
-                axes.append(_PaddedAxis(window, size, offset, extent))
-            # Beside the places: their sum so far, one coordinate, and what becomes of it where it may lie in the padding.
-            scratch_bytes = 4 * found.num_bytes + found.num_bytes // 8 if any(ctx.saved["offset"]) else 2 * found.num_bytes
-            origin = builder.port("origin", ctx.node.name, ())
-            builder.call(_indices_in_image, found, origin, tuple(axes), writes=found, scratch_bytes=scratch_bytes)
-        return as_own_axes(ctx, found)
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        raise AssertionError("places have no gradient")
+    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
+        first, start = self.span.first_rows(origin)
+        columns, _ = self.span.sampling.forward.submatrix(first, self.span.length, start, self.span.extent)
+        return index_select_channels_last(value, dim, upload_table(columns.T.reshape(-1), value.device))
 
 
-def _indices_in_image(places: Tensor, origin: Sequence[int], axes: Sequence[_PaddedAxis]) -> None:
-    """Turn places in what a strip's pooling saw into places in the image."""
-    total, at, size = torch.zeros_like(places), torch.empty_like(places), 1
-    for axis, first in reversed([*zip(axes, strip_starts(origin, len(axes)), strict=True)]):
-        torch.remainder(places, axis.seen, out=at)
-        places.div_(axis.seen, rounding_mode="floor")
-        at += min(max(axis.window.access.low(first), 0), axis.extent) - axis.offset
-        if axis.offset:
-            # Only minus infinity is no greater than padding: then ATen's place is the window's first one inside.
-            at.copy_(torch.where(at < 0, at % axis.window.dilation, at))
-        total += at.mul_(size)
-        size *= axis.extent
-    places.copy_(total)
+@dataclass(frozen=True, slots=True)
+class _FoldWindows:
+    """The adjoint of :class:`_UnfoldWindows`, for gradients that are zero at repeated rows."""
 
+    span: ResampledRange
 
-class MaxUnpoolRule(Rule):
-    """Zeros, and each value where the maximum of its window was; no two windows share a pixel."""
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        builder, (value, places) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
-        extents = ctx.scope.axes.of(ctx.out_shape)
-        out = builder.zeros((*ctx.out_shape[: -len(extents)], math.prod(extents)))
-        if not ctx.has_empty_read(next(refs_in(value))):
-            strip = ctx.operand_slot(value)
-            builder.call(aten.scatter_.src, out, 2, self._places(ctx, ctx.operand_slot(places)), self._flat(ctx, strip), writes=out)
-        return builder.call(aten.view.default, out, list(ctx.out_shape), shape=ctx.out_shape, view_of=out)
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        builder, (value, places) = ctx.builder, (ctx.node.argument("self"), ctx.node.argument("indices"))
-        if ctx.has_empty_read(next(refs_in(value))):
-            return
-        where, shape = self._places(ctx, ctx.operand_slot(places)), ctx.operand_slot(value).shape
-        found = builder.call(aten.gather.default, self._flat(ctx, grad), 2, where, shape=where.shape, dtype=grad.dtype)
-        ctx.add_grad(value, builder.call(aten.view.default, found, list(shape), shape=shape, view_of=found), owned=True)
-
-    @staticmethod
-    def _flat(ctx: NodeContext, slot: Slot) -> Slot:
-        shape = (*slot.shape[: -ctx.scope.axes.count], math.prod(ctx.scope.axes.of(slot.shape)))
-        return ctx.builder.call(aten._reshape_copy.default, slot, list(shape), shape=shape, dtype=slot.dtype)
-
-    def _places(self, ctx: NodeContext, places: Slot) -> Slot:
-        """Places in the part of the result that the strip computes, pixels in one dimension."""
-        builder, axes = ctx.builder, ctx.scope.axes
-        flat, image = self._flat(ctx, places), axes.of(ctx.scope.shapes[ctx.node.name])
-        origin = builder.port("origin", ctx.node.name, ())
-        scratch_bytes = 2 * flat.num_bytes
-        return builder.call(_indices_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
-
-
-def _indices_in_strip(places: Tensor, origin: Sequence[int], image: Sequence[int], strip: Sequence[int]) -> None:
-    """Turn places in the image into places in a strip of it."""
-    total, at, size = torch.zeros_like(places), torch.empty_like(places), 1
-    for axis, first in reversed([*enumerate(strip_starts(origin, len(image)))]):
-        torch.remainder(places, image[axis], out=at)
-        places.div_(image[axis], rounding_mode="floor")
-        total += at.sub_(first).mul_(size)
-        size *= strip[axis]
-    places.copy_(total)
+    def __call__(self, grad: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
+        span, windows = self.span, self.span.sampling.forward
+        first, start = span.first_rows(origin)
+        readers, shares = span.sampling.adjoint.submatrix(start, span.extent, first, span.length)
+        inside = shares > 0
+        offset = np.arange(start, start + span.extent) - windows.start[first + readers]
+        index = upload_table(np.where(inside, readers * windows.width + offset, 0), grad.device)
+        mask = upload_table(inside, grad.device, grad.dtype)
+        shape = [-1 if axis == dim else 1 for axis in range(grad.dim())]
+        out = index_select_channels_last(grad, dim, index[0]).mul_(mask[0].view(shape))
+        for term in range(1, len(index)):
+            out.addcmul_(index_select_channels_last(grad, dim, index[term]), mask[term].view(shape))
+        return out

@@ -1,4 +1,4 @@
-"""The largest elements of an image, on a strip: with how many there are, or where the first one is."""
+"""Minimum, maximum and argmax over the image: running reductions with the number of occurrences, or with the first index."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["ArgMaxRule", "MinMaxRule", "strip_starts"]
 
 aten = torch.ops.aten
 
-#: Small tensors that merging holds at once, at most.
+#: Most temporary tensors, each as large as the accumulator, during a merge.
 _NUM_STATISTICS = 8
 
 
 class MinMaxRule(ReductionRule):
-    """The largest (smallest) element and how often it occurs: its gradient is divided evenly among all of them."""
+    """The largest (smallest) element and its number of occurrences; its gradient is divided evenly among all of them."""
 
     def start(self, node: Node) -> float:
         return -math.inf if node.argument("largest") else math.inf
@@ -47,7 +47,7 @@ class MinMaxRule(ReductionRule):
 
     @staticmethod
     def _occurrences(ctx: NodeContext, strip: Slot, value: Slot) -> Slot:
-        """Ones where the strip has the value, zeros elsewhere."""
+        """A mask of the elements equal to the value: one or zero."""
         builder, wide = ctx.builder, accumulation_dtype(strip.dtype)
         same = builder.call(aten.eq.Tensor, strip, value, shape=strip.shape, dtype=torch.bool)
         return builder.call(aten._to_copy.default, same, shape=strip.shape, dtype=wide, keywords={"dtype": wide})
@@ -57,13 +57,13 @@ class MinMaxRule(ReductionRule):
         strip = ctx.strip(next(refs_in(image)))
         value, count = (_column(ctx, ctx.global_slot(ctx.node.name), index) for index in (0, 1))
         share = builder.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
-        found = self._occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
-        builder.call(aten.mul_.Tensor, found, as_single_pixel(ctx, builder.cast(share, found.dtype)), writes=found)
-        ctx.add_grad(image, found, owned=True)
+        gradient = self._occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
+        builder.call(aten.mul_.Tensor, gradient, as_single_pixel(ctx, builder.cast(share, gradient.dtype)), writes=gradient)
+        ctx.add_grad(image, gradient, owned=True)
 
 
 class ArgMaxRule(ReductionRule):
-    """The largest element and its place in row-major order, the first of several: its gradient goes there alone."""
+    """The largest element and its first index in row-major order, which alone receives the gradient."""
 
     saves_input = False
 
@@ -76,11 +76,11 @@ class ArgMaxRule(ReductionRule):
         lead, extents = strip.shape[: axes[0]], strip.shape[axes[0] :]
         shape = (*lead, math.prod(extents))
         flat = builder.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
-        value, place = builder.slot(lead, strip.dtype), builder.slot(lead, torch.int64)
-        # Of several equal ones torch gives the first.
-        builder.call_many(aten.max.dim, (flat, len(lead)), (value, place))
+        value, position = builder.slot(lead, strip.dtype), builder.slot(lead, torch.int64)
+        # Torch returns the first of several equal elements.
+        builder.call_many(aten.max.dim, (flat, len(lead)), (value, position))
         running = builder.port("partial", ctx.node.name, (*lead, 2), torch.float64)
-        arguments = (value, place, self._origin(ctx), extents, self._extents(ctx))
+        arguments = (value, position, self._origin(ctx), extents, self._extents(ctx))
         return builder.call(_merge_argmax, running, *arguments, writes=running, scratch_bytes=_NUM_STATISTICS * running.num_bytes)
 
     @staticmethod
@@ -94,10 +94,10 @@ class ArgMaxRule(ReductionRule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
         strip = ctx.strip(next(refs_in(image)))
-        place = _column(ctx, ctx.global_slot(ctx.node.name), 1)
+        position = _column(ctx, ctx.global_slot(ctx.node.name), 1)
         out = builder.zeros(strip.shape, strip.dtype)
-        arguments = (_column(ctx, grad, 0), place, self._origin(ctx), self._extents(ctx))
-        builder.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * place.num_bytes)
+        arguments = (_column(ctx, grad, 0), position, self._origin(ctx), self._extents(ctx))
+        builder.call(_scatter_argmax_grad, out, *arguments, writes=out, scratch_bytes=2 * _NUM_STATISTICS * position.num_bytes)
         ctx.add_grad(image, out, owned=True)
 
 
@@ -106,11 +106,11 @@ def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
 
 
 def _merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) -> None:
-    """Take a strip's extremes into the running ones."""
+    """Merge a strip's minima or maxima into the accumulator."""
     old, old_count = running.unbind(-1)
     value = value.to(running.dtype)
     new = torch.maximum(old, value) if largest else torch.minimum(old, value)
-    # Before the first strip the count is as infinite as the value.
+    # Before the first strip the count is infinite, like the value.
     merged = torch.where(old == new, old_count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
     merged += torch.where(value == new, count.to(running.dtype), 0.0)
     old.copy_(new)
@@ -118,42 +118,42 @@ def _merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) 
 
 
 def _merge_argmax(
-    running: Tensor, value: Tensor, place: Tensor, origin: Sequence[int], strip: Sequence[int], extents: Sequence[int]
+    running: Tensor, value: Tensor, position: Tensor, origin: Sequence[int], strip: Sequence[int], extents: Sequence[int]
 ) -> None:
-    """Take a strip's peaks into the running ones; strips and panels need not come in row-major order."""
-    old, old_place = running.unbind(-1)
+    """Merge a strip's maxima and indices into the accumulator; strips and panels may come in any order."""
+    old, old_position = running.unbind(-1)
     value = value.to(running.dtype)
-    whole = torch.zeros_like(place)
-    for at, start, extent in zip(_unravel_index(place, strip), strip_starts(origin, len(extents)), extents, strict=True):
-        whole = whole * extent + (at + start)
-    place = whole.to(running.dtype)
-    # Before the first strip the place is as infinite as the value: any comes before it.
-    is_better = (value > old) | ((value == old) & (place < old_place.nan_to_num(neginf=math.inf))) | value.isnan()
-    old_place.copy_(torch.where(is_better, place, old_place))
+    in_image = torch.zeros_like(position)
+    for at, start, extent in zip(_unravel_index(position, strip), strip_starts(origin, len(extents)), extents, strict=True):
+        in_image = in_image * extent + (at + start)
+    position = in_image.to(running.dtype)
+    # Before the first strip the index is infinite, like the value: every index precedes it.
+    is_better = (value > old) | ((value == old) & (position < old_position.nan_to_num(neginf=math.inf))) | value.isnan()
+    old_position.copy_(torch.where(is_better, position, old_position))
     old.copy_(torch.where(is_better, value, old))
 
 
 def strip_starts(origin: Sequence[int], count: int) -> tuple[int, ...]:
-    """Where a strip begins along each axis; a third one is always whole."""
+    """First index of a strip along each axis; a third axis is never tiled."""
     _, row, column = origin
     return (row, column, 0)[:count]
 
 
-def _unravel_index(place: Tensor, extents: Sequence[int]) -> list[Tensor]:
-    """A place in row-major order as an index along each axis."""
-    found: list[Tensor] = []
+def _unravel_index(position: Tensor, extents: Sequence[int]) -> list[Tensor]:
+    """A row-major index as an index along each axis."""
+    indices: list[Tensor] = []
     for extent in reversed(extents):
-        found.insert(0, place % extent)
-        place = place // extent
-    return found
+        indices.insert(0, position % extent)
+        position = position // extent
+    return indices
 
 
-def _scatter_argmax_grad(out: Tensor, grad: Tensor, place: Tensor, origin: Sequence[int], extents: Sequence[int]) -> None:
-    """Write the gradient where the peaks are, as far as they lie in the strip, which holds zeros."""
+def _scatter_argmax_grad(out: Tensor, grad: Tensor, position: Tensor, origin: Sequence[int], extents: Sequence[int]) -> None:
+    """Write the gradient at the argmax positions inside the strip, which holds zeros."""
     lead = grad.dim()
-    inside = torch.ones_like(place, dtype=torch.bool)
+    inside = torch.ones_like(position, dtype=torch.bool)
     index: list[Tensor] = [torch.arange(size, device=out.device).view(size, *[1] * (lead - 1 - dim)) for dim, size in enumerate(grad.shape)]
-    for at, start, size in zip(_unravel_index(place.long(), extents), strip_starts(origin, len(extents)), out.shape[lead:], strict=True):
+    for at, start, size in zip(_unravel_index(position.long(), extents), strip_starts(origin, len(extents)), out.shape[lead:], strict=True):
         at = at - start
         inside &= (at >= 0) & (at < size)
         index.append(at.clamp(0, size - 1))

@@ -1,10 +1,13 @@
-"""The parts of a norm over the image, on a strip (see :mod:`sft.analysis.passes.decompose_norms`).
+"""Norms on a strip: moments and affine map of a norm over the image, running statistics, frozen BatchNorm; also ReLU and leaky ReLU.
 
-Frozen norms and the activations that are differentiated from their result.
+A norm over the image is decomposed (:mod:`sft.analysis.passes.decompose_norms`)::
 
-Running statistics: one call, as nothing of it is differentiated.
+    moments = mean, variance, count of each group     a reduction over strips
+    scale, shift                                      traced, on vectors of channels
+    out = x * scale + shift                           an affine map of each strip
 
-A trace of it would be half a dozen instructions on vectors of channels, and networks have hundreds of these.
+Running statistics are one call each. No gradient passes through them, and a trace would be half a dozen instructions on vectors of
+channels for each, in networks with hundreds of them.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ aten = torch.ops.aten
 class MomentsRule(ReductionRule):
     """Mean, variance and count of each group of elements.
 
-    A strip's own moments are merged into the running ones (mean, sum of squared deviations, count; fp64) with the update of Chan,
-    Golub and LeVeque (1983), which loses no digits where the mean is large against the deviations.
+    A strip's moments are merged into the accumulator (mean, sum of squared deviations, count; fp64) with the update of Chan, Golub and
+    LeVeque (1983), which loses no digits if the mean is large compared to the deviations.
     """
 
     def additive(self, node: Node) -> AdditivePart:
-        """The sum of squares and the count: with both divided by ``m`` the update's share of the strip is that of ``m`` such strips."""
+        """The sum of squares and the count. With both divided by ``m``, the update weighs the strip as ``m`` equal strips."""
         return AdditivePart(columns=(1, 2))
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -81,9 +84,9 @@ class MomentsRule(ReductionRule):
         return _column(ctx.builder, slot, index)
 
     def _of_strip(self, ctx: NodeContext) -> tuple[Slot, Slot, int]:
-        """Biased variance and mean of the rows at hand, ``[B, G]``, and how many elements a group has there."""
+        """Biased variance and mean of the strip, ``[B, G]``, and the number of elements of a group in it."""
         builder, node = ctx.builder, ctx.node
-        # In half precision the elements are widened first: a moment has the type of the node.
+        # Moments have the type of the node; elements of half precision are cast to it first.
         strip = builder.cast(ctx.strip(next(refs_in(node.argument("self")))), ctx.scope.dtype_of(node.name))
         first_axis = len(strip.shape) - ctx.scope.axes.count
         batch, *channels = strip.shape[:first_axis]
@@ -93,7 +96,7 @@ class MomentsRule(ReductionRule):
             split = (batch, groups, channels[0] // groups, *extents)
             strip = builder.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
             kept = 2
-        else:  # several dimensions of channels are measured one by one, or all together
+        else:  # several dimensions of channels: a group is one channel, or all of them
             kept = 1 if groups == 1 else first_axis
         dims = [*(() if per_sample else (0,)), *range(kept, len(strip.shape))]
         shape = strip.shape[0 if per_sample else 1 : kept]
@@ -123,7 +126,7 @@ class MomentsRule(ReductionRule):
 
     @staticmethod
     def _by_channel(ctx: NodeContext, slot: Slot, channels: Sequence[int]) -> Slot:
-        """``[B, G]`` spread over channels, ``[B, channels..., 1, ..., 1]``."""
+        """Expand ``[B, G]`` over channels, ``[B, channels..., 1, ..., 1]``."""
         builder = ctx.builder
         batch, groups = slot.shape
         num_channels = math.prod(channels)
@@ -135,14 +138,14 @@ class MomentsRule(ReductionRule):
 
 
 class WholeMomentsRule(MomentsRule):
-    """The same of a whole tensor."""
+    """Moments of a full tensor, without an accumulator."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder = ctx.builder
         variance, mean, count = self._of_strip(ctx)
         out = builder.empty((*mean.shape, 3))
-        for index, part in enumerate((mean, variance)):
-            builder.copy(self._column(ctx, out, index), part)
+        for index, moment in enumerate((mean, variance)):
+            builder.copy(self._column(ctx, out, index), moment)
         last = self._column(ctx, out, 2)
         builder.call(aten.fill_.Scalar, last, count, writes=last)
         return out
@@ -164,7 +167,7 @@ class AffineRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         builder, (scale, shift) = ctx.builder, self._halves(ctx)
         strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
-        if strip.dtype != scale.dtype:  # computed wide, rounded once
+        if strip.dtype != scale.dtype:  # computed in the wider type, rounded once
             wide = builder.cast(strip, scale.dtype)
             builder.call(aten.addcmul.out, shift, wide, scale, writes=wide, keywords={"out": wide})
             return builder.cast(wide, strip.dtype) if ctx.destination is None else builder.copy(ctx.destination, wide)
@@ -204,8 +207,26 @@ class AffineRule(Rule):
                 ctx.add_grad(image, builder.call(aten.mul.Tensor, grad, scale, shape=grad.shape, dtype=wide), owned=True)
 
 
+#: Most temporary vectors of channels while a running statistic is computed.
+_NUM_VECTORS = 4
+
+
+class RunningStatisticRule(Rule):
+    """``sft.running_mean`` and ``sft.running_var``: the next value of the buffer."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        node, shape = ctx.node, ctx.global_shape(ctx.node.name)
+        dtype, moments = ctx.scope.dtype_of(node.name), ctx.operand_slot(node.argument("moments"))
+        keywords = {key: ctx.operand_slot(value) for key, value in node.arguments}
+        scratch = _NUM_VECTORS * max(moments.num_bytes // moments.shape[-1], 1)
+        return ctx.builder.call(FUNCTIONS[node.target], shape=shape, dtype=dtype, keywords=keywords, scratch_bytes=scratch)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise InternalError(f"{ctx.node.label}: buffers have no gradient")
+
+
 class FrozenNormRule(Rule):
-    """BatchNorm with its running statistics: an affine map of each channel."""
+    """BatchNorm with frozen statistics: an affine map of each channel."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
@@ -239,15 +260,15 @@ class FrozenNormRule(Rule):
 
 
 def empty_statistics(running: Tensor) -> Tensor:
-    """In the place of statistics that a forward pass has not saved: CUDA wants tensors, and takes empty ones for none.
+    """Empty tensor in place of statistics saved by a forward pass: CUDA requires tensors, and treats empty ones as absent.
 
-    Both devices look at the type, the CPU for that of the running statistics, CUDA for the type that it sums up in.
+    Both devices check the type: the CPU expects that of the running statistics, CUDA its accumulation type.
     """
     return running.new_empty((0,), dtype=torch.promote_types(running.dtype, torch.float32) if running.is_cuda else running.dtype)
 
 
 class ResultActivationRule(Rule):
-    """``relu`` and ``leaky_relu``: differentiated from their result, so the operand can be overwritten."""
+    """``relu`` and ``leaky_relu``: differentiated from their result, so they may overwrite the operand."""
 
     saves_input = False
     saves_output = True
@@ -285,21 +306,3 @@ class ResultActivationRule(Rule):
             ctx.add_grad(image, builder.call(into, *arguments, writes=grad, keywords={"grad_input": grad}), owned=True)
         else:
             ctx.add_grad(image, builder.call(plain, *arguments, shape=grad.shape), owned=True)
-
-
-#: Vectors of channels that are there at once while one is made, besides it, at most.
-_NUM_VECTORS = 4
-
-
-class RunningStatisticRule(Rule):
-    """``sft.running_mean`` and ``sft.running_var``: the buffer's next value."""
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        node, shape = ctx.node, ctx.global_shape(ctx.node.name)
-        dtype, moments = ctx.scope.dtype_of(node.name), ctx.operand_slot(node.argument("moments"))
-        keywords = {key: ctx.operand_slot(value) for key, value in node.arguments}
-        scratch = _NUM_VECTORS * max(moments.num_bytes // moments.shape[-1], 1)
-        return ctx.builder.call(FUNCTIONS[node.target], shape=shape, dtype=dtype, keywords=keywords, scratch_bytes=scratch)
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        raise InternalError(f"{ctx.node.label}: buffers have no gradient")

@@ -1,8 +1,9 @@
-"""Padding and crops on a strip.
+"""Padding and slicing on a strip.
 
-Rows of the opposite border on a strip: collected in one walk, put above and below the image in the next.
-
-Which of them a strip holds, or wants, depends on where it lies; that is bound when the program runs (the ``origin`` port).
+Constant, reflect and replicate padding are local: a strip computes its rows from its own input rows. Circular padding of rows is not: the
+rows above the image are the last rows of the image. It takes two sweeps: the first collects these rows (``BorderRowsRule``), the second
+inserts them (``CircularPadRule``). The rows that a strip collects or inserts depend on its position, which is bound when the program runs
+(the ``origin`` port).
 """
 
 from __future__ import annotations
@@ -26,13 +27,8 @@ __all__ = ["BorderRowsRule", "CircularPadRule", "PadRule", "SliceRule"]
 aten = torch.ops.aten
 
 
-def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
-    """For each axis the first row computed and how many, the first row read and how many."""
-    return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
-
-
 class PadRule(Rule):
-    """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered."""
+    """``pad``: along each axis, rows of a constant are added to those read, or the rows read are gathered."""
 
     saves_input = False
 
@@ -57,7 +53,7 @@ class PadRule(Rule):
         return value if ctx.saved["gathered"] else ctx.builder.call(aten.clone.default, value, shape=value.shape)
 
     def _constant(self, ctx: NodeContext, row: PadSpec, operand: str) -> Slot:
-        """The rows read, with what lies beyond the image filled in."""
+        """The rows read, padded with the constant outside the image."""
         paddings, crops = [], []
         for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
             low, _ = row.amounts(ctx.node, axis)
@@ -98,16 +94,16 @@ class PadRule(Rule):
             ctx.add_grad(image, grad, owned=False)
             return
         total = builder.zeros(shape, grad.dtype)
-        part = total
+        cropped = total
         for axis, (start, length) in enumerate(crops):
-            part = ctx.narrow(part, axis, start, length)
-        assert part.shape[: len(lead)] == tuple(lead)
-        builder.copy(part, grad)
+            cropped = ctx.narrow(cropped, axis, start, length)
+        assert cropped.shape[: len(lead)] == tuple(lead)
+        builder.copy(cropped, grad)
         ctx.add_grad(image, total, owned=True)
 
 
 def _source_row(at: int, extent: int, mode: str) -> int:
-    """The row that stands at ``at``, which may lie beyond the image."""
+    """The image row that padding puts at row ``at``, which may be outside the image."""
     if mode == "replicate":
         return min(max(at, 0), extent - 1)
     if mode == "circular":
@@ -115,17 +111,22 @@ def _source_row(at: int, extent: int, mode: str) -> int:
     return abs(at) if at < extent else 2 * (extent - 1) - at
 
 
+def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
+    """For each axis: first row and number of rows computed, first row and number of rows read."""
+    return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
+
+
 class SliceRule(Rule):
-    """A part of a strip along one axis, with a step."""
+    """A slice of a strip along one axis, with a step."""
 
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
-        part = self._part(ctx, operand, ctx.strip(operand))
-        return ctx.builder.call(aten.clone.default, part, shape=part.shape, dtype=part.dtype)
+        view = self._slice(ctx, operand, ctx.strip(operand))
+        return ctx.builder.call(aten.clone.default, view, shape=view.shape, dtype=view.dtype)
 
-    def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
+    def _slice(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
         row = ctx.scope.specs[ctx.node.name]
         assert isinstance(row, SliceSpec)
         for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
@@ -145,92 +146,92 @@ class SliceRule(Rule):
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
         total = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.builder.copy(self._part(ctx, operand, total), grad)
+        ctx.builder.copy(self._slice(ctx, operand, total), grad)
         ctx.add_grad(image, total, owned=True)
 
 
 _RowSpans: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Rows of the image, from one to before another, and the row of the border that the first of them is."""
-
-
-def _border_heights(ctx: NodeContext) -> tuple[int, int, int]:
-    """Rows above the image, of the image, and below it."""
-    node = ctx.node
-    return node.argument("low"), ctx.scope.extent(next(refs_in(node.argument("self"))), ROWS), node.argument("high")
+"""Intervals of image rows, each as start, stop, and the index of the first among the border rows."""
 
 
 class BorderRowsRule(ReductionRule):
-    """The image's last ``low`` and first ``high`` rows: each strip writes down those that it holds."""
+    """The image's last ``low`` and first ``high`` rows: each strip copies those that it holds into the accumulator."""
 
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self"))))
         running = builder.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
-        return builder.call(_save_border_rows, running, strip, *self._place(ctx), writes=running)
+        return builder.call(_save_border_rows, running, strip, *self._position(ctx), writes=running)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
         out = builder.zeros(ctx.strip(next(refs_in(image))).shape, grad.dtype)
-        ctx.add_grad(image, builder.call(_add_border_grads, out, grad, *self._place(ctx), writes=out), owned=True)
+        ctx.add_grad(image, builder.call(_add_border_grads, out, grad, *self._position(ctx), writes=out), owned=True)
 
     @staticmethod
-    def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
+    def _position(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
         low, rows, high = _border_heights(ctx)
         return ctx.builder.port("origin", ctx.node.name, ()), ((rows - low, rows, 0), (0, high, low)), ctx.scope.axes.count
 
 
 class CircularPadRule(PadRule):
-    """The image with the border rows above and below it."""
+    """The image with the rows of :class:`BorderRowsRule` above and below it."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         out = super().forward(ctx)
         if not any(ctx.saved["paddings"][ROWS]):
             return out
         border = ctx.operand_slot(ctx.node.argument("border"))
-        return ctx.builder.call(_emit_border_rows, out, border, *self._place(ctx), writes=out)
+        return ctx.builder.call(_insert_border_rows, out, border, *self._position(ctx), writes=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         border = ctx.node.argument("border")
         if any(ctx.saved["paddings"][ROWS]) and ctx.needs_grad(border):
             total = ctx.builder.zeros(ctx.operand_slot(border).shape, grad.dtype)
-            ctx.add_grad(border, ctx.builder.call(_collect_border_grads, total, grad, *self._place(ctx), writes=total), owned=True)
+            ctx.add_grad(border, ctx.builder.call(_collect_border_grads, total, grad, *self._position(ctx), writes=total), owned=True)
         super().backward(ctx, grad, owned)
 
     @staticmethod
-    def _place(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
+    def _position(ctx: NodeContext) -> tuple[Slot, _RowSpans, int]:
         low, rows, high = _border_heights(ctx)
         return ctx.builder.port("origin", ctx.node.name, ()), ((0, low, 0), (low + rows, low + rows + high, low)), ctx.scope.axes.count
 
 
+def _border_heights(ctx: NodeContext) -> tuple[int, int, int]:
+    """Number of rows above the image, in the image, and below it."""
+    node = ctx.node
+    return node.argument("low"), ctx.scope.extent(next(refs_in(node.argument("self"))), ROWS), node.argument("high")
+
+
 def _common_rows(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of the border that a strip has, and the strip's, as views."""
+    """Views of the border rows that a strip contains, paired with the strip's views."""
     _, first, column = origin
     dim = strip.dim() - axes
     if axes > 1:
         border = border.narrow(dim + 1, column, strip.shape[dim + 1])
-    for begin, end, place in spans:
+    for begin, end, border_row in spans:
         start, stop = max(begin, first), min(end, first + strip.shape[dim])
         if start < stop:
             count = stop - start
-            yield border.narrow(dim, place + start - begin, count), strip.narrow(dim, start - first, count)
+            yield border.narrow(dim, border_row + start - begin, count), strip.narrow(dim, start - first, count)
 
 
 def _save_border_rows(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
-    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
-        theirs.copy_(ours)
+    for border_rows, strip_rows in _common_rows(border, strip, origin, spans, axes):
+        border_rows.copy_(strip_rows)
 
 
-def _emit_border_rows(strip: Tensor, border: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
-    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
-        ours.copy_(theirs)
+def _insert_border_rows(strip: Tensor, border: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
+    for border_rows, strip_rows in _common_rows(border, strip, origin, spans, axes):
+        strip_rows.copy_(border_rows)
 
 
 def _add_border_grads(strip: Tensor, border: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
-    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
-        ours.add_(theirs)
+    for border_rows, strip_rows in _common_rows(border, strip, origin, spans, axes):
+        strip_rows.add_(border_rows)
 
 
 def _collect_border_grads(border: Tensor, strip: Tensor, origin: Sequence[int], spans: _RowSpans, axes: int) -> None:
-    for theirs, ours in _common_rows(border, strip, origin, spans, axes):
-        theirs.add_(ours)
+    for border_rows, strip_rows in _common_rows(border, strip, origin, spans, axes):
+        border_rows.add_(strip_rows)

@@ -1,8 +1,8 @@
-"""Dropout, drawn masks and noise: the same on a strip and on a whole tensor, since a mask follows positions (see
-``kernels/rng/mask_tile.py``).
+"""Random operators: dropout, masks and noise, identical on strips and on full tensors.
 
-The step knows everything about a mask but where the strip lies; that is bound when the program runs (the ``origin`` port), so strips of
-one signature still share their program. Nothing is saved for the backward pass, which evaluates the mask again.
+A random number is a function of the element's position in the full tensor (counter-based, see ``kernels/rng/mask_tile.py``). The position
+of the strip is bound when the program runs (the ``origin`` port), so strips of one signature share their program. The backward pass
+evaluates the mask again instead of saving it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Extents = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _RandomCall:
-    """One random operator on one whole value; called with what is known only when the program runs.
+    """One random operator; its methods are called with the seed and the strip's origin when the program runs.
 
     Attributes:
-        extents: the whole value as ``[N, C, H, W]``.
-        site: the number of the random operator in the model.
+        extents: extents of the full tensor as ``[N, C, H, W]``.
+        site: number of the random operator in the model.
         p: probability of a drop.
         column_px: pixels of a column: the extent of a third axis.
-        has_channels: whether the second dimension is channels; else it is rows already.
+        has_channels: True if the second dimension is channels; otherwise it is rows.
     """
 
     extents: Extents
@@ -50,7 +50,7 @@ class _RandomCall:
         shape = self.as_image(tuple(x.shape))
         dropout(
             x.view(shape),
-            origin=self._place(origin),
+            origin=self._origin_px(origin),
             extents=self.extents,
             seed=int(seed),
             site=self.site,
@@ -61,28 +61,28 @@ class _RandomCall:
         )
 
     def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
-        """Write ones where kept, zeros where dropped."""
+        """Write the mask: one for kept elements, zero for dropped ones."""
         shape = self.as_image(tuple(out.shape))
         write_mask(self._tile(shape, seed, origin), out.view(shape))
 
     def noise(
         self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], distribution: Distribution, scale: float, shift: float
     ) -> None:
-        """Write numbers of a distribution."""
+        """Write random numbers of a distribution, scaled and shifted."""
         shape = self.as_image(tuple(out.shape))
         write_noise(self._tile(shape, seed, origin), distribution, out.view(shape))
         if (scale, shift) != (1.0, 0.0):
             out.mul_(scale).add_(shift)
 
     def as_image(self, shape: tuple[int, ...]) -> Extents:
-        """A part of the value as samples, channels, rows and columns."""
+        """The shape of a strip as samples, channels, rows and columns."""
         return _as_image_shape(shape, self.has_channels)
 
     def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
         return MaskTile(
             shape=shape,
             extents=self.extents,
-            origin=self._place(origin),
+            origin=self._origin_px(origin),
             seed=int(seed),
             site=self.site,
             draw=0,
@@ -90,22 +90,22 @@ class _RandomCall:
             kind="element",
         )
 
-    def _place(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _origin_px(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
         return (origin[0], origin[1], origin[2] * self.column_px)
 
 
 def _as_image_shape(shape: tuple[int, ...], has_channels: bool) -> Extents:
-    """Any value as samples, channels, rows and columns: what ``positional_dropout`` sees in it."""
+    """A shape as samples, channels, rows and columns, as in ``positional_dropout``."""
     padded = (*shape, 1, 1, 1) if has_channels else (shape[0], 1, *shape[1:])
     return (padded[0], padded[1], padded[2], math.prod(padded[3:]))
 
 
 def _random_call_of(ctx: NodeContext) -> _RandomCall:
     node = ctx.node
-    shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
+    shape, is_streamed = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
     axes = ctx.scope.axes
-    column_px = math.prod(axes.of(shape)[2:]) if streams else 1
-    has_channels = not streams or len(shape) >= axes.rank
+    column_px = math.prod(axes.of(shape)[2:]) if is_streamed else 1
+    has_channels = not is_streamed or len(shape) >= axes.rank
     return _RandomCall(_as_image_shape(shape, has_channels), node.argument("site"), node.argument("p", 0.0), column_px, has_channels)
 
 
@@ -117,9 +117,9 @@ def _seed_and_origin(ctx: NodeContext) -> tuple[Slot, Slot]:
 
 @lru_cache(maxsize=256)
 def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
-    """What evaluating the mask of a block takes besides the result: the integers of Philox, in plain PyTorch."""
+    """Temporary bytes to evaluate the mask of a block: the integers of Philox, in plain PyTorch."""
     x = torch.empty(block, dtype=dtype, device="meta")
-    seed = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the caller's default is
+    seed = torch.zeros(1, dtype=torch.int64, device="cpu")  # explicit, as the caller may have another default device
     with measure_peak("meta") as peak:
         _RandomCall(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
     return peak.num_bytes
@@ -131,7 +131,7 @@ def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _noise_scratch_bytes(block: Extents, distribution: Distribution, dtype: torch.dtype) -> int:
-    """What drawing the noise of a block takes besides the result."""
+    """Temporary bytes to evaluate the noise of a block."""
     out, seed = torch.empty(block, dtype=dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="cpu")
     with measure_peak("meta") as peak:
         _RandomCall(block, 0).noise(out, seed, (0, 0, 0), distribution, 1.0, 0.0)
@@ -164,7 +164,7 @@ class DropoutRule(Rule):
 
 
 class RandomMaskRule(Rule):
-    """A drawn mask of ones and zeros; no gradient passes through it."""
+    """A random mask of ones and zeros; no gradient passes through it."""
 
     saves_input = False
     in_place = True
@@ -180,7 +180,7 @@ class RandomMaskRule(Rule):
 
 
 class NoiseRule(RandomMaskRule):
-    """Drawn numbers; no gradient passes through them."""
+    """Random numbers; no gradient passes through them."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, node = ctx.builder, ctx.node
@@ -190,5 +190,5 @@ class NoiseRule(RandomMaskRule):
         scratch_bytes = (
             _noise_scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
         )
-        how = (distribution, node.argument("scale"), node.argument("shift"))
-        return builder.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *how, writes=out, scratch_bytes=scratch_bytes)
+        parameters = (distribution, node.argument("scale"), node.argument("shift"))
+        return builder.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *parameters, writes=out, scratch_bytes=scratch_bytes)

@@ -1,7 +1,4 @@
-"""Sums and means over the image, and sums of exponentials: added up strip by strip, or taken at once.
-
-Products of two images over all pixels: each strip adds its own.
-"""
+"""Reductions over the image that are sums over strips: sum, mean, log-sum-exp, and contractions of two images over pixels."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def as_single_pixel(ctx: NodeContext, slot: Slot) -> Slot:
 
 
 class SumRule(ReductionRule):
-    """Sum over the axes: each strip adds its own."""
+    """Sum over the axes: each strip adds its sum."""
 
     saves_input = False
 
@@ -44,7 +41,7 @@ class SumRule(ReductionRule):
         return AdditivePart()
 
     def divisor(self, scope: SegmentInfo, node: Node) -> int:
-        """What the sum is divided by."""
+        """Divisor of the sum."""
         return 1
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -75,14 +72,14 @@ class SumRule(ReductionRule):
 
 
 class MeanRule(SumRule):
-    """Mean over the axes: the sum, divided by the image's size at the walk's end."""
+    """Mean over the axes: the sum, divided by the number of pixels after the last strip."""
 
     def divisor(self, scope: SegmentInfo, node: Node) -> int:
         return math.prod(scope.axes.of(scope.shapes[node.operands[0]]))
 
 
 class WholeMeanRule(MeanRule):
-    """The same on a whole tensor: the operator itself."""
+    """Mean of a full tensor: the operator itself."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         shape = ctx.scope.shapes[ctx.node.name]
@@ -94,7 +91,7 @@ class WholeMeanRule(MeanRule):
 
 
 class LogSumExpRule(ReductionRule):
-    """``log(sum(exp(x)))``: each strip's own, taken from its largest element, is added to the running one as logarithms are."""
+    """``log(sum(exp(x)))``: a strip's value, computed relative to its largest element, is merged with ``logaddexp``."""
 
     def start(self, node: Node) -> float:
         return -math.inf
@@ -120,7 +117,7 @@ class LogSumExpRule(ReductionRule):
 
     @staticmethod
     def _finite(builder: ProgramBuilder, slot: Slot) -> Slot:
-        """Infinities as zeros, which take nothing away from elements that are infinite themselves."""
+        """Replace infinities by zero, so that subtracting the result leaves infinite elements infinite."""
         return builder.call(aten.nan_to_num.default, slot, math.nan, 0.0, 0.0, shape=slot.shape, dtype=slot.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -133,70 +130,70 @@ class LogSumExpRule(ReductionRule):
         ctx.add_grad(image, share, owned=True)
 
 
-#: The image's dimensions of channels that a product is made for each of, and the others.
+#: Dimensions of channels of an image: those of groups, and the free ones.
 _DimSplit = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class SpatialContractionRule(ReductionRule):
-    """Matrices ``[B * groups, M, pixels]`` and ``[B * groups, K, pixels]`` multiplied over the pixels, in single precision or wider."""
+    """Product of matrices ``[B * groups, M, pixels]`` and ``[B * groups, K, pixels]`` over the pixels, in single precision or wider."""
 
     def additive(self, node: Node) -> AdditivePart:
         return AdditivePart()
 
     def forward(self, ctx: NodeContext) -> Slot:
-        builder, (left, right) = ctx.builder, (self._flat(ctx, operand, part) for operand, part in self._factors(ctx))
-        found = self._product(ctx, left, self._turned(ctx, right))
+        builder, (left, right) = ctx.builder, (self._flat(ctx, operand, dims) for operand, dims in self._factors(ctx))
+        product = self._product(ctx, left, self._transposed(ctx, right))
         running = builder.port("partial", ctx.node.name, ctx.global_shape(ctx.node.name), torch.float64)
-        flat = builder.call(aten.view.default, found, list(running.shape), shape=running.shape, view_of=found)
+        flat = builder.call(aten.view.default, product, list(running.shape), shape=running.shape, view_of=product)
         return builder.add_into(running, flat)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, factors = ctx.builder, self._factors(ctx)
         wide = accumulation_dtype(ctx.scope.dtype_of(factors[0][0]))
-        sizes = [math.prod(ctx.scope.shapes[operand][dim] for dim in part[1]) for operand, part in factors]
+        sizes = [math.prod(ctx.scope.shapes[operand][dim] for dim in dims[1]) for operand, dims in factors]
         groups = math.prod(ctx.scope.shapes[factors[0][0]][dim] for dim in factors[0][1][0])
         shape = (ctx.scope.batch * groups, *sizes)
         matrix = builder.cast(builder.call(aten._reshape_copy.default, grad, list(shape), shape=shape, dtype=grad.dtype), wide)
-        for key, (operand, part), (other, others) in zip(("self", "other"), factors, reversed(factors), strict=True):
+        for key, (operand, dims), (other, other_dims) in zip(("self", "other"), factors, reversed(factors), strict=True):
             if ctx.needs_grad(ctx.node.argument(key)):
-                found = self._product(ctx, matrix, self._flat(ctx, other, others))
-                ctx.add_grad(ctx.node.argument(key), self._unflat(ctx, found, operand, part), owned=True)
-            matrix = self._turned(ctx, matrix)
+                product = self._product(ctx, matrix, self._flat(ctx, other, other_dims))
+                ctx.add_grad(ctx.node.argument(key), self._unflat(ctx, product, operand, dims), owned=True)
+            matrix = self._transposed(ctx, matrix)
 
     @staticmethod
     def _factors(ctx: NodeContext) -> list[tuple[str, _DimSplit]]:
         node = ctx.node
-        return [(next(refs_in(node.argument(key))), node.argument(part)) for key, part in (("self", "left"), ("other", "right"))]
+        return [(next(refs_in(node.argument(key))), node.argument(side)) for key, side in (("self", "left"), ("other", "right"))]
 
     @staticmethod
-    def _order(ctx: NodeContext, operand: str, part: _DimSplit) -> list[int]:
+    def _order(ctx: NodeContext, operand: str, dims: _DimSplit) -> list[int]:
         rank = len(ctx.scope.shapes[operand])
-        return [0, *part[0], *part[1], *range(rank - ctx.scope.axes.count, rank)]
+        return [0, *dims[0], *dims[1], *range(rank - ctx.scope.axes.count, rank)]
 
-    def _flat(self, ctx: NodeContext, operand: str, part: _DimSplit) -> Slot:
+    def _flat(self, ctx: NodeContext, operand: str, dims: _DimSplit) -> Slot:
         """A strip as a matrix for each group."""
-        builder, strip, order = ctx.builder, ctx.strip(operand), self._order(ctx, operand, part)
+        builder, strip, order = ctx.builder, ctx.strip(operand), self._order(ctx, operand, dims)
         if order != sorted(order):
             moved = tuple(strip.shape[dim] for dim in order)
             strip = builder.call(aten.permute.default, strip, order, shape=moved, view_of=strip, dtype=strip.dtype)
-        groups, count = len(part[0]), len(part[1])
+        groups, count = len(dims[0]), len(dims[1])
         channels, pixels = math.prod(strip.shape[1 + groups : 1 + groups + count]), math.prod(strip.shape[1 + groups + count :])
         shape = (math.prod(strip.shape[: 1 + groups]), channels, pixels)
         flat = builder.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
         return builder.cast(flat, accumulation_dtype(strip.dtype))
 
-    def _unflat(self, ctx: NodeContext, flat: Slot, operand: str, part: _DimSplit) -> Slot:
-        """The inverse."""
-        builder, order, target = ctx.builder, self._order(ctx, operand, part), ctx.strip(operand).shape
+    def _unflat(self, ctx: NodeContext, flat: Slot, operand: str, dims: _DimSplit) -> Slot:
+        """The inverse of :meth:`_flat`."""
+        builder, order, target = ctx.builder, self._order(ctx, operand, dims), ctx.strip(operand).shape
         shape = tuple(target[dim] for dim in order)
-        found = builder.call(aten.view.default, flat, list(shape), shape=shape, view_of=flat, dtype=flat.dtype)
+        image = builder.call(aten.view.default, flat, list(shape), shape=shape, view_of=flat, dtype=flat.dtype)
         if order == sorted(order):
-            return found
+            return image
         back = [order.index(dim) for dim in range(len(order))]
-        return builder.call(aten.permute.default, found, back, shape=target, view_of=found, dtype=flat.dtype)
+        return builder.call(aten.permute.default, image, back, shape=target, view_of=image, dtype=flat.dtype)
 
     @staticmethod
-    def _turned(ctx: NodeContext, matrix: Slot) -> Slot:
+    def _transposed(ctx: NodeContext, matrix: Slot) -> Slot:
         batch, rows, columns = matrix.shape
         return ctx.builder.call(aten.transpose.int, matrix, 1, 2, shape=(batch, columns, rows), view_of=matrix, dtype=matrix.dtype)
 

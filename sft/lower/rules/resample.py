@@ -1,10 +1,14 @@
-"""Interpolation and adaptive averages on a strip.
+"""Resampling on a strip: interpolation, adaptive average pooling, nearest upsampling.
 
-Each axis is resampled by itself, rows first: every result row is a weighted sum of a window of input rows, gathered by index. The adjoint
-is the same with the transposed windows, so that gradients too are sums in a fixed order. Which rows and weights these are depends on where
-the strip lies; that is bound when the program runs (the ``origin`` port), so strips of one signature share their program. Of a linear
-interpolation the axes that a panel holds whole are left to ATen, whose interpolation passes as many rows as it gets unchanged; unless sums
-must have an order, which its derivative does not keep on GPUs.
+Resampling is separable: each axis in turn, rows first. Every output row is a weighted sum of a window of input rows, gathered by index::
+
+    out[i] = sum_k weight[k, i] * in[index[k, i]]
+
+The adjoint has the same form with transposed windows, so gradients are sums in a fixed order, too. Indices and weights depend on the
+strip's position, which is bound when the program runs (the ``origin`` port); so strips of one signature share their program.
+
+In a linear interpolation ATen resamples the axes that the panel covers fully (it leaves the already resampled rows unchanged), unless sums
+need a fixed order, which ATen's derivative does not keep on GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ aten = torch.ops.aten
 
 
 class NearestRule(Rule):
-    """Nearest upsampling by whole factors: a strip starts at a whole input row, so it is the operator on a smaller image."""
+    """Nearest upsampling by integer factors: a strip starts at an input row, so the operator itself runs on it."""
 
     saves_input = False
 
@@ -60,15 +64,15 @@ class NearestRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class ResampledRange:
-    """What a strip or panel has of one axis of a resampling.
+    """The range of one axis that a strip or panel resamples; also the function that resamples it.
 
     Attributes:
-        sampling: of the axis.
-        axis: which one.
-        length: output rows.
-        extent: input rows.
-        is_adjoint: whether rows of a gradient are gathered instead.
-        is_sum: whether all output rows are there, and what the origin is the first of are the input rows.
+        sampling: indices and weights of the full axis.
+        axis: index of the axis.
+        length: number of output rows.
+        extent: number of input rows.
+        is_adjoint: True if rows of a gradient are gathered (the adjoint).
+        is_sum: True if the range has all output rows, and the origin is the first input row (a reduction over strips).
     """
 
     sampling: AxisResampling
@@ -79,55 +83,55 @@ class ResampledRange:
     is_sum: bool = False
 
     @property
-    def covers(self) -> bool:
-        """Whether it is the whole axis."""
+    def is_full_axis(self) -> bool:
+        """True if it is the full axis."""
         return (self.length, self.extent) == (self.sampling.length, self.sampling.extent)
 
     @property
     def num_rows(self) -> int:
-        """Rows that are made."""
+        """Number of rows computed."""
         return self.extent if self.is_adjoint else self.length
 
     @property
     def width(self) -> int:
-        """Terms of the sum behind a row."""
+        """Number of terms in the sum of a row."""
         return (self.sampling.adjoint if self.is_adjoint else self.sampling.forward).width
 
-    def places(self, origin: tuple[int, int, int]) -> tuple[int, int]:
+    def first_rows(self, origin: tuple[int, int, int]) -> tuple[int, int]:
         """The first output row and the first input row."""
         first = origin[1 + self.axis] if self.axis <= COLUMNS else 0
         if self.is_sum:
             return 0, first
-        whole = self.extent == self.sampling.extent
-        return first, 0 if whole else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
+        is_full = self.extent == self.sampling.extent
+        return first, 0 if is_full else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
 
-    def part(self, origin: tuple[int, int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The rows read and their weights, for a strip whose first element is the image's ``origin`` (batch, row, column)."""
-        first, start = self.places(origin)
+    def tables(self, origin: tuple[int, int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Indices and weights, for a strip whose first element is at ``origin`` (batch, row, column) of the image."""
+        first, start = self.first_rows(origin)
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
         return band.submatrix(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
 
     def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
-        """Whether it resamples strips that begin at these places alike."""
-        return all(map(np.array_equal, self.part(here), self.part(there)))
+        """True if indices and weights are the same at both origins."""
+        return all(map(np.array_equal, self.tables(here), self.tables(there)))
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
-        """Resample along ``dim`` a strip whose first element is the image's ``origin``."""
-        columns, weights = self.part(origin)
-        index = upload_table(columns, value.device)
+        """Resample along ``dim`` a strip whose first element is at ``origin`` of the image."""
+        indices, weights = self.tables(origin)
+        index = upload_table(indices, value.device)
         out = index_select_channels_last(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:
             return out
-        shape = [-1 if place == dim else 1 for place in range(value.dim())]
-        shares = upload_table(weights, value.device, dtype)
-        out.mul_(shares[0].view(shape))
+        shape = [-1 if each == dim else 1 for each in range(value.dim())]
+        weight = upload_table(weights, value.device, dtype)
+        out.mul_(weight[0].view(shape))
         for term in range(1, self.width):
-            out.addcmul_(index_select_channels_last(value, dim, index[term]).to(dtype), shares[term].view(shape))
+            out.addcmul_(index_select_channels_last(value, dim, index[term]).to(dtype), weight[term].view(shape))
         return out
 
 
 def index_select_channels_last(value: Tensor, dim: int, index: Tensor) -> Tensor:
-    """``index_select`` that keeps channels last."""
+    """``index_select`` that keeps the channels-last layout."""
     if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
         return value.movedim(1, -1).index_select(dim - 1, index).movedim(-1, 1)
     return value.index_select(dim, index)
@@ -138,7 +142,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
     dim = ctx.scope.axes.dim(len(value.shape), span.axis)
     assert dim is not None
     shape = (*value.shape[:dim], span.num_rows, *value.shape[dim + 1 :])
-    # Beside the result: a term of the sum, as it is read where that is in a narrower type, and the table of rows and weights.
+    # Temporaries: a term of the sum, its copy in a narrower type, and the tables of indices and weights.
     count = math.prod(shape)
     term = count * dtype.itemsize if span.width > 1 else 0
     narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
@@ -155,7 +159,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
 
 
 def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[ResampledRange]:
-    """What the strip has of each axis."""
+    """The range of each axis that the strip resamples."""
     row = ctx.scope.specs[ctx.node.name]
     assert isinstance(row, ResamplingSpec)
     spans = []
@@ -167,13 +171,13 @@ def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence
 
 
 class ResamplingRule(Rule):
-    """Interpolation and adaptive averages, in single precision or wider until the last axis is done."""
+    """Interpolation and adaptive average pooling, in single precision or wider until the last axis."""
 
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip = ctx.builder, ctx.strip(self._operand(ctx))
-        spans, is_linear = self._parts(ctx, strip)
+        spans, is_linear = self._split_axes(ctx, strip)
         ctx.saved.update(spans=spans, is_linear=is_linear)
         value, wide = strip, accumulation_dtype(strip.dtype)
         for span in spans:
@@ -202,12 +206,12 @@ class ResamplingRule(Rule):
         return next(name for name in ctx.node.operands if name in ctx.scope.streamed)
 
     @staticmethod
-    def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[ResampledRange], bool]:
-        """The axes to gather along, rows first, and whether ATen's linear interpolation does the others."""
+    def _split_axes(ctx: NodeContext, strip: Slot) -> tuple[list[ResampledRange], bool]:
+        """The axes to gather along, rows first, and true if ATen's linear interpolation resamples the other axes."""
         axes = ctx.scope.axes
         spans = [span for span in resampled_ranges(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
-        rest = [span for span in spans if span.axis != ROWS]
-        if rest and not ctx.scope.deterministic and all(span.covers and span.sampling.kind == "linear" for span in rest):
+        inner = [span for span in spans if span.axis != ROWS]
+        if inner and not ctx.scope.deterministic and all(span.is_full_axis and span.sampling.kind == "linear" for span in inner):
             return [span for span in spans if span.axis == ROWS], True
         return spans, False
 
@@ -221,19 +225,19 @@ class ResamplingRule(Rule):
 
     @staticmethod
     def _geometry(ctx: NodeContext) -> tuple[Any, ...]:
-        """What ATen is told besides the sizes. Axes that are done already have no scale: on CUDA it would be taken for theirs again."""
+        """ATen's further arguments. Resampled axes have no scale, which CUDA would apply a second time."""
         samplings = ctx.node.argument("samplings")
-        left = (None if axis == ROWS or each.is_identity else each.scale for axis, each in enumerate(samplings))
-        return (samplings[0].align_corners, *left)
+        scales = (None if axis == ROWS or each.is_identity else each.scale for axis, each in enumerate(samplings))
+        return (samplings[0].align_corners, *scales)
 
 
 @dataclass(frozen=True, slots=True)
 class _WindowSums:
-    """Adds to the means of a grid's windows what a strip has of them.
+    """Adds a strip's share to the means of a grid's windows.
 
     Attributes:
-        spans: the strip's part of each axis.
-        dtype: in what a strip is summed up.
+        spans: the strip's range of each axis.
+        dtype: element type of the strip's sums.
     """
 
     spans: tuple[ResampledRange, ...]
@@ -243,7 +247,7 @@ class _WindowSums:
         value = strip
         for span in reversed(self.spans):
             dim = value.dim() - len(self.spans) + span.axis
-            first, windows = span.places(origin)[1], span.sampling.forward
+            first, windows = span.first_rows(origin)[1], span.sampling.forward
             sums = value.new_zeros((*value.shape[:dim], span.length, *value.shape[dim + 1 :]), dtype=self.dtype)
             for window, (start, stop) in enumerate(zip(windows.start.tolist(), windows.stop.tolist(), strict=True)):
                 low, high = max(start - first, 0), min(stop - first, span.extent)
@@ -255,12 +259,12 @@ class _WindowSums:
         running.add_(value)
 
     def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of the sums along an axis and along the one behind it."""
-        sizes, found = list(shape), [0]
+        """Bytes of the sums along two consecutive axes."""
+        sizes, sum_bytes = list(shape), [0]
         for span in reversed(self.spans):
             sizes[len(sizes) - len(self.spans) + span.axis] = span.length
-            found.append(math.prod(sizes) * self.dtype.itemsize)
-        return max(a + b for a, b in pairwise(found))
+            sum_bytes.append(math.prod(sizes) * self.dtype.itemsize)
+        return max(a + b for a, b in pairwise(sum_bytes))
 
 
 class FixedSizeAvgPoolRule(ReductionRule):

@@ -1,4 +1,4 @@
-"""Rules that replay a trace (:mod:`sft.lower.joint_traces`) of an operator: its calls forward, and those of torch's own derivative."""
+"""Rules that replay a joint trace (:mod:`sft.lower.joint_traces`): the operator's ATen calls, and those of its derivative by autograd."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["TracedPointwiseRule", "TracedWholeRule"]
 
 aten = torch.ops.aten
 
-#: Determinants, solutions and the like: some factorise the transpose of what lies in memory by rows, and their derivatives ask again
-#: whether it did. A parameter may lie there by columns (as ``torch.linalg.qr`` returns it), and so may a transpose.
+#: Linear algebra whose kernels depend on the memory layout: some factorise the transpose of a row-major matrix, and their derivatives
+#: check the layout again. A parameter may be column-major (as ``torch.linalg.qr`` returns it), and so may a transpose.
 _MATRIX_OPS = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
 
-#: Kernels that read their operands as if they lay in memory in order, whatever their rank. Torch sees to that before it calls them, if need
-#: be by copies; a trace of tensors that lie so shows none.
+#: Kernels that require contiguous operands of every rank. Torch copies other operands before the call; a trace of contiguous tensors does
+#: not show these copies.
 _CONTIGUOUS_OPS = re.compile(r"group_norm")
 
 
 class _TracedRule(Rule):
-    """Shared replay of a trace's calls."""
+    """Base of the replay of a trace's calls."""
 
     def _replay(self, ctx: NodeContext, calls: Sequence[TracedCall], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
         def convert(item: Any) -> Any:
@@ -80,20 +80,20 @@ class TracedPointwiseRule(_TracedRule):
 
     @staticmethod
     def _trace_of(ctx: NodeContext) -> JointTrace:
-        name, *rest = ctx.node.arguments
-        if name[0] != "self" or any(True for _, value in rest for _ in refs_in(value)):
+        operand, *options = ctx.node.arguments
+        if operand[0] != "self" or any(True for _, value in options for _ in refs_in(value)):
             raise InternalError(f"{ctx.node.label}: not a function of one element")
         overload = resolve_target(ctx.node.target)
         positional = [a.name for a in op_schema(overload).arguments if not a.kwarg_only]
-        values = dict(rest)
+        values = dict(options)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in op_schema(overload).arguments if a.kwarg_only and a.name in values)
-        dtype = ctx.scope.dtype_of(next(refs_in(name[1])))
+        dtype = ctx.scope.dtype_of(next(refs_in(operand[1])))
         return trace_pointwise(ctx.node.target, BitwiseKey(arguments), BitwiseKey(keywords), dtype, torch.get_default_dtype())
 
 
 class TracedWholeRule(_TracedRule):
-    """Any operator on whole tensors, and any that is done pixel by pixel on a strip."""
+    """Any operator on full tensors, and operators on the channels of each pixel of a strip."""
 
     saves_output = True
 
@@ -101,18 +101,18 @@ class TracedWholeRule(_TracedRule):
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.global_slot(name) for name in names]
         if self._is_foreign(ctx) and _MATRIX_OPS.search(ctx.node.target):
-            slots = [self._by_rows(ctx, slot) for slot in slots]
+            slots = [self._row_major(ctx, slot) for slot in slots]
         elif self._is_foreign(ctx):
-            slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
-        # By place: what is computed in many blocks is traced once.
-        places = {name: str(place) for place, name in enumerate(names)}
-        arguments = tuple((key, map_refs(value, lambda name: Ref(places[name]))) for key, value in ctx.node.arguments)
+            slots = [self._contiguous(ctx, slot) if self._is_computed(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
+        # Operands are named by position, so that equal operators of many blocks share one trace.
+        positions = {name: str(position) for position, name in enumerate(names)}
+        arguments = tuple((key, map_refs(value, lambda name: Ref(positions[name]))) for key, value in ctx.node.arguments)
         try:
             trace = trace_whole(
                 ctx.node.target,
                 BitwiseKey(arguments),
                 tuple(
-                    (places[name], ArgumentSpec(slot.shape, slot.dtype, name in ctx.scope.requires_grad))
+                    (positions[name], ArgumentSpec(slot.shape, slot.dtype, name in ctx.scope.requires_grad))
                     for name, slot in zip(names, slots, strict=True)
                 ),
                 torch.get_default_dtype(),
@@ -139,20 +139,20 @@ class TracedWholeRule(_TracedRule):
 
     @staticmethod
     def _is_foreign(ctx: NodeContext) -> bool:
-        """Whether it is an operator that nobody has looked at: some kernels want the layout that they were traced with."""
+        """True for operators without a rule of their own, whose kernels may require the memory layout of the trace."""
         return ctx.scope.specs[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
 
     @staticmethod
-    def _is_made(ctx: NodeContext, name: str) -> bool:
-        """Whether a value is the model's own, and not a parameter, which is laid out as the caller has it."""
+    def _is_computed(ctx: NodeContext, name: str) -> bool:
+        """True for inputs and results of operators; false for parameters and buffers, whose layout is the caller's."""
         return ctx.scope.graph[name].kind in ("operator", "input")
 
     @staticmethod
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
-        is_asked = len(slot.shape) in CHANNELS_LAST or _CONTIGUOUS_OPS.search(ctx.node.target)
-        return TracedWholeRule._by_rows(ctx, slot) if is_asked else slot
+        is_needed = len(slot.shape) in CHANNELS_LAST or _CONTIGUOUS_OPS.search(ctx.node.target)
+        return TracedWholeRule._row_major(ctx, slot) if is_needed else slot
 
     @staticmethod
-    def _by_rows(ctx: NodeContext, slot: Slot) -> Slot:
+    def _row_major(ctx: NodeContext, slot: Slot) -> Slot:
         keywords = {"memory_format": torch.contiguous_format}
         return ctx.builder.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)

@@ -142,7 +142,7 @@ class ProgramBuilder:
         has_many: bool,
         scratch_bytes: int = 0,
     ) -> None:
-        """Emit an operation whose results go to existing slots; ``has_many`` is true if it returns a tuple."""
+        """Emit an operation with existing slots for its results; ``has_many`` is true if it returns a tuple."""
         if has_many and len(outputs) == 1:
             raise InternalError(f"{function}: a tuple of one result")
         self._append(function, arguments, keywords, outputs, scratch_bytes=scratch_bytes)

@@ -100,7 +100,7 @@ class SegmentInfo:
         requires_grad: values that need a gradient.
         outputs: the segment's values that are read outside.
         sources: streamed values from outside.
-        in_program_layout: sources that already are channels last, and global tensors whose gradient may stay in the layout in which
+        in_program_layout: sources that already are channels last, and global tensors with a gradient that may keep the layout in which
             programs compute it: contiguous, or channels last with two or three axes. All global tensors except parameters are among them.
         batch: batch elements of a sweep.
         per_sample: global values with an entry for each batch element, in their first dimension.
@@ -306,7 +306,7 @@ class NodeContext:
         return self.narrow(strip, COLUMNS, columns.start - self.scope.columns[operand].new.start, len(columns))
 
     def zero_padded_strip(self, operand: str) -> Slot | None:
-        """The rows read with their zero padding as one view, if the operand's buffer has rows of zeros; else ``None``."""
+        """The rows read with their zero padding as one view, if the operand's buffer has rows of zeros; ``None`` otherwise."""
         read = self.read_of(operand)
         low, high = self.zero_rows.get(operand, (0, 0))
         if self.has_empty_read(operand) or low < read.pad_low or high < read.pad_high or not (low or high):

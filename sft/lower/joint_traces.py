@@ -88,7 +88,7 @@ class TracedResult:
         index: its number among the trace's values.
         shape: its extents.
         dtype: its element type.
-        view_of: the value whose storage it shares, if any.
+        view_of: the owner of its storage, if it is a view.
     """
 
     index: int

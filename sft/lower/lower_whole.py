@@ -47,7 +47,7 @@ class WholeBatchNormRule(Rule):
         weight: argument of the norm, if any.
         bias: argument of the norm, if any.
         eps: argument of the norm.
-        moments: the node in whose place the call is emitted.
+        moments: the node that the call is emitted in place of.
         is_followed: True if running statistics read the moments, so that they are computed.
         absorbed: the other nodes of the norm, which are not lowered.
     """

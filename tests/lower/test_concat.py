@@ -1,4 +1,4 @@
-"""Dense blocks (Huang et al. 2017): every layer reads all values before it, joined, and each of those lies elsewhere in its buffer."""
+"""Dense blocks (Huang et al. 2017): every layer reads the concatenation of all earlier values, each a slice of its own buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.tilings import tiled_options
 
 
 class _DenseBlock(nn.Module):
-    """A layer's windows, the order in which values are joined, and which of them have no gradient."""
+    """A dense block with given kernel sizes, order of concatenation, and detached layers."""
 
     def __init__(
         self, kernels: tuple[int, ...], axes: int = 2, *, newest_first: bool = False, detached: frozenset[int] = frozenset()
@@ -54,13 +54,13 @@ def _blocks(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
 
 
 @given(_blocks())
-def test_any_dense_block_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
+def test_dense_blocks_are_exact_under_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
     assert_exact(model, x, options=options, steps=1)
 
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
-def test_instructions_grow_with_the_depth_not_its_square(kind: str) -> None:
+def test_the_number_of_instructions_is_linear_in_the_depth(kind: str) -> None:
     counts = []
     for depth in (4, 8, 12):
         problem = problem_of(_DenseBlock((3,) * depth), (1, 2, 64, 16), training=kind == "joint")
@@ -74,7 +74,7 @@ def test_instructions_grow_with_the_depth_not_its_square(kind: str) -> None:
     assert counts[2] - counts[1] == counts[1] - counts[0]
 
 
-def test_parts_are_joined_and_added_as_views_are() -> None:
+def test_slices_are_concatenated_and_added_like_views() -> None:
     first, second = torch.randn(2, 3, 7, 5), torch.randn(2, 2, 4, 5)
     spans = ((DimSlice(2, 1, 3), DimSlice(3, 2, 2)), (DimSlice(2, 0, 3), DimSlice(3, 3, 2)))
     expected = torch.cat([first[:, :, 1:4, 2:4], second[:, :, :3, 3:]], 1)

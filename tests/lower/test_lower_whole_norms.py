@@ -1,4 +1,4 @@
-"""BatchNorms in training that run whole: one call of torch's, where nothing else needs their parts."""
+"""BatchNorm in training in an untiled segment is one call of torch, unless a node of the decomposed norm has another reader."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def _net(*norms: nn.Module) -> nn.Module:
 
 
 def _calls(model: nn.Module, *, training: bool = True) -> list[Any]:
-    """What the programs of a model that is kept whole call."""
+    """The functions that the programs of an untiled model call."""
     problem = problem_of(model.float().train(), (2, 3, 20, 16), training=training, passes=run_passes)
     return [instruction.function for program in plain_programs(problem) for instruction in program.instructions]
 
 
 def _num_norms(model: nn.Module) -> tuple[int, int]:
-    """Of torch's calls, forwards and backwards."""
+    """Number of BatchNorm calls forward and backward."""
     calls = _calls(model)
     return sum(call in BATCH_NORM_FUNCTIONS for call in calls), calls.count(aten.native_batch_norm_backward.default)
 
 
 class _Twice(nn.Module):
-    """One module called twice: its second call's statistics follow those of the first."""
+    """One module called twice: the second call updates the statistics of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Twice(nn.Module):
 
 
 class _MadeWeight(nn.Module):
-    """The weight is made in the model."""
+    """The weight is a result of an operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _MadeWeight(nn.Module):
 
 
 class _Gated(nn.Module):
-    """A norm whose output goes two ways, one of them a barrier."""
+    """A norm with two readers, one of them after a barrier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_norms_of_other_ranks(dims: int) -> None:
 
 
 def test_half_precision_stays_in_parts() -> None:
-    """The parts are computed wide there."""
+    """There the decomposed norm computes in fp32."""
     model = seeded(lambda: _net(nn.BatchNorm2d(4))).bfloat16()
     net = sft.compile(model, (2, 3, 20, 16), budget="1GiB")
     y = net(torch.randn(2, 3, 20, 16).bfloat16())
@@ -144,7 +144,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     tile=st.sampled_from([None, None, (4, None), (5, 7)]),
 )
 def test_any_mixture_is_exact(shape: tuple[int, int, int, int], kinds: list[str], tile: tuple[int, int | None] | None) -> None:
-    """Also where some of the parts are in strips, and some not."""
+    """Also if some nodes of a norm are tiled and some not."""
     made = {"plain": {}, "no affine": {"affine": False}, "no statistics": {"track_running_stats": False}}
     norms = [nn.BatchNorm2d(4, **made[kind]) for kind in kinds]
     options = sft.Options() if tile is None else sft.Options(tile=tile)
@@ -152,7 +152,7 @@ def test_any_mixture_is_exact(shape: tuple[int, int, int, int], kinds: list[str]
 
 
 class _Block(nn.Module):
-    """A residual block whose shortcut has a norm, too; its affine map waits for the addition."""
+    """A residual block with a norm in its shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +167,6 @@ class _Block(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["sqrt", "revolve", "optimal", "acg"])
 def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
-    """A stage that runs twice has running statistics once, and every norm is torch's call there as in the whole model."""
+    """A stage that runs twice updates running statistics once, and every norm is one call, as in the untiled model."""
     original = seeded(lambda: chain(*(part for _ in range(3) for part in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
     assert_same_bits_in_stages(original, (2, 3, 64, 48), strategy)

@@ -1,4 +1,4 @@
-"""Traces: what is recorded of a function says what it computes, its derivative included."""
+"""Joint traces replay to the function's result and gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sft.lower.op_recorder import ArgumentSpec, record_ops
 from sft.lower.program import DEVICE
 
 
-def _replayed(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """Run a trace; every result has the shape, type and storage that it says."""
+def _replay(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Run a trace and check the shape, type and storage of every result."""
     values: dict[int, Tensor] = {**dict(enumerate(inputs)), trace.num_inputs: grad}
 
-    def filled(item: Any) -> Any:
+    def resolve(item: Any) -> Any:
         if isinstance(item, SlotArg):
             return values[item.index]
         if item is DEVICE:
             return torch.device("cpu")
-        return [filled(each) for each in item] if isinstance(item, tuple) else item
+        return [resolve(each) for each in item] if isinstance(item, tuple) else item
 
     def run(call: TracedCall) -> None:
-        made = call.function(*map(filled, call.arguments), **{key: filled(item) for key, item in call.keywords})
-        for result, tensor in zip(call.results, made if call.has_many else (made,), strict=True):
+        output = call.function(*map(resolve, call.arguments), **{key: resolve(item) for key, item in call.keywords})
+        for result, tensor in zip(call.results, output if call.has_many else (output,), strict=True):
             if result is not None:
                 assert (tuple(tensor.shape), tensor.dtype) == (result.shape, result.dtype)
                 if result.view_of is not None:
@@ -42,33 +42,33 @@ def _replayed(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tupl
 
 
 def _cell(x: Tensor, weight: Tensor) -> Tensor:
-    """Stacks, and turns the stack in place."""
+    """A stack, transposed in place."""
     rows = [torch.tanh(row @ weight) for row in x.unbind(0)]
     return torch.stack(rows).transpose_(0, 1) * 2
 
 
-def _writes(x: Tensor, weight: Tensor) -> Tensor:
-    """Writes into what it has made, and through a view of it."""
+def _writes_in_place(x: Tensor, weight: Tensor) -> Tensor:
+    """Writes in place into a result, and through a view of it."""
     made = x @ weight
     made.add_(1.0).mul_(weight.sum())
     made[0].mul_(2.0)
     return made.exp()
 
 
-def _of_many(x: Tensor, weight: Tensor) -> Tensor:
-    """Takes one of several results."""
+def _uses_several_results(x: Tensor, weight: Tensor) -> Tensor:
+    """Reads two of three results of a call."""
     first, _, last = torch.linalg.svd(x @ weight, full_matrices=False)
     made: Tensor = first.abs() @ last.abs()
     return made
 
 
-def _cut_off(x: Tensor, weight: Tensor) -> Tensor:
-    """One of the two has no gradient."""
+def _detaches(x: Tensor, weight: Tensor) -> Tensor:
+    """The second input has no gradient."""
     return torch.relu(x) * weight.detach().sum()
 
 
-@pytest.mark.parametrize("function", [_cell, _writes, _of_many, _cut_off])
-def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("function", [_cell, _writes_in_place, _uses_several_results, _detaches])
+def test_a_trace_replays_to_the_result_and_gradients_of_its_function(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     trace = trace_joint(function, [ArgumentSpec((3, 3), torch.float64, True)] * 2)
@@ -76,7 +76,7 @@ def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Ten
     expected = function(*leaves)
     grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
-    found, gradients = _replayed(trace, [x, weight], grad)
+    found, gradients = _replay(trace, [x, weight], grad)
     torch.testing.assert_close(found, expected.detach())
     for one, other in zip(gradients, wanted, strict=True):
         assert (one is None) == (other is None)
@@ -84,14 +84,14 @@ def test_a_trace_computes_what_its_function_does(function: Callable[[Tensor, Ten
             torch.testing.assert_close(one, other)
 
 
-def test_what_nobody_reads_is_left_out() -> None:
+def test_dead_calls_are_dropped() -> None:
     trace = trace_joint(lambda x: (x * 3, x.exp())[1], [ArgumentSpec((4,), torch.float64)])
     assert [call.function for call in trace.forward] == [torch.ops.aten.exp.default]
     assert not trace.backward
 
 
-def test_no_numbers_from_outside() -> None:
-    """They would be those of the first model that has such an operator."""
+def test_reading_a_tensor_from_outside_is_refused() -> None:
+    """A cached trace would hold the tensor of the first model that has such an operator."""
     constant = torch.ones(4)
     with pytest.raises(InternalError, match="neither its operand nor made by one of its calls"):
         trace_joint(lambda x: x * constant, [ArgumentSpec((4,), torch.float32, True)])
@@ -126,7 +126,7 @@ def test_functions_by_shape_call_the_same_on_any_device(target: str, dtype: torc
 
 
 def test_a_cumulative_average_is_by_shape() -> None:
-    """The number of batches is a whole number without a gradient, on any device."""
+    """The number of batches is an integer without a gradient, on any device."""
 
     def function(moments: Tensor, running: Tensor, count: Tensor) -> Tensor:
         return statistics.running_mean(moments, running, 0.1, count, 1)
@@ -137,7 +137,7 @@ def test_a_cumulative_average_is_by_shape() -> None:
 
 
 def test_nothing_is_computed_while_recording() -> None:
-    """Shapes that no machine has room for."""
+    """The tensors are larger than any memory."""
     recording = record_ops(lambda x: (x * 2).sum(), [ArgumentSpec((1 << 20, 1 << 20), torch.float64, True)])
     assert recording.gradients[0] is not None
     assert tuple(recording.gradients[0].shape) == (1 << 20, 1 << 20)

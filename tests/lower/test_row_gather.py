@@ -1,4 +1,4 @@
-"""Gathered rows against an index, in every layout of a strip."""
+"""Row gathers equal index_select, and their adjoint index_add, in every memory layout of a strip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.models import seeded
     channels=st.sampled_from([1, 3]),
     is_last=st.booleans(),
 )
-def test_runs_are_the_index(index: list[int], dim: int, channels: int, is_last: bool) -> None:
+def test_a_gather_equals_index_select_and_its_adjoint_index_add(index: list[int], dim: int, channels: int, is_last: bool) -> None:
     gather = RowGather.of(index)
     assert [run.first + run.step * at for run in gather.runs for at in range(run.count)] == index
     assert gather.is_identity(6) == (index == list(range(6)))
@@ -36,7 +36,7 @@ def test_runs_are_the_index(index: list[int], dim: int, channels: int, is_last: 
 
 
 def test_programs_with_paddings_have_a_name_and_upload_nothing() -> None:
-    """So their times are remembered, and CUDA graphs can hold them."""
+    """So their times are cached, and CUDA graphs can record them."""
     model = seeded(lambda: torch.nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
     net = sft.compile(model, (1, 3, 64, 24), budget="1GiB", options=sft.Options(tile=(4, None)))
     net(torch.randn(1, 3, 64, 24, dtype=torch.float64)).sum().backward()

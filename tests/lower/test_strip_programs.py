@@ -1,4 +1,4 @@
-"""Strips lowered from common parts are, instruction for instruction, what each is when it is lowered alone."""
+"""A strip linked from cached fragments equals, instruction for instruction, the strip lowered alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: tuple[StripKind, ...] = ("forward", "restore", "joint")
 
 
 class _Joined(nn.Module):
-    """What an operator does depends on other operators: buffers with rows for another's padding, written over, joined, read twice."""
+    """Operators that depend on each other: zero rows for a reader's padding, overwritten operands, concatenation, two readers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _segment(model: nn.Module, shape: tuple[int, int, int, int], rows: int, cols
 
 
 def _pairs(segment: TiledSegment, *, training: bool) -> list[tuple[Program, Program]]:
-    """Each strip's programs, and the same lowered alone."""
+    """Each strip's programs, linked and lowered alone."""
     found = []
     for walk in segment.sweeps:
         for index in map(int, segment.schedule.kinds[0]):
@@ -91,7 +91,7 @@ def test_the_order_in_which_strips_are_lowered_changes_nothing() -> None:
     assert forwards == backwards[::-1]
 
 
-def test_rules_are_asked_once_for_what_strips_have_in_common() -> None:
+def test_fragments_that_strips_share_are_lowered_once() -> None:
     layers = [layer for _ in range(12) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     model = chain(nn.Conv2d(3, 4, 1), *layers)
     segment = _segment(model, (1, 3, 64, 16), 2, None, "carry", training=True)

@@ -1,4 +1,4 @@
-"""Weights lie in memory as the caller has them: what that means for their gradients, and for segments that run whole."""
+"""Weights keep the caller's memory layout: layouts of their gradients, and layouts of images in untiled segments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _classifier() -> nn.Module:
 
 
 class _Columns(nn.Module):
-    """A linear layer whose weight lies in memory by columns."""
+    """A linear layer with a column-major weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class _Columns(nn.Module):
         return nn.functional.linear(self.conv(x).mean((2, 3)), self.weight)
 
 
-def test_gradients_of_weights_are_handed_on() -> None:
-    """The product is the gradient: it is neither copied nor held twice."""
+def test_gradients_of_weights_are_not_copied() -> None:
+    """The product itself is the gradient."""
     problem = _problem(seeded(_classifier))
     laid_out = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is copy_with_strides]
     assert all(slot is not None and len(slot.shape) == 1 for slot in laid_out)  # those of biases are views of sums
@@ -64,15 +64,15 @@ def test_gradients_of_weights_are_handed_on() -> None:
     assert maker.function is aten.mm.default
 
 
-def test_a_weight_that_lies_otherwise_has_its_gradient_laid_out() -> None:
+def test_the_gradient_of_a_column_major_weight_is_copied_to_its_layout() -> None:
     model = seeded(_Columns)
     assert any(i.function is copy_with_strides for program in plain_programs(_problem(model)) for i in program.instructions)
     report = assert_exact(model, image(2, 3, 12, 10), budget="1GiB")
     assert [segment.mode for segment in report.plan.segments] == ["whole"]
 
 
-def test_a_weight_that_is_laid_out_anew_is_planned_for_anew() -> None:
-    """Its gradient lies as it does, and is right, before and after."""
+def test_a_weight_in_a_new_layout_gets_a_new_plan() -> None:
+    """Its gradient has the weight's layout, and is right, before and after."""
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()
     plain = copy.deepcopy(model)
     net = sft.compile(model, (2, 3, 12, 10), budget="1GiB")
@@ -91,7 +91,7 @@ def test_a_weight_that_is_laid_out_anew_is_planned_for_anew() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("size", [5, 64])
 def test_layouts_are_left_to_torch_where_weights_are_more_than_images(size: int, layout: torch.memory_format) -> None:
-    """Not where the weights are channels last themselves, and need no copies; all is exact either way."""
+    """Except for channels-last weights, which need no copies; results are exact in both cases."""
     model = seeded(lambda: chain(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)))
     _lay_out(model, layout)
     is_left = size == 5 and layout is torch.contiguous_format
@@ -110,7 +110,7 @@ def test_stages_compute_the_same_bits_where_layouts_are_left_to_torch() -> None:
 
 
 def _wide(*layers: nn.Module) -> nn.Module:
-    """A network whose weights are more numbers than its small images."""
+    """A network with more weights than pixels of its small images."""
     return chain(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1), *layers)
 
 
@@ -138,7 +138,7 @@ def test_any_network_of_wide_layers_is_exact(name: str, batch: int, sides: tuple
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("make", [nn.Conv3d, nn.ConvTranspose3d])
 def test_weights_of_volumes_that_are_channels_last(make: Callable[..., nn.Module], layout: torch.memory_format) -> None:
-    """In double precision torch makes some of their gradients in order: they are laid out, and their copies projected."""
+    """In double precision torch computes some of their gradients contiguous: they are copied, and the copies are projected."""
     model = seeded(lambda: chain(nn.Conv3d(3, 8, 3, padding=1), nn.ReLU(), make(8, 16, 3)))
     _lay_out(model, torch.channels_last_3d)
     assert_exact(model, image(1, 3, 5, 5, 5).contiguous(memory_format=layout), budget="1GiB")
@@ -147,7 +147,7 @@ def test_weights_of_volumes_that_are_channels_last(make: Callable[..., nn.Module
 @pytest.mark.parametrize("tile", [None, (4, None), (5, 16)])
 @pytest.mark.parametrize(("channels", "groups"), [(3, 1), (8, 1), (15, 1), (16, 1), (32, 4)])
 def test_strided_pointwise_convolutions_of_few_channels(channels: int, groups: int, tile: tuple[int, int | None] | None) -> None:
-    """Their weights' gradient is made of the pixels that they read: oneDNN's own, of images channels last, ends the process."""
+    """Their weight gradient is computed from a copy of the pixels read: oneDNN's own, for channels-last images, crashes the process."""
     model = seeded(lambda: chain(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 8, 1, 2, groups=groups), nn.ReLU())).float()
     for call in (i for program in plain_programs(_problem(copy.deepcopy(model), 64)) for i in program.instructions):
         if call.function is aten.convolution_backward.default:
@@ -156,5 +156,5 @@ def test_strided_pointwise_convolutions_of_few_channels(channels: int, groups: i
     options = sft.Options() if tile is None else sft.Options(tile=tile)
     net = sft.compile(copy.deepcopy(model), (2, 3, 64, 48), budget="1GiB", options=options)
     for _ in range(3):
-        net(torch.randn(2, 3, 64, 48)).square().sum().backward()  # lost, where it is not so
+        net(torch.randn(2, 3, 64, 48)).square().sum().backward()  # crashes with oneDNN's own gradient
     assert_exact(model, image(2, 3, 33, 24), budget="1GiB", options=options)

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
-    """Split the channels of each pixel, permute the factors, and merge them: a view if they are only split, else a copy."""
+    """Split the channels of each pixel, permute the factors, and merge them: a view if they are only split, a copy otherwise."""
     batch, extents = self.shape[0], self.shape[self.dim() - axes :]
     factors = self.reshape(batch, *split, *extents)
     permuted_dims = [dim for dim in order if split[dim] != 1]

@@ -166,7 +166,7 @@ class ConvolutionRule(_WindowedRule):
 
     @staticmethod
     def _gathers_few_channels(ctx: NodeContext) -> bool:
-        """True for the strided pointwise convolutions of few channels whose weight gradient crashes in oneDNN (``_VECTOR_CHANNELS``)."""
+        """True for strided pointwise convolutions of few channels, for which oneDNN's weight gradient crashes (``_VECTOR_CHANNELS``)."""
         windows, weight = kernel_windows(ctx), ctx.operand_slot(ctx.node.argument("weight"))
         is_pointwise = all(window.kernel == 1 for window in windows) and not any(ctx.saved["padding"])
         return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _VECTOR_CHANNELS

@@ -106,7 +106,7 @@ class ResampledRange:
         return first, 0 if is_full else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
 
     def tables(self, origin: tuple[int, int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Indices and weights, for a strip whose first element is at ``origin`` (batch, row, column) of the image."""
+        """Indices and weights for a strip at ``origin`` of the image: batch element, row and column of its first element."""
         first, start = self.first_rows(origin)
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
         return band.submatrix(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
@@ -116,7 +116,7 @@ class ResampledRange:
         return all(map(np.array_equal, self.tables(here), self.tables(there)))
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
-        """Resample along ``dim`` a strip whose first element is at ``origin`` of the image."""
+        """Resample a strip at ``origin`` of the image along ``dim``."""
         indices, weights = self.tables(origin)
         index = upload_table(indices, value.device)
         out = index_select_channels_last(value, dim, index[0]).to(dtype)

@@ -139,12 +139,12 @@ class TracedWholeRule(_TracedRule):
 
     @staticmethod
     def _is_foreign(ctx: NodeContext) -> bool:
-        """True for operators without a rule of their own, whose kernels may require the memory layout of the trace."""
+        """True for operators without a rule of their own; their kernels may require the memory layout of the trace."""
         return ctx.scope.specs[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
 
     @staticmethod
     def _is_computed(ctx: NodeContext, name: str) -> bool:
-        """True for inputs and results of operators; false for parameters and buffers, whose layout is the caller's."""
+        """True for inputs and results of operators; false for parameters and buffers, which have the caller's layout."""
         return ctx.scope.graph[name].kind in ("operator", "input")
 
     @staticmethod

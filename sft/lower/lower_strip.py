@@ -4,8 +4,8 @@ A segment is a recurrent network over strips; its hidden state is the rows that 
 backpropagation through time. **The gradient of carried rows** takes this way (:meth:`StripLowering.backward_of`):
 
 1. The buffer of a value holds the rows carried from earlier strips, then the new rows of this strip. Its gradient covers the same rows.
-2. Contributions to it are summed: from all readers in this strip, from the output (``grad_out``), and for the rows that the next strip
-   carries on from the ``grad_carry`` port, which the next strip's program filled.
+2. Contributions to it are summed: from all readers in this strip, from the output (``grad_out`` port), and, for the rows that are carried
+   to the next strip, from the ``grad_carry`` port, which the next strip's program has filled.
 3. The sum is split. The gradient of the new rows is passed to the rule of the operator that computed them. The gradient of the carried
    rows becomes this program's ``grad_carry`` result, the input of the previous strip's program.
 
@@ -28,7 +28,7 @@ from sft.common.interval import Interval
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import GradContribution, NodeContext, SegmentInfo
 from sft.lower.grad_accumulation import add_contributions, contribution_slot, sum_contributions, sum_global_gradients
-from sft.lower.program import Program, Slot, load_rows
+from sft.lower.program import Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Rule
 from sft.lower.rules.convolution import ConvolutionRule, column_padding
@@ -38,17 +38,18 @@ __all__ = [
     "StripLowering",
     "apply_backend",
     "emit_strip",
-    "lower_strip",
 ]
 
 aten = torch.ops.aten
 
-#: Kinds of strip programs (see :func:`lower_strip`).
+#: Kinds of strip programs (see :func:`emit_strip`).
 StripKind = Literal["forward", "restore", "joint"]
 
 
-def lower_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> Program:
-    """Lower one strip alone; :class:`sft.lower.strip_programs.StripPrograms` makes equal programs from cached fragments.
+def emit_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> ProgramBuilder:
+    """Lower one strip alone, up to dead code elimination and frees (:meth:`ProgramBuilder.finish`).
+
+    :class:`sft.lower.strip_programs.StripPrograms` makes equal programs from cached fragments.
 
     Args:
         scope: the segment.
@@ -56,11 +57,6 @@ def lower_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> Program
         kind: ``forward`` computes outputs and the rows for later strips; ``restore`` only the rows; ``joint`` recomputes the strip and
             differentiates it.
     """
-    return emit_strip(scope, step, kind).finish()
-
-
-def emit_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> ProgramBuilder:
-    """The builder of a strip's program, before dead instructions are dropped and frees are placed."""
     lowering = StripLowering.of(scope, step)
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":

@@ -71,7 +71,7 @@ class StripPrograms:
         return self._spans[name]
 
     def lower(self, kind: StripKind, index: int) -> Program:
-        """The program of a strip; equal, instruction for instruction, to that of :func:`sft.lower.lower_strip.lower_strip`."""
+        """The program of a strip; equal, instruction for instruction, to that of :func:`sft.lower.lower_strip.emit_strip`."""
         step = self._step(index)
         write_outputs, write_rows = kind == "forward", kind != "joint"
         fragments: list[ProgramFragment] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sft.lower.lower_strip import StripKind, lower_strip
+from sft.lower.lower_strip import StripKind, emit_strip
 from sft.lower.program import Program
 from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import build_region
@@ -56,7 +56,7 @@ def _pairs(segment: TiledSegment, *, training: bool) -> list[tuple[Program, Prog
     for walk in segment.sweeps:
         for index in map(int, segment.schedule.kinds[0]):
             for kind in _KINDS if training else _KINDS[:1]:
-                alone = lower_strip(segment.scope_of(walk), segment.step(index), kind)
+                alone = emit_strip(segment.scope_of(walk), segment.step(index), kind).finish()
                 found.append((segment.program(kind, index, walk), alone))
     return found
 

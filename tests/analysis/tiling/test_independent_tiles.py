@@ -17,7 +17,7 @@ from sft.analysis.tiling.independent_tiles import independent_tile, tile_lengths
 from sft.analysis.tiling.phases import find_phases
 from sft.analysis.tiling.strips import NodeRows, OperandRead
 from sft.common.interval import Interval
-from sft.lower.lower_strip import lower_strip
+from sft.lower.lower_strip import emit_strip
 from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import build_region
 from tests.helpers.dag_nets import AvgPool, Conv, Dag, DagNet, MaxPool
@@ -99,7 +99,7 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
         total = 0
         for number, part in enumerate(tiles):
             step = independent_tile(problem.sized.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
-            program = lower_strip(segment.scope, step, kind)
+            program = emit_strip(segment.scope, step, kind).finish()
             assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
             total += program.flops
         return total

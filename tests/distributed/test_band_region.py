@@ -1,4 +1,4 @@
-"""One image over several ranks: outputs, gradients and running statistics equal eager PyTorch's on whole images, on every rank."""
+"""One image over several ranks: outputs, gradients and running statistics equal those of eager PyTorch on full images, on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 class Vgg(nn.Module):
-    """Convolutions and pools, and a classifier behind a global pool."""
+    """Convolutions and pools, and a classifier after a global pool."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Gated(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Noise by position, dropout behind it, and an image of one column beside the whole one."""
+    """Noise by position, dropout after it, and an image of one column next to the full one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Noisy(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A value that strips read, and operators on whole tensors, which lay out its gradient in their own way."""
+    """A value read by strips and by untiled operators, which give its gradient another memory layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Mixed(nn.Module):
 
 
 class Spread(nn.Module):
-    """Pixels and vectors that are spread over the image, pass operators there, and meet it."""
+    """Pixels and vectors that are broadcast over the image, transformed, and combined with it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ _OPTIONS = sft.Options(tile=(4, None), mesh_timeout_seconds=60)
 
 
 class Net(nn.Module):
-    """Odd widths, which no number of ranks divides; a norm over the image, a frozen layer, and two layers of one weight."""
+    """Odd widths, indivisible by the number of ranks; a norm over the image, a frozen layer, and two layers of one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _check(
     is_synced: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Two steps of the optimizer beside an unsharded model on all images at once."""
+    """Two optimizer steps, compared with an unsharded model on all images at once."""
     eager = seeded(Net)
     model = copy.deepcopy(eager)
     shard(model, mesh=_mesh(shard_mesh, ("outer", "inner")[: len(shard_mesh)]), **(settings or {}))
@@ -219,7 +219,7 @@ def _fails_and_goes_on(rank: int) -> None:
     x = image(*_SHAPE)
 
     class Failing:
-        """A source of the image, whose disk fails on one rank when the backward pass reads it."""
+        """A source that fails on one rank when the backward pass reads it."""
 
         dtype, shape, is_broken = torch.float64, _SHAPE, False
 
@@ -251,7 +251,7 @@ def _fails_and_goes_on(rank: int) -> None:
 
 
 def _names_a_rank_that_does_not_come(rank: int) -> None:
-    """FSDP's own gathering waited first, for half an hour, and did not say for whom."""
+    """FSDP's gathering would wait for half an hour and not name the missing rank."""
     eager, model = seeded(Net), seeded(Net)
     _in_parts(model, mesh=_mesh((2,), ("outer",)))
     options = sft.Options(mesh_timeout_seconds=3)
@@ -270,7 +270,7 @@ def _names_a_rank_that_does_not_come(rank: int) -> None:
 
 
 def _infers_and_differentiates_the_image(rank: int) -> None:
-    """Weights in halves of their columns, which FSDP puts together from a second copy."""
+    """Weights in halves of their columns, which FSDP assembles through a second copy."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
@@ -348,7 +348,7 @@ _HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 
 
 def _how_to() -> dict[str, Any]:
-    """The functions that the page on several ranks shows for checkpoints."""
+    """The checkpoint functions of docs/scaling.md."""
     blocks = re.findall(r"^```python\n(.*?)^```", _HOW_TO.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if "torch.distributed.checkpoint" in block]
     names: dict[str, Any] = {}

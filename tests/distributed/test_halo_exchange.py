@@ -1,4 +1,4 @@
-"""Messages between bands that are under way while strips run: when they are posted and waited for, and that no rank waits forever."""
+"""Messages between bands while strips run: times of posts and waits, and freedom from deadlock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _bands(
     return BandRegionBuilder(problem, choices, BandPartition(tuple(bounds)), num_replicas=num_replicas)
 
 
-def test_an_agenda_is_kept_in_order_and_shows_its_clock() -> None:
+def test_the_queue_runs_entries_in_order_and_shows_its_clock() -> None:
     comm_queue, done = CommQueue(), list[tuple[str, int]]()
 
     def note(name: str) -> None:
@@ -171,7 +171,7 @@ def test_when_messages_are_posted_and_waited_for() -> None:
 
 
 def _told(events: Sequence[Event]) -> list[str]:
-    """Moves, strips that have run before, and what is posted or waited for."""
+    """Schedule ops, strips that ran before, and messages posted or waited for."""
     found, numbers = [], dict[int, int]()
     for event in events:
         number = numbers.setdefault(event.ticket, len(numbers))

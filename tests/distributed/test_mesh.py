@@ -1,4 +1,4 @@
-"""Bands of random networks, of sources, with ``DistributedDataParallel`` around them, and what plans say of meshes."""
+"""Bands of random networks, of sources, with ``DistributedDataParallel`` around them, and plans for meshes."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def _reads_padding(rank: int, options: sft.Options) -> None:
 
 @pytest.mark.parametrize("tile", [None, (1, None)])
 def test_a_band_of_nothing_but_padding(pair: Ranks, tile: tuple[int, None] | None) -> None:
-    """Its rows need none of the image, so no strip was walked, and they were whatever memory held."""
+    """Its rows depend on no row of the image: no strip ran, and they were uninitialized."""
     pair.run(_reads_padding, sft.Options(tile=tile))
 
 
 class Rows:
-    """A source that notes what is read."""
+    """A source that records the rows read."""
 
     dtype = torch.float64
 

@@ -1,4 +1,4 @@
-"""What the executor of repeated blocks does is what its schedule says, what the simulator expects, and what the closed forms count."""
+"""The executor of repeated blocks follows its schedule, as simulated and as counted by closed forms."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _costs(n: int, *, saved_bytes: int = 50, reads_output: bool = False) -> Repe
 
 
 def test_the_simulator_finds_no_more_than_was_projected() -> None:
-    """The simulator holds the input and frees the output; the projection has it the other way round. The rest is the same."""
+    """The simulator counts the input and frees the output; the projection does the opposite. All other bytes are equal."""
     rng = random.Random(1)
     for _ in range(150):
         n = rng.randint(1, 30)

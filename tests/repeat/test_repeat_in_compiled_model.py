@@ -1,4 +1,4 @@
-"""Repeated blocks inside a compiled model: the numbers of the unrolled model, in the bytes and by the schedules that were planned."""
+"""Repeated blocks inside a compiled model: equal to the unrolled model, within the planned bytes and schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW = settings(max_examples=max(6, (settings.default or settings()).max_example
 
 
 class Residual(nn.Module):
-    """A pre-activation block whose norm keeps running statistics."""
+    """A pre-activation block with running statistics."""
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 
 def _tanh() -> nn.Module:
-    """A block whose backward reads its output."""
+    """A block with a backward that reads its output."""
     return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())
 
 

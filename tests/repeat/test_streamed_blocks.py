@@ -1,4 +1,4 @@
-"""Weights that stream and are updated on the way: the same bits as plain PyTorch, and what failures leave behind."""
+"""Streamed weights with streamed updates: bitwise equal to plain PyTorch, and consistent after failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = 5
 
 
 class Block(nn.Module):
-    """Convolution, running statistics, dropout, and a parameter that nobody uses."""
+    """Convolution, running statistics, dropout, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,7 +529,7 @@ def test_a_dynamic_scale_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(("kind", "setting", "value"), [("sgd", "momentum", 0.9), ("adamw", "amsgrad", True)])
 @pytest.mark.parametrize("two_phase", [False, True], ids=["fused", "two-phase"])
 def test_settings_that_keep_more_state_are_refused(kind: str, setting: str, value: Any, two_phase: bool) -> None:
-    """The store has no room for it."""
+    """The store has no space for the new state."""
     model, _ = _models()
     ours = sft.StreamedOptimizer(model, kind, lr=0.1, two_phase=two_phase)  # type: ignore[arg-type]
     before = {name: param.clone() for name, param in model.named_parameters()}

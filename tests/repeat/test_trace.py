@@ -1,4 +1,4 @@
-"""Joint traces of blocks: writes in place, constants, random operators and refusals."""
+"""Joint traces of blocks: writes in place, constants, and a refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sft.repeat.trace import BlockTrace, TensorMeta, trace_block
 
 
 class _WritesInPlace(nn.Module):
-    """Writes through a view, into a buffer, and by a norm; multiplies by a Python constant."""
+    """Writes in place through a view and into a buffer; multiplies by a Python constant."""
 
     count: Tensor
 

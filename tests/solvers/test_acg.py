@@ -16,7 +16,7 @@ from tests.helpers.chains import instances, random_chain, uniform_chain
 
 
 def _random_dag(rng: random.Random, num_vertices: int) -> ValueDag:
-    """One source, one target; sparse enough that linear and branch segments occur, with edges that weigh something now and then."""
+    """One source, one target; sparse enough that linear and branch segments occur, with some weighted edges."""
     edges = set()
     for v in range(1, num_vertices):
         edges.add((rng.randint(max(0, v - 3), v - 1), v))
@@ -35,7 +35,7 @@ def _random_dag(rng: random.Random, num_vertices: int) -> ValueDag:
 
 
 def _largest_of(dag: ValueDag, chosen: frozenset[int]) -> int | None:
-    """The largest segment that checkpoints leave, straight from the definition; None if one has more than one source or target."""
+    """The largest segment between checkpoints, by definition; None if one has more than one source or target."""
     graph = nx.DiGraph(dag.edges)
     largest = max((dag.edge_bytes.get((a, b), 0) for a, b in dag.edges if a in chosen and b in chosen), default=0)
     for component in nx.weakly_connected_components(graph.subgraph(set(graph) - chosen)):
@@ -91,7 +91,7 @@ def test_no_subset_of_a_chains_vertices_is_better() -> None:
 
 
 def test_every_bound_has_its_cheapest_checkpoints() -> None:
-    """Not the best sum alone: for each bound that comes up nothing cheaper keeps it."""
+    """For each bound that occurs, not only for the best sum, no cheaper checkpoints satisfy it."""
     rng = random.Random(23)
     for _ in instances(60):
         dag = _random_dag(rng, rng.randint(3, 7))
@@ -115,7 +115,7 @@ def test_equal_vertices_need_two_square_roots(root: int) -> None:
 
 
 def test_a_segment_inside_a_complex_one() -> None:
-    """Of what lies between 1 and 4, vertex 2 is independent; the edge to 3 leads out of it."""
+    """Between 1 and 4, vertex 2 is independent; the edge to 3 leads out of it."""
     dag = ValueDag(
         sizes_bytes=(1, 1, 50, 1, 1, 1, 1),
         edges=((0, 1), (0, 3), (1, 2), (1, 3), (2, 4), (1, 4), (3, 5), (4, 5), (4, 6), (5, 6)),

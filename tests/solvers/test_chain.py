@@ -1,4 +1,4 @@
-"""Equal stages of a chain are told apart from others."""
+"""Classes of equal stages."""
 
 from __future__ import annotations
 

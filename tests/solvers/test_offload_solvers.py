@@ -47,8 +47,8 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
     assert num_slowed > 25
 
 
-def test_what_the_published_formulas_get_wrong() -> None:
-    """Beaumont's own model (outputs are read, nothing else saved): idle link credit is no memory, and ex^B is not ex^F."""
+def test_two_corrections_of_the_published_formulas() -> None:
+    """Beaumont's own model (outputs are read, no other values saved): idle link credit is no memory, and ex^B is not ex^F."""
     stage = Stage(forward_seconds=10.0, backward_seconds=1.0, output_bytes=2, grad_bytes=0, reads_output=True)
     chain = StageChain(input_bytes=2, stages=(stage, replace(stage, backward_workspace_bytes=4)))
     # With everything away B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed takes the 8 bytes that the link could have
@@ -131,7 +131,7 @@ def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
 
 
 def test_an_offload_written_out() -> None:
-    """Three stages, room for all but one input: x_0 leaves while F1 runs, is given back before F3, and is back as soon as there is room."""
+    """Three stages, room for all but one input: x_0 leaves while F1 runs, is released before F3, and returns as soon as it fits."""
     stage = Stage(forward_seconds=4.0, backward_seconds=4.0, output_bytes=4, grad_bytes=1)
     chain = StageChain(input_bytes=4, stages=(stage, stage, stage))
     schedule, peak = offload_schedule(chain, "test", [1], 13)

@@ -132,7 +132,7 @@ def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
 
 
 def test_optimal_against_all_states() -> None:
-    """Schedules that drop a checkpoint early may be faster, never slower; they rarely are (the module says why that is so)."""
+    """Schedules that drop a checkpoint early may be faster, never slower; they rarely are (see the module)."""
     rng = random.Random(2)
     num_equal = num_cases = 0
     for _ in instances(250):
@@ -199,7 +199,7 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
     ids=["20 layers", "100 layers"],
 )
 def test_butts_algorithm_as_printed(num_layers: int, more: int, less: int, printed: tuple[int, int], ours: tuple[int, int]) -> None:
-    """Its times on equal layers, whose two slips change nothing there, are ours but for the targets' gradient."""
+    """Its times on equal layers, where its two slips have no effect, equal ours except for the targets' gradient."""
     stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
     chain = StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
     for memory, theirs, own in zip((more, less), printed, ours, strict=True):
@@ -208,7 +208,7 @@ def test_butts_algorithm_as_printed(num_layers: int, more: int, less: int, print
 
 
 def test_shared_solutions_of_equal_parts_change_nothing() -> None:
-    """Equal blocks, against the same chain with times so little apart that nothing is equal."""
+    """Equal blocks, against the same chain with slightly different times, so that no stages are equal."""
     rng = random.Random(5)
     block = random_chain(rng, 3).stages
     chain = StageChain(input_bytes=block[-1].output_bytes, stages=block * 4)

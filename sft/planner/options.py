@@ -14,16 +14,12 @@ from sft.weights.disk_store import WeightsFile
 __all__ = ["BACKENDS", "OFFLOAD_STRATEGIES", "STRATEGIES", "WEIGHT_MODES", "Options"]
 
 #: Names of all strategies.
-STRATEGIES = ("auto", "joint", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
+STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
 
 #: Strategies that copy values to the host and back.
 OFFLOAD_STRATEGIES = ("offload-greedy", "offload-dp", "vdnn")
-#: Strategies that compare all kinds of plans.
-_AUTOMATIC_STRATEGIES = ("auto", "joint")
 #: Strategies that run in strips or in tiles; the remaining ones run untiled stages.
-_STREAMING_STRATEGIES = (*_AUTOMATIC_STRATEGIES, "sft")
-#: Strategies that are a permission to use host memory.
-_HOST_STRATEGIES = ("joint", *OFFLOAD_STRATEGIES)
+_STREAMING_STRATEGIES = ("auto", "sft")
 
 #: Longest accepted timeout in seconds (thirty years).
 _MAX_SECONDS = 10**9
@@ -40,8 +36,7 @@ class Options:
     """Constraints on the plan; ``None`` and ``"auto"`` leave the choice to the planner.
 
     Attributes:
-        strategy: ``"auto"``; ``"joint"`` for the same with a solver that recomputes and offloads stages together (up to some percent less
-            time, for some seconds of planning); ``"none"`` to run untiled, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
+        strategy: ``"auto"``; ``"none"`` to run untiled, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
             (independent tiles between values that fit); a published recomputation schedule over untiled stages: ``"sqrt"``, ``"revolve"``,
             ``"bisect"``, ``"optimal"``, ``"acg"``; or a published offload schedule: ``"offload-greedy"``, ``"offload-dp"``, ``"vdnn"``
             (``sft.solvers.registry``).
@@ -161,17 +156,12 @@ class Options:
     @property
     def is_automatic(self) -> bool:
         """True if the strategy compares all kinds of plans."""
-        return self.strategy in _AUTOMATIC_STRATEGIES
-
-    @property
-    def is_joint(self) -> bool:
-        """True if the strategy also solves for recomputation and offloading of stages together."""
-        return self.strategy == "joint"
+        return self.strategy == "auto"
 
     @property
     def uses_host(self) -> bool:
         """True if the strategy copies values to the host."""
-        return self.strategy in _HOST_STRATEGIES
+        return self.strategy in OFFLOAD_STRATEGIES
 
     @property
     def streams_weights(self) -> bool:

@@ -62,7 +62,7 @@ class SearchLimits:
 
     Solvers on stages:
         max_rounds: corrections of a solver's budget.
-        max_joint_rounds: the same for the joint solver of strategy ``joint``, which takes seconds.
+        max_joint_rounds: the same for the joint solver, which takes seconds.
         max_joint_stages: longest chain for the joint solver.
         max_heads: tiled heads that are tried with an offloaded tail.
         max_tail_rounds: corrections of a solver's budget for one head.

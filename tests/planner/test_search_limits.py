@@ -11,7 +11,7 @@ from torch import nn
 import sft
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
-from sft.planner.options import STRATEGIES, Options
+from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.planner.planner import plan_segments
 from sft.planner.search_limits import SearchLimits
@@ -61,21 +61,15 @@ def test_limits_bound_a_search() -> None:
     assert coarsely_refused.value.needed_bytes >= refused.value.needed_bytes
 
 
-def test_strategy_joint_is_never_slower_than_auto() -> None:
+def test_the_joint_solver_never_costs_time() -> None:
     """The label search over recomputation and copies is added to the plans that auto compares."""
-    assert "joint" in STRATEGIES
     problem = with_resources(problem_of(_model().float(), _SHAPE, training=True), host_budget_bytes=None)
     plain = plan_segments(problem, 2**40, Options(), "cpu").projection
+    without = replace(problem, limits=SearchLimits(max_joint_stages=0))
     for percent in (70, 50):
-        costs = {}
-        for strategy in ("auto", "joint"):
-            planned = plan_segments(problem, plain.peak_bytes * percent // 100, Options(strategy=strategy), "cpu")
-            costs[strategy] = project_timeline(problem, planned.choices, planned.projection, DeviceRates("cpu")).estimated_seconds
+        costs = []
+        for each in (problem, without):
+            planned = plan_segments(each, plain.peak_bytes * percent // 100, Options(), "cpu")
+            costs.append(project_timeline(each, planned.choices, planned.projection, DeviceRates("cpu")).estimated_seconds)
             assert planned.projection.peak_bytes <= plain.peak_bytes * percent // 100
-        assert costs["joint"] <= costs["auto"]
-
-
-def test_strategy_joint_needs_the_host() -> None:
-    assert Options(strategy="joint").uses_host and not Options().uses_host
-    with pytest.raises(sft.InputError, match="copies to the host, host_budget 0 forbids it"):
-        Options(strategy="joint", host_budget=0)
+        assert costs[0] <= costs[1]

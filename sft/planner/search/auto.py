@@ -101,8 +101,8 @@ class AutoSearch:
         if heads is not None and not (_least_cost(fitting) <= problem.limits.recompute_cost * grids[0].estimates.untiled.plain_flops):
             recomputed = cheapest_tiled_head(problem, heads, room_bytes, _least_cost(fitting))
             fitting += [*([recomputed] if recomputed is not None else []), *published_plans(heads.staged, room_bytes)]
-            fitting += offloaded_plans(heads.staged, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
-            fitting += offloaded_tail_plans(heads.staged, grids, room_bytes, _least_cost(fitting), joint=self._options.is_joint)
+            fitting += offloaded_plans(heads.staged, room_bytes, _least_cost(fitting))
+            fitting += offloaded_tail_plans(heads.staged, grids, room_bytes, _least_cost(fitting))
         if not (_least_cost(fitting) <= problem.limits.streaming_cost * grids[0].estimates.min_cost):
             for grid in self._streaming_grids(grids):
                 streamed = _cheapest_streamed(problem, grid, room_bytes)

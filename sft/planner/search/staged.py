@@ -68,13 +68,13 @@ def published_plans(staged: StagedModel, room_bytes: int) -> Iterator[tuple[floa
             yield schedule.seconds * staged.rates.flops_per_second, scheduled_plan(staged, schedule)
 
 
-def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float, *, joint: bool) -> Iterator[tuple[float, ProjectedPlan]]:
-    """Fitting plans of the offload schedules that may cost less than ``worse_than``, with their costs; ``joint`` adds recomputation."""
+def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float) -> Iterator[tuple[float, ProjectedPlan]]:
+    """Fitting plans of the offload schedules that may cost less than ``worse_than``, with their costs."""
     if staged.problem.resources.host_budget_bytes == 0 or _is_too_large(staged, room_bytes):
         return
     may_copy = _offload_cost(staged, staged.chain, room_bytes - staged.base_bytes) < worse_than
     limits = staged.problem.limits
-    tries_joint = joint and len(staged.stages) <= limits.max_joint_stages
+    tries_joint = len(staged.stages) <= limits.max_joint_stages
     for name in (*(limits.offload_solvers if may_copy else ()), *([JOINT_SOLVER] if tries_joint else [])):
         schedule, fits = solve_staged(staged, name, room_bytes)
         if fits:
@@ -82,9 +82,9 @@ def offloaded_plans(staged: StagedModel, room_bytes: int, worse_than: float, *, 
 
 
 def offloaded_tail_plans(
-    staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int, worse_than: float, *, joint: bool
+    staged: StagedModel, grids: Sequence[CandidateGrid], room_bytes: int, worse_than: float
 ) -> Iterator[tuple[float, ProjectedPlan]]:
-    """Fitting plans with a tiled head and an offloaded tail that may cost less than ``worse_than``; ``joint`` adds recomputation."""
+    """Fitting plans with a tiled head and an offloaded tail that may cost less than ``worse_than``."""
     if staged.problem.resources.host_budget_bytes == 0:
         return
     num_joint, limits = 0, staged.problem.limits
@@ -103,7 +103,7 @@ def offloaded_tail_plans(
             worse_than = min(worse_than, cost)
         # The joint solver takes seconds, and cannot gain where copies are hidden.
         is_slow = cost > limits.recompute_cost * tail.min_cost
-        if joint and is_slow and num_joint < limits.max_joint_heads and tail.chain.num_stages <= limits.max_joint_stages:
+        if is_slow and num_joint < limits.max_joint_heads and tail.chain.num_stages <= limits.max_joint_stages:
             num_joint += 1
             joint_plan = _cheapest_tail(tail, JOINT_SOLVER, room_bytes)
             if joint_plan is not None:

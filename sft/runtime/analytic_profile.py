@@ -20,9 +20,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from sft.common.array_types import IntArray
+from sft.common.array_types import BoolArray, IntArray
 from sft.lower.program import Program
 from sft.runtime.streamed_inputs import input_buffer_bytes, input_strip_bytes
 from sft.runtime.strip_checkpoints import Checkpoints
@@ -191,7 +190,7 @@ def _stack_rows(rows: list[IntArray], length: int) -> IntArray:
     return np.stack(rows) if rows else np.zeros((0, length), dtype=np.int64)
 
 
-def _is_needed_later(frontier: IntArray, kept: IntArray, states: IntArray, num_steps: int) -> npt.NDArray[np.bool_]:
+def _is_needed_later(frontier: IntArray, kept: IntArray, states: IntArray, num_steps: int) -> BoolArray:
     """For each value and strip, True if the next kept state needs the strip's block."""
     following = np.searchsorted(states, np.arange(1, num_steps + 1))
     exists = following < len(states)

@@ -116,7 +116,7 @@ def parse_schedule(entries: Sequence[str], num_segments: int) -> SegmentSchedule
     for entry in entries:
         match = re.fullmatch(r"L|F(\d+)(\+?)|B(\d+)|([>~<])(?:(\d+)\+|([^\s\d+]\S*))", entry)
         if match is None:
-            raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3, or >x, ~x, <x with a value or 3+ for x")
+            raise InputError(f"{entry!r} is not an op of a plan's order: write F3, F3+, L or B3, or >x, ~x, <x with a value or 3+ for x")
         if match[4] is not None:
             ops.append(ScheduleOp(COPY_SIGNS[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
         elif match[1] is not None:
@@ -147,13 +147,13 @@ def _check_schedule(ops: Sequence[ScheduleOp], num_segments: int) -> None:
     remaining = list(indices)
     for op in later_runs:
         if not remaining or op.segment > remaining[-1]:
-            raise InputError(f"{op}: segment {op.segment} has run back already, or there is none of that number")
+            raise InputError(f"{op}: segment {op.segment} has run backward already, or does not exist")
         if op.kind == "backward":
             if op.segment != remaining[-1]:
-                raise InputError(f"{op}: segment {remaining[-1]} is next to run back")
+                raise InputError(f"{op}: segment {remaining[-1]} is next to run backward")
             remaining.pop()
     if remaining:
-        raise InputError(f"segments {remaining} never run back")
+        raise InputError(f"segments {remaining} never run backward")
 
 
 def last_uses(

@@ -217,11 +217,11 @@ def copy_schedule_error(
         target = op.target
         if op.is_copy:
             if target not in movable if op.value else op.segment not in saving_segments:
-                return f"{op}: only what segments make and hand to each other, or keep, can leave the device"
+                return f"{op}: only values that segments compute for each other, and their residuals, can be offloaded"
             before, after = {"offload": ("here", "copied"), "release": ("copied", "away"), "prefetch": ("away", "back")}[op.kind]
-            now = state.get(target, "not there")
+            now = state.get(target, "absent")
             if now != before and (op.kind, now) != ("release", "back"):  # a value that came back still has its copy
-                return f"{op}: {target} is {now}, not {before}, at that place of the order"
+                return f"{op}: {target} is {now}, not {before}, at that position of the order"
             state[target] = after
         elif op.kind != "loss":
             residuals = f"{op.segment}+"
@@ -236,7 +236,7 @@ def copy_schedule_error(
                 written += [residuals] if op.keep else []
                 overwritten = [name for name in written if state.get(name, "here") != "here"]
                 if overwritten:
-                    return f"{op}: it makes {overwritten[0]}, which has a copy on the host that is still in use"
+                    return f"{op}: it overwrites {overwritten[0]}, which has a copy on the host that is still in use"
                 state |= dict.fromkeys(written, "here")
         for name in last_uses[position]:
             state.pop(name, None)

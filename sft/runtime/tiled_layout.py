@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.independent_tiles import TileSchedule, distinct_steps
 from sft.analysis.tiling.strips import NodeRows, StripSchedule, StripStep
-from sft.common.array_types import IntArray
+from sft.common.array_types import BoolArray, IntArray
 from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
 from sft.lower.lower_strip import StripKind
@@ -121,7 +120,7 @@ class TiledLayout:
         return tuple(int(first[kind]) for kind in kinds)
 
     @cached_property
-    def consecutive_signatures(self) -> npt.NDArray[np.bool_]:
+    def consecutive_signatures(self) -> BoolArray:
         """For each strip signature, True if two consecutive strips have it."""
         first, signatures = self.schedule.kinds
         consecutive = np.zeros(len(first), dtype=bool)

@@ -132,5 +132,7 @@ class SlabLease:
             InternalError: the range ends after the slab's end.
         """
         if start + num_bytes > self.data.numel():
-            raise InternalError(f"a copy of {num_bytes} bytes at {start} of a slab of {self.data.numel()}: the plan took it for smaller")
+            raise InternalError(
+                f"a copy of {num_bytes} bytes at {start} of a slab of {self.data.numel()}: the plan projected a smaller copy"
+            )
         return self.data[start : start + num_bytes]

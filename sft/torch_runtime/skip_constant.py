@@ -106,7 +106,9 @@ def source_equal_rows(source: Source, batch: Interval, columns: Interval) -> Boo
     except SftError:
         raise
     except Exception as error:
-        raise SourceError(f"cannot tell which rows of {source} are repeated: {type(error).__name__}: {error}. Mend the source.") from error
+        raise SourceError(
+            f"cannot determine which rows of {source} repeat: {type(error).__name__}: {error}. Correct the source."
+        ) from error
     if equal.shape != (height_px,):
-        raise SourceError(f"{source} says of {equal.shape} rows whether they are repeated: it has {height_px}. Mend repeated_rows.")
+        raise SourceError(f"repeated_rows of {source} has shape {equal.shape}, and the source has {height_px} rows. Correct repeated_rows.")
     return equal

@@ -290,7 +290,9 @@ class StreamedParameters:
             InputError: ``window_bytes`` is given.
         """
         if window_bytes is not None:
-            raise InputError(f"window={window_bytes}: state of a compiled model is there one parameter at a time; leave window out")
+            raise InputError(
+                f"window={window_bytes}: the state of a compiled model is on the device one parameter at a time; leave window out"
+            )
         return UnbufferedStream(store, self.device, part=part)
 
     def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:

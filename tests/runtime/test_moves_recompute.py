@@ -175,7 +175,7 @@ def test_the_plain_order_is_what_no_order_means() -> None:
         (["F0+", "F1+", "L", "B0", "B1"], "next to run back"),
         (["F0+", "F1+", "L", "B1", "F1", "B0"], "already"),
         (["F0+", "F1+", "L", "B1"], "never run back"),
-        (["F0+", "F1+", "L", "X1", "B0"], "no move"),
+        (["F0+", "F1+", "L", "X1", "B0"], "not an op"),
     ],
 )
 def test_orders_that_cannot_run_are_refused(order: list[str], problem: str) -> None:

@@ -382,11 +382,11 @@ def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
         ({1: [">{0}"], 2: ["~{0}"]}, "which is on the host"),
         ({1: ["~{0}"]}, "not copied"),
         ({1: [">{0}"], 3: ["<{0}"]}, "not away"),
-        ({0: [">{0}"]}, "not there"),
-        ({1: [">x"], 2: ["~x"], 3: ["<x"]}, "can leave"),
+        ({0: [">{0}"]}, "absent, not here"),
+        ({1: [">x"], 2: ["~x"], 3: ["<x"]}, "can be offloaded"),
         ({1: [">7+"]}, "only 2 segments"),
-        ({1: [">"]}, "no move"),
-        ({2: [">{1}"], 3: ["~{1}"], 4: ["<{1}"]}, "can leave"),
+        ({1: [">"]}, "not an op"),
+        ({2: [">{1}"], 3: ["~{1}"], 4: ["<{1}"]}, "can be offloaded"),
     ],
 )
 def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]], problem: str) -> None:

@@ -78,7 +78,7 @@ def test_a_wrong_answer_is_refused() -> None:
             return np.ones(3, dtype=bool)
 
     source = Wrong(banded_image((1, 2, _ROWS, _COLUMNS), (20, 80)))
-    with pytest.raises(sft.SourceError, match="of \\(3,\\) rows"):
+    with pytest.raises(sft.SourceError, match="shape \\(3,\\)"):
         _net(source, skip_repeats=True)(source)
 
 

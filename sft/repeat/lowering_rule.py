@@ -103,8 +103,6 @@ class RepeatedBlocksRule(Rule):
 class NextValueRule(Rule):
     """Next value of a buffer."""
 
-    saves_input = False
-
     def forward(self, ctx: NodeContext) -> Slot:
         return ctx.global_slots[ctx.node.name]
 

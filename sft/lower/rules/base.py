@@ -39,14 +39,12 @@ class Rule(ABC):
     """The lowering of one family of operators.
 
     Attributes:
-        saves_input: True if the backward reads the values of streamed operands.
         saves_output: True if the backward reads the operator's own value.
         in_place: True if ``forward`` can write into a destination.
         overwrites: True if ``forward`` can overwrite its only operand.
         accepts_wide_grad: True if ``backward`` takes the gradient of a global value in a wider type than the value's.
     """
 
-    saves_input: ClassVar[bool] = True
     saves_output: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False

@@ -28,7 +28,6 @@ aten = torch.ops.aten
 class BinaryRule(Rule):
     """``add``, ``sub``, ``mul``, ``div`` of two strips, of a strip and a tensor without spatial axes, or of a strip and a number."""
 
-    saves_input = True
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -96,7 +95,6 @@ def _sum_to_shape(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
 class CatRule(Rule):
     """``cat`` along a dimension of channels."""
 
-    saves_input = False
     in_place = True
 
     @staticmethod
@@ -129,8 +127,6 @@ class CatRule(Rule):
 
 class SpatialSideInputRule(Rule):
     """Views of a spatial side input; the strip's position is bound at run time (the ``origin`` port)."""
-
-    saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         value, shape = ctx.global_slot(ctx.node.operands[0]), ctx.out_shape
@@ -184,7 +180,6 @@ class CastRule(Rule):
     The gradient of a half-precision copy of a weight is accumulated over strips in fp32, and added to the fp32 weight's gradient unrounded.
     """
 
-    saves_input = False
     in_place = True
     accepts_wide_grad = True
 
@@ -205,7 +200,6 @@ class CastRule(Rule):
 class DetachRule(Rule):
     """``x.detach()``: an alias of the operand without a gradient."""
 
-    saves_input = False
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:

@@ -65,8 +65,6 @@ class MinMaxRule(ReductionRule):
 class ArgMaxRule(ReductionRule):
     """The largest element and its first index in row-major order, which alone receives the gradient."""
 
-    saves_input = False
-
     def start(self, node: Node) -> float:
         return -math.inf
 

@@ -270,7 +270,6 @@ def empty_statistics(running: Tensor) -> Tensor:
 class ResultActivationRule(Rule):
     """``relu`` and ``leaky_relu``: differentiated from their result, so they may overwrite the operand."""
 
-    saves_input = False
     saves_output = True
     in_place = True
     overwrites = True

@@ -30,8 +30,6 @@ aten = torch.ops.aten
 class PadRule(Rule):
     """``pad``: along each axis, rows of a constant are added to those read, or the rows read are gathered."""
 
-    saves_input = False
-
     def forward(self, ctx: NodeContext) -> Slot:
         node, (operand,) = ctx.node, refs_in(ctx.node.argument("self"))
         row = ctx.scope.specs[node.name]
@@ -119,8 +117,6 @@ def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]
 class SliceRule(Rule):
     """A slice of a strip along one axis, with a step."""
 
-    saves_input = False
-
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
         view = self._slice(ctx, operand, ctx.strip(operand))
@@ -156,8 +152,6 @@ _RowSpans: TypeAlias = tuple[tuple[int, int, int], ...]
 
 class BorderRowsRule(ReductionRule):
     """The image's last ``low`` and first ``high`` rows: each strip copies those that it holds into the accumulator."""
-
-    saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self"))))

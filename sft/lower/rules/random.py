@@ -141,7 +141,6 @@ def _noise_scratch_bytes(block: Extents, distribution: Distribution, dtype: torc
 class DropoutRule(Rule):
     """Element-wise dropout: a diagonal linear map, its own adjoint."""
 
-    saves_input = False
     in_place = True
     overwrites = True
 
@@ -166,7 +165,6 @@ class DropoutRule(Rule):
 class RandomMaskRule(Rule):
     """A random mask of ones and zeros; no gradient passes through it."""
 
-    saves_input = False
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:

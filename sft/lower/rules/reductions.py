@@ -31,8 +31,6 @@ def as_single_pixel(ctx: NodeContext, slot: Slot) -> Slot:
 class SumRule(ReductionRule):
     """Sum over the axes: each strip adds its sum."""
 
-    saves_input = False
-
     def partial_shape(self, scope: SegmentInfo, node: Node) -> tuple[int, ...]:
         shape = scope.shapes[node.operands[0]]
         return (scope.batch, *shape[1 : len(shape) - scope.axes.count])

@@ -41,8 +41,6 @@ aten = torch.ops.aten
 class NearestRule(Rule):
     """Nearest upsampling by integer factors: a strip starts at an input row, so the operator itself runs on it."""
 
-    saves_input = False
-
     def forward(self, ctx: NodeContext) -> Slot:
         strip = ctx.strip(next(refs_in(ctx.node.argument("input"))))
         factors, axes = ctx.node.argument("factors"), ctx.scope.axes
@@ -173,8 +171,6 @@ def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence
 class ResamplingRule(Rule):
     """Interpolation and adaptive average pooling, in single precision or wider until the last axis."""
 
-    saves_input = False
-
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip = ctx.builder, ctx.strip(self._operand(ctx))
         spans, is_linear = self._split_axes(ctx, strip)
@@ -269,8 +265,6 @@ class _WindowSums:
 
 class FixedSizeAvgPoolRule(ReductionRule):
     """Adaptive average pooling to a small grid: each strip adds its share of the windows that it touches."""
-
-    saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, strip, scope = ctx.builder, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope

@@ -151,7 +151,6 @@ class _OverlapMap:
 class OverlapAddRule(Rule):
     """Overlap-add of products, row by row; in half precision the sum is rounded once."""
 
-    saves_input = False
     in_place = True
 
     def _overlap_map(self, ctx: NodeContext, operand: str) -> _OverlapMap:

@@ -108,7 +108,6 @@ def _emit_fold(ctx: NodeContext, windows: Slot, grid: _WindowGrid, out: Slot) ->
 class Im2colRule(Rule):
     """Copies of the windows of the rows and columns read."""
 
-    saves_input = False
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -126,7 +125,6 @@ class Im2colRule(Rule):
 class Col2imRule(Rule):
     """Sums of the windows that cover the rows and columns; in half precision they are rounded once."""
 
-    saves_input = False
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:

@@ -35,6 +35,8 @@ class Operator:
         is_sized: True if a use of the operator can have further problems that are known only at a concrete size.
         is_phased: True if the computation of a strip depends on the index of its first row among the output rows of one input row.
         is_extra_result: True if the node is a further result of its operand's operator, computed with it, in the same segment.
+        keeps_channels: True if a slice of the output's channels needs only the same slice of the input's.
+        backward_reads: pair: the derivative reads the streamed operands; the derivative reads the result.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Operator:
     is_sized: bool = False
     is_phased: bool = False
     is_extra_result: bool = False
+    keeps_channels: bool = True
+    backward_reads: tuple[bool, bool] = (True, True)
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """Operands that are read in strips. All remaining ones (parameters, global values) are read untiled."""
@@ -68,8 +72,8 @@ class Operator:
         return "none"
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        """Pair: the derivative reads the streamed operands; the derivative reads the result."""
-        return (True, True)
+        """The pair :attr:`backward_reads` of this use of the operator."""
+        return self.backward_reads
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         """For batch, channels and each axis of a streamed operand the output dimension that it becomes, or ``None``.
@@ -77,7 +81,7 @@ class Operator:
         The fused-tileable relation of Xu et al. (CC'22), section 4.1.1: a slice of the output along the dimension needs only a slice of the
         input along it.
         """
-        return (0, 1, *range(2, 2 + axes.count))
+        return (0, 1 if self.keeps_channels else None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         """Reasons why this use of the operator cannot stream; empty if it can."""

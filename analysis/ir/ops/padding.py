@@ -26,6 +26,7 @@ class PadSpec(Operator):
 
     name: str = "pad"
     is_sized: bool = True
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def amounts(self, node: Node, axis: int) -> tuple[int, int]:
         """Rows added before and after the image."""
@@ -65,9 +66,6 @@ class PadSpec(Operator):
 
     def border(self, node: Node) -> Border:
         return _BORDER_KINDS[self.mode(node)]
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, mode = node.argument("pad"), self.mode(node)
@@ -114,9 +112,7 @@ class BorderRowsSpec(Operator):
 
     name: str = "border_rows"
     role: Role = "reduce"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0, 1, None, *range(3, 2 + axes.count))
@@ -140,6 +136,7 @@ class SliceSpec(Operator):
     """Strided slice ``x[:, :, start:end:step]`` of the image along an axis."""
 
     name: str = "slice"
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def span(self, node: Node, axis: int) -> tuple[int, int, int]:
         """First row, end row (exclusive), and step."""
@@ -158,9 +155,6 @@ class SliceSpec(Operator):
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return len(range(*self.span(node, axis)))
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("dim", 0) % len(node.shape) < len(node.shape) - graph.axes.count:

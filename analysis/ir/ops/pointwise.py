@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator
 
@@ -42,9 +41,7 @@ class DetachSpec(Operator):
     """The value itself, without a gradient."""
 
     name: str = "detach"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +54,7 @@ class PerPixelSpec(Operator):
 
     name: str = "per_pixel"
     broadcasts: bool = True
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
+    keeps_channels: bool = False
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         return _spatial_side_inputs(node, graph, streamed) if self.broadcasts else []
@@ -77,9 +72,7 @@ class ChannelwiseSpec(Operator):
     name: str = "per_pixel"
     argument: str = "dim"
     adds: bool = False
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
+    keeps_channels: bool = False
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rank = len(node.shape) if self.adds else len(graph[node.operands[0]].shape)
@@ -96,12 +89,8 @@ class RepeatChannelsSpec(Operator):
     """All channels repeated several times."""
 
     name: str = "per_pixel"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rank, repeats = len(graph[node.operands[0]].shape), node.argument("repeats")
@@ -126,8 +115,7 @@ class GatherChannelsSpec(ChannelwiseSpec):
 class AssignChannelsSpec(GatherChannelsSpec):
     """Assignment of another image to some channels: ``x[:, :2] = y``."""
 
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +136,8 @@ class CatSpec(Operator):
     """Concatenation (``cat``) along a dimension of channels."""
 
     name: str = "cat"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         dim = node.argument("dim", 0) % len(node.shape)
@@ -168,9 +152,7 @@ class FrozenNormSpec(Operator):
     """BatchNorm with its running statistics."""
 
     name: str = "frozen_norm"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (True, False)
+    backward_reads: tuple[bool, bool] = (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if any(name in streamed for name in node.operands[1:]):
@@ -197,9 +179,7 @@ class AffineSpec(Operator):
     """The pointwise part of a norm over the image."""
 
     name: str = "affine"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (True, False)
+    backward_reads: tuple[bool, bool] = (True, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +187,10 @@ class SpatialSideInputSpec(Operator):
     """Tensor that varies along the image without being one (position embedding, coordinate grid); each strip reads a slice."""
 
     name: str = "spatial_side_input"
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         return node.operands[1:]
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,17 +198,14 @@ class CastSpec(Operator):
     """Conversion to another element type."""
 
     name: str = "cast"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomOpSpec(Operator):
     """Dropout, masks and noise from counter-based random numbers: functions of the position."""
 
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if len(node.shape) > graph.axes.rank:

@@ -24,9 +24,7 @@ class MaxPoolIndicesSpec(MaxPoolSpec):
     """Indices of the maxima of a max pooling in the image (``return_indices``)."""
 
     name: str = "max_pool_indices"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
 
 def unpooling_factors(node: Node, graph: Graph) -> tuple[int, ...] | None:

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sft.analysis.ir.access import AxisMap
-from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, axis_entry
 from sft.analysis.ir.ops.transposed import transposed_window_of
@@ -28,6 +27,8 @@ class _ShuffleSpec(Operator):
 
     name: str = "per_pixel"
     argument: str = "factors"
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def factor(self, node: Node, axis: int) -> int:
         """Rows in a group."""
@@ -36,12 +37,6 @@ class _ShuffleSpec(Operator):
     def _num_axes(self, node: Node) -> int:
         factors = node.argument(self.argument)
         return len(factors) if isinstance(factors, tuple) else 2
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         # ATen's operators interpret the last three dimensions as channels, rows and columns.
@@ -81,6 +76,8 @@ class Im2colSpec(Operator):
     """Im2col (``unfold``): the pixels of every window as channels, without a border."""
 
     name: str = "im2col"
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def access(self, node: Node, axis: int) -> AxisMap:
         windows = transposed_window_of(node, axis)
@@ -90,12 +87,6 @@ class Im2colSpec(Operator):
         windows = transposed_window_of(node, axis)
         return (extent - windows.span) // windows.stride + 1
 
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Col2imSpec(Operator):
@@ -103,15 +94,11 @@ class Col2imSpec(Operator):
 
     name: str = "col2im"
     is_phased: bool = True
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return transposed_window_of(node, axis).access
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))

@@ -31,9 +31,7 @@ class SumSpec(_ReductionSpec):
     """Sum over all axes of the image."""
 
     name: str = "sum"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         axes = graph.axes

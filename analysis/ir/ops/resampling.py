@@ -50,6 +50,7 @@ class NearestSpec(Operator):
     """Nearest-neighbour upsampling by integer factors."""
 
     name: str = "nearest"
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def _factor(self, node: Node, axis: int) -> int:
         factors: tuple[int, ...] = node.argument("factors")
@@ -65,9 +66,6 @@ class NearestSpec(Operator):
         # All copies of an input row at once: the further ones cost no read.
         factor = self._factor(node, axis)
         return Interval(rows.start // factor * factor, -(-rows.stop // factor) * factor)
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         factors = node.argument("factors")
@@ -94,6 +92,7 @@ class ResamplingSpec(Operator, ABC):
     """Separable resampling (:mod:`sft.analysis.ir.ops.resize_matrix`); each axis is resolved once its extent is a number."""
 
     name: str = "resampling"
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def sampling(self, node: Node, axis: int) -> AxisResampling | None:
         """The resampling of an axis; ``None`` if the image has no such axis."""
@@ -114,9 +113,6 @@ class ResamplingSpec(Operator, ABC):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         sampling = self.sampling(node, axis)
         return extent if sampling is None else sampling.length
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if len(node.shape) != graph.axes.rank:
@@ -180,9 +176,7 @@ class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
     """Adaptive max pooling, with the windows of adaptive average pooling."""
 
     name: str = "adaptive_max"
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (True, False)
+    backward_reads: tuple[bool, bool] = (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("result", 0) != 0:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sft.analysis.ir.access import AxisMap
-from sft.analysis.ir.axes import ROWS, Axes
+from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.base import Operator, axis_entry, symbolic_axis_entry
 from sft.analysis.ir.targets import RANDOM_TARGETS
@@ -84,18 +84,14 @@ class TransposedConvolutionSpec(Operator):
 
     name: str = "transposed_convolution"
     is_phased: bool = True
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (True, False)
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return transposed_window_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (True, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         count = len(node.shape) - 2
@@ -117,6 +113,8 @@ class OverlapAddSpec(Operator):
 
     name: str = "overlap_add"
     is_phased: bool = True
+    keeps_channels: bool = False
+    backward_reads: tuple[bool, bool] = (False, False)
 
     def spread(self, node: Node) -> TransposedWindow:
         """The geometry along the rows."""
@@ -127,9 +125,3 @@ class OverlapAddSpec(Operator):
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return self.spread(node).extent(extent) if axis == ROWS else extent
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (False, False)
-
-    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
-        return (0, None, *range(2, 2 + axes.count))

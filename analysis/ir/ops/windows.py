@@ -49,6 +49,8 @@ class Window:
 class WindowedSpec(Operator, ABC):
     """Base of convolution and pooling."""
 
+    backward_reads: tuple[bool, bool] = (True, False)
+
     def num_axes(self, node: Node) -> int:
         """Number of axes that the window slides along."""
         return len(node.shape) - 2
@@ -67,9 +69,6 @@ class WindowedSpec(Operator, ABC):
         """True if a window reads beyond the border along any axis."""
         windows = [self.window(node, axis) for axis in range(self.num_axes(node))]
         return any(w.pad_low or w.pad_high or w.ceil for w in windows)
-
-    def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
-        return (True, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if self.num_axes(node) != graph.axes.count:

@@ -147,7 +147,6 @@ def _correct_indices(indices: Tensor, value: Tensor, starts: Sequence[int], area
 class MaxPoolIndicesRule(MaxPoolRule):
     """The pool indices of a strip, converted to pixels of the image."""
 
-
     def forward(self, ctx: NodeContext) -> Slot:
         builder, operand = ctx.builder, next(refs_in(ctx.node.argument("self")))
         index_dtype, builder.dtype = builder.dtype, ctx.scope.dtype_of(operand)

@@ -23,6 +23,11 @@ def test_the_page_of_operators_is_what_the_table_says() -> None:
     assert (_DOCS / "operators.md").read_text() == page(), "run python docs/operators.py"
 
 
+def test_the_page_of_modules_is_what_the_docstrings_say() -> None:
+    page = runpy.run_path(str(_DOCS / "modules.py"))["page"]
+    assert (_DOCS / "modules.md").read_text() == page(), "run python docs/modules.py"
+
+
 def test_the_page_of_sources_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("openslide", "tifffile", "simplejpeg", "skimage", "shapely"):
         pytest.importorskip(library)

@@ -1,0 +1,133 @@
+"""Limits on names, docstrings and layout of the product. A count says nothing about a good sentence; it finds the ones to read again."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OPENERS = {"what", "whether", "where", "which", "how", "who", "whoever", "whatever", "whose", "from"}
+_INDEFINITE = {"what", "whatever", "others", "anything", "else", "something", "nothing", "everything"}
+_PARTICLES = {"there", "beside", "besides", "behind", "elsewhere", "meanwhile", "apart", "aside"}
+_PERSONS = {"nobody", "somebody", "whoever", "who", "whose", "anybody", "everybody"}
+_PRIVATE_TORCH = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")
+
+_MAX_LINES, _SMALL_LINES = 450, 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A module of the product: place, text and syntax tree."""
+
+    place: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        return Path(self.place).stem
+
+    @property
+    def folder(self) -> str:
+        return str(Path(self.place).parent)
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n")
+
+
+@functools.cache
+def _modules() -> tuple[_Module, ...]:
+    """All modules of the product; the links in ``sft/`` are not followed."""
+    paths = [path for top in ("sft", "analysis", "kernels") for path in sorted((_ROOT / top).rglob("*.py"))]
+    own = [path for path in paths if not any(parent.is_symlink() for parent in path.parents if _ROOT in parent.parents)]
+    return tuple(_Module(place=str(path.relative_to(_ROOT)), text=path.read_text(), tree=ast.parse(path.read_text())) for path in own)
+
+
+def _named_modules() -> list[_Module]:
+    """Modules other than ``__init__`` and ``__main__``."""
+    return [module for module in _modules() if module.name not in ("__init__", "__main__")]
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """Place and text of every docstring."""
+    for module in _modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                docstring = ast.get_docstring(node)
+                if docstring:
+                    yield f"{module.place}:{getattr(node, 'lineno', 1)}", docstring
+
+
+def _places_with(words: set[str], limit_per_1000: float) -> list[str]:
+    """Docstrings with one of some words, where these are more frequent than a limit."""
+    texts = [(place, re.findall(r"[a-z']+", docstring.lower())) for place, docstring in _docstrings()]
+    total = sum(len(text) for _, text in texts)
+    hits = sum(word in words for _, text in texts for word in text)
+    return [place for place, text in texts if words & set(text)] if 1000 * hits > limit_per_1000 * total else []
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    texts = [(place, re.match(r"\W*([A-Za-z]+)", docstring)) for place, docstring in _docstrings()]
+    places = [place for place, first in texts if first and first.group(1).lower() in _OPENERS]
+    assert len(places) <= 0.025 * len(texts), places
+
+
+def test_docstrings_name_things() -> None:
+    assert not _places_with(_INDEFINITE, 3.0)
+    assert not _places_with(_PARTICLES, 2.5)
+    assert not _places_with(_PERSONS, 0.4)
+
+
+def test_public_definitions_have_docstrings() -> None:
+    definitions = [(module.place, node) for module in _modules() for node in module.tree.body]
+    assert not [
+        f"{place}:{node.lineno} {node.name}"
+        for place, node in definitions
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+
+
+def test_a_class_name_is_defined_once() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for module in _modules():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(module.place)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_module_names_are_few_and_folders_small() -> None:
+    modules = _named_modules()
+    names, folders = Counter(module.name for module in modules), Counter(module.folder for module in modules)
+    assert sum(count > 1 for count in names.values()) <= 24, sorted(name for name, count in names.items() if count > 1)
+    assert not {folder: count for folder, count in folders.items() if count > 20}
+    assert folders["sft"] <= 3
+
+
+def test_modules_are_neither_long_nor_tiny() -> None:
+    modules = _named_modules()
+    assert not [module.place for module in modules if module.num_lines > _MAX_LINES and not module.name.endswith("_triton")]
+    small = [module.place for module in modules if module.num_lines <= _SMALL_LINES]
+    assert len(small) <= 25, small
+
+
+def test_locals_are_not_named_found() -> None:
+    functions = [
+        f"{module.place}:{node.lineno}"
+        for module in _modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and any(isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == "found" for each in ast.walk(node))
+    ]
+    assert len(functions) <= 40, functions
+
+
+def test_private_names_of_torch_are_in_few_modules() -> None:
+    places = [module.place for module in _modules() if _PRIVATE_TORCH.search(re.sub(r"#.*", "", module.text))]
+    assert len(places) <= 6, places

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
@@ -165,7 +166,7 @@ class Plan:
         overhead_bytes: on a GPU, measured bytes of allocator rounding and library workspaces; part of the projected peak.
         mesh: for a plan over several ranks, the bytes, FLOPs and messages of each rank. The numbers above are then those of the rank with
             the largest peak, except ``flops``, which sums all bands of an image.
-        search_limits: thresholds of the search that made the plan; ``None`` in plans of older releases.
+        search_limits: thresholds of the search that made the plan, not compared; ``None`` in plans of older releases.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -190,7 +191,14 @@ class Plan:
     weights_peak_bytes: int = 0
     overhead_bytes: int = 0
     mesh: MeshPlan | None = None
-    search_limits: SearchLimits | None = None
+    search_limits: SearchLimits | None = field(default=None, compare=False)
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        members = fields(self)
+        values = [*state, *(member.default for member in members[len(state) :])]
+        for member, value in zip(members, values, strict=True):
+            object.__setattr__(self, member.name, value)
 
     @property
     def total_bytes(self) -> int:
@@ -240,7 +248,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+        values = asdict(self)
+        if self.search_limits is None:
+            del values["search_limits"]  # a plan of an older release keeps its text
+        return json.dumps({"format": _FORMAT, **values}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

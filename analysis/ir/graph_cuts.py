@@ -35,7 +35,7 @@ import networkx as nx
 
 from sft.analysis.ir.graph import Graph
 
-__all__ = ["Division", "ValueDag", "crossing_values", "division_tree"]
+__all__ = ["Division", "ValueDag", "crossing_values", "cut_positions", "division_tree"]
 
 
 def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str]) -> tuple[tuple[str, ...], ...]:
@@ -61,6 +61,19 @@ def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str]) 
         for position in range(position_of.get(value, -1) + 1, last_read[value] + 1):
             crossing[position].append(value)
     return tuple(map(tuple, crossing))
+
+
+def cut_positions(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> tuple[int, ...]:
+    """Positions at which a run may be cut in two: 0, every separator, its end. A cut at a separator stores one tensor.
+
+    Args:
+        graph: the graph.
+        names: the run, in execution order.
+        streamed: values that count as crossing even if they are computed outside the run: the images. Parameters and global values from
+            outside are available on either side and never cross. Every value that the run computes crosses up to the run's own last read.
+    """
+    crossing = crossing_values(graph, names, streamed)
+    return (0, *(cut for cut in range(1, len(names)) if len(crossing[cut]) == 1), *([len(names)] if names else []))
 
 
 @dataclass(frozen=True, kw_only=True)

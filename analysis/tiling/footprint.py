@@ -16,7 +16,7 @@ independent tile. :func:`run_formulas` prints them for ``plan.explain()``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -110,15 +110,6 @@ class Footprint:
             low, high = (middle, high) if self.working_bytes(middle * stride) <= num_bytes else (low, middle)
         return low * stride
 
-    def expr(self, strip_rows: sp.Expr) -> sp.Expr:
-        """``working(h)`` in SymPy, without the rounding of ``rate * h``: exact at multiples of the run's stride."""
-        if not self.values:
-            return sp.Integer(0)
-        slope, offset = self._kept
-        # Short strips are mostly halo and tall ones mostly new rows, so the largest value depends on h.
-        largest = sp.Max(*(_affine_coefficients(*line, strip_rows) for line in _upper_envelope(value.affine for value in self.values)))
-        return sp.expand(_affine_coefficients(slope, offset, strip_rows)) + 2 * largest
-
     @property
     def tall(self) -> tuple[Fraction, int]:
         """Slope (bytes per row) and offset (bytes) of ``working(h)`` for large ``h``, where it is affine."""
@@ -131,19 +122,6 @@ class Footprint:
     def _kept(self) -> tuple[Fraction, int]:
         kept = [value.affine for value in self.values if value.is_kept and self.training]
         return sum((slope for slope, _ in kept), Fraction(0)), sum(offset for _, offset in kept)
-
-
-def _upper_envelope(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
-    """The upper envelope of lines for ``h >= 0``."""
-    envelope: list[tuple[Fraction, int]] = []
-    for line in sorted(set(lines), reverse=True):
-        if not envelope or line[1] > envelope[-1][1]:
-            envelope.append(line)
-    return envelope
-
-
-def _affine_coefficients(slope: Fraction, offset: int, strip_rows: sp.Expr) -> sp.Expr:
-    return sp.Rational(slope.numerator, slope.denominator) * strip_rows + offset
 
 
 def run_footprint(

@@ -188,14 +188,12 @@ class PartitionSegment:
         names: the operators, in order.
         tiled: True if they run fused and tiled, storing only the last result; may-tile operators store each of theirs.
         dimensions: the fused-tileable dimensions of a tiled segment.
-        tile_bytes: of a tiled segment, the bytes of all its values in the smallest tile.
         problem: reason why a tiled segment cannot run within the limit; empty if it can.
     """
 
     names: tuple[str, ...]
     tiled: bool
     dimensions: tuple[str, ...] = ()
-    tile_bytes: int = 0
     problem: str = ""
 
 
@@ -346,7 +344,7 @@ def _tiled_segment(
         problem = f"{span}: its values do not fit into {limit_bytes} bytes and no dimension is fused-tileable"
     elif tile_bytes >= limit_bytes:
         problem = f"{span}: its smallest tile ({', '.join(dimensions)}) holds {tile_bytes} bytes, not below {limit_bytes}"
-    return PartitionSegment(names=names, tiled=True, dimensions=dimensions, tile_bytes=tile_bytes, problem=problem)
+    return PartitionSegment(names=names, tiled=True, dimensions=dimensions, problem=problem)
 
 
 def _value_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]], name: str) -> int:

@@ -170,10 +170,7 @@ def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None 
         rows: rows of a sweep.
         plain_seconds: time of plain PyTorch, by the same clock; times are then multiples of it. Default: `None`
     """
-    points = [
-        ParetoPoint(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
-        for row in rows
-    ]
+    points = [ParetoPoint(strategy=row.strategy, seconds=row.seconds, peak_bytes=row.total_bytes) for row in rows]
     figure = pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
     if max(row.seconds for row in rows) > _LOG_SCALE_RATIO * min(row.seconds for row in rows):
         figure.axes[0].set_yscale("log")  # strips of one or two rows would flatten all other points

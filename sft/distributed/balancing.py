@@ -22,8 +22,8 @@ from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
 from sft.analysis.ir.axes import ROWS
+from sft.analysis.ir.graph_cuts import cut_positions
 from sft.analysis.tiling.bands import BandPartition, row_band_of
-from sft.analysis.tiling.segments import cut_positions
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
 

@@ -34,7 +34,6 @@ __all__ = [
     "Hyper",
     "KernelUpdate",
     "SGDUpdate",
-    "State",
     "Update",
     "UpdateBackend",
     "check_range",
@@ -43,8 +42,6 @@ __all__ = [
 
 #: Settings of a parameter's group: learning rate, momentum and so on, by torch's names.
 Hyper = Mapping[str, Any]
-#: State of a parameter: tensors of its shape and the step count, by torch's names.
-State = dict[str, Tensor]
 
 
 class Update(Protocol):

@@ -67,7 +67,6 @@ class BlockPrograms:
         grad_bytes: bytes of the storage of the input's gradient.
         saved_bytes: bytes that ``first_save`` leaves in addition to the output.
         reads_output: True if ``backward`` reads the output.
-        param_grad_bytes: bytes of the parameters' gradients.
         updated: buffers that change.
         with_gradient: parameters that get a gradient.
         is_random: True if the block draws random masks.
@@ -84,7 +83,6 @@ class BlockPrograms:
     grad_bytes: int
     saved_bytes: int
     reads_output: bool
-    param_grad_bytes: int
     updated: tuple[str, ...]
     with_gradient: tuple[str, ...]
     is_random: bool
@@ -114,7 +112,6 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     roots = {out.number: out.root for i in first_save.instructions for out in i.outputs if out is not None}
     saved_roots = {roots[number] for number in first_save.residuals}
     output_root = first_save.results[OUTPUT].root
-    grads = {port: size for port, size in backward.result_bytes.items() if port.role == "grad_side"}
     return BlockPrograms(
         first=first,
         first_save=first_save,
@@ -127,9 +124,8 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
         grad_bytes=backward.result_bytes[GRAD_INPUT],
         saved_bytes=sum(sizes[root] for root in saved_roots if root != output_root),
         reads_output=output_root in saved_roots,
-        param_grad_bytes=sum(grads.values()),
         updated=tuple(updated),
-        with_gradient=tuple(port.name for port in grads),
+        with_gradient=tuple(port.name for port in backward.result_bytes if port.role == "grad_side"),
         is_random=any(DRAW in program.ports for program in (first, again_save, backward)),
     )
 

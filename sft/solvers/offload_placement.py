@@ -29,12 +29,10 @@ class OffloadPlacement:
     Attributes:
         operations: the operations.
         peak_bytes: most bytes on the device, including resident weights.
-        host_bytes: sum of the copied values.
     """
 
     operations: tuple[Operation, ...]
     peak_bytes: int
-    host_bytes: int
 
 
 @dataclass(slots=True)
@@ -106,9 +104,7 @@ def place_offloads(
     for index, operation in enumerate(operations):
         result += before.get(index, ())
         result.append(operation)
-    return OffloadPlacement(
-        operations=tuple(result), peak_bytes=max(device_bytes), host_bytes=sum(lifetime.num_bytes for _, lifetime in offloaded)
-    )
+    return OffloadPlacement(operations=tuple(result), peak_bytes=max(device_bytes))
 
 
 def _lifetimes(

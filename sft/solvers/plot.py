@@ -33,17 +33,13 @@ class ParetoPoint:
 
     Attributes:
         strategy: name of the strategy.
-        budget_bytes: the budget.
         seconds: time of a step.
         peak_bytes: most bytes on the device.
-        host_bytes: most bytes on the host.
     """
 
     strategy: str
-    budget_bytes: int
     seconds: float
     peak_bytes: int
-    host_bytes: int
 
 
 def pareto_front(points: Iterable[ParetoPoint]) -> tuple[ParetoPoint, ...]:

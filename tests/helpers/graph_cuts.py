@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from sft.analysis.ir.graph import Graph
-from sft.analysis.ir.graph_cuts import ValueDag
+from sft.analysis.ir.graph_cuts import ValueDag, crossing_values, cut_positions
 from sft.analysis.ir.ops import Operator
-from sft.analysis.tiling.segments import cut_positions
 from sft.analysis.tiling.sft_partition import fused_dimensions
 
-__all__ = ["Cut", "FusedSegment", "crossing_cuts", "fused_segments", "value_dag"]
+__all__ = ["Cut", "FusedSegment", "crossing_cuts", "fused_segments", "separators", "value_dag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +27,12 @@ class Cut:
     position: int
     values: tuple[str, ...]
     num_bytes: int
+
+
+def separators(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> list[tuple[int, str]]:
+    """Positions inside a run at which the product cuts it, with the value that crosses each."""
+    crossing = crossing_values(graph, names, streamed)
+    return [(cut, value) for cut in cut_positions(graph, names, streamed)[1:-1] for value in crossing[cut]]
 
 
 def crossing_cuts(

@@ -19,7 +19,7 @@ _LINK = HostLink(down_bytes_per_second=2, up_bytes_per_second=2)
 
 
 def _point(name: str, peak_bytes: int, seconds: float) -> ParetoPoint:
-    return ParetoPoint(strategy=name, budget_bytes=peak_bytes, seconds=seconds, peak_bytes=peak_bytes, host_bytes=0)
+    return ParetoPoint(strategy=name, seconds=seconds, peak_bytes=peak_bytes)
 
 
 def _min_budget(chain: StageChain, name: str) -> int:

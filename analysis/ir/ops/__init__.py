@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft.analysis.ir.ops.base import Border, Operator, Role
+from sft.analysis.ir.ops.base import Operator, Role
 from sft.analysis.ir.ops.reductions import STATISTICS
 from sft.analysis.ir.ops.table import (
     CASTS,
@@ -23,7 +23,6 @@ __all__ = [
     "ELEMENTWISE",
     "STATISTICS",
     "WHOLE",
-    "Border",
     "Operator",
     "Role",
     "Window",

@@ -1,7 +1,7 @@
 """The interface of a row of the operator table.
 
 A row describes one family of operators for streaming: its streamed operands, the access map (the input rows and columns that an output row
-and column read), the values beyond the image border, the output extent, the dimensions that survive (for fused-tileable dimensions), and
+and column read), the output extent, the dimensions that survive (for fused-tileable dimensions), and
 the reasons why a given use cannot stream. Rows are symbolic only: the lowering rules in ``sft.lower``, under the same names, execute
 and differentiate the operators.
 """
@@ -17,12 +17,10 @@ from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.common.interval import Interval
 
-__all__ = ["Border", "NextValueSpec", "Operator", "Role", "axis_entry", "symbolic_axis_entry"]
+__all__ = ["NextValueSpec", "Operator", "Role", "axis_entry", "symbolic_axis_entry"]
 
 #: Flow of rows. ``stream``: rows to rows. ``reduce``: every row is read once, the result is a global value. ``whole``: untiled tensors.
 Role = Literal["stream", "reduce", "whole"]
-#: Values that an operator reads beyond the image border.
-Border = Literal["none", "zeros", "-inf", "counted zeros", "not counted", "value", "reflected", "repeated", "wrapped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +64,6 @@ class Operator:
     def computed(self, node: Node, axis: int, rows: Interval) -> Interval:
         """Output rows that must be computed to obtain ``rows``: a superset if output rows are computed in groups."""
         return rows
-
-    def border(self, node: Node) -> Border:
-        """The values that the operator reads beyond the image border."""
-        return "none"
 
     def saves_for_backward(self, node: Node) -> tuple[bool, bool]:
         """The pair :attr:`backward_reads` of this use of the operator."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from sft.analysis.ir.access import AxisMap
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node
-from sft.analysis.ir.ops.base import Border, Operator, Role
+from sft.analysis.ir.ops.base import Operator, Role
 
 __all__ = ["BorderRowsSpec", "ChannelPadSpec", "CircularPadSpec", "PadSpec", "SliceSpec"]
 
-_BORDER_KINDS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated", "circular": "wrapped"}
+_MODES = ("constant", "reflect", "replicate", "circular")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +64,9 @@ class PadSpec(Operator):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return extent + sum(self.amounts(node, axis))
 
-    def border(self, node: Node) -> Border:
-        return _BORDER_KINDS[self.mode(node)]
-
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, mode = node.argument("pad"), self.mode(node)
-        if mode not in _BORDER_KINDS:
+        if mode not in _MODES:
             return [f"{node.label}: mode {mode!r} is not supported"]
         if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
             return [f"{node.label}: this circular padding of rows is not decomposed; pad an image [N, C, ...] by at least 0"]
@@ -98,9 +95,6 @@ class CircularPadSpec(PadSpec):
 
     def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
         return node
-
-    def border(self, node: Node) -> Border:
-        return "wrapped"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         return []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import sympy as sp
 
@@ -271,27 +270,25 @@ class DimensionArgument:
 
     Attributes:
         argument: name of the argument.
-        default: its default value.
         drops: True if the named dimensions disappear, unless ``keepdim`` is set.
         adds: True if the named dimension is new.
     """
 
     argument: str = "dim"
-    default: Any = None
     drops: bool = False
     adds: bool = False
 
 
 #: Arguments that name dimensions, by target.
 DIMENSION_ARGUMENTS: dict[str, DimensionArgument] = {
-    "aten.cat.default": DimensionArgument(default=0),
-    "aten.stack.default": DimensionArgument(default=0, adds=True),
+    "aten.cat.default": DimensionArgument(),
+    "aten.stack.default": DimensionArgument(adds=True),
     **{f"aten.{name}.int": DimensionArgument() for name in ("softmax", "log_softmax")},
-    **{f"aten.{name}.default": DimensionArgument(default=-1) for name in CHANNEL_FUNCTIONS},
+    **{f"aten.{name}.default": DimensionArgument() for name in CHANNEL_FUNCTIONS},
     **{f"aten.{name}": DimensionArgument(drops=True) for name in CHANNEL_REDUCTIONS},
     "aten.linalg_vector_norm.default": DimensionArgument(drops=True),
     **{f"aten.{name}.default": DimensionArgument(argument="dims") for name in ("flip", "roll")},
-    "aten.slice.Tensor": DimensionArgument(default=0),
+    "aten.slice.Tensor": DimensionArgument(),
     "aten.select.int": DimensionArgument(drops=True),
     **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), DimensionArgument()),
 }

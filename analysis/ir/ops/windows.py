@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sft.analysis.ir.access import AxisMap
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node, refs_in
-from sft.analysis.ir.ops.base import Border, Operator, axis_entry
+from sft.analysis.ir.ops.base import Operator, axis_entry
 
 __all__ = ["AvgPoolSpec", "ChannelWindowSpec", "ConvolutionSpec", "MaxPoolSpec", "Window", "WindowedSpec"]
 
@@ -65,11 +65,6 @@ class WindowedSpec(Operator, ABC):
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return self.window(node, axis).extent(extent) if axis < self.num_axes(node) else extent
 
-    def is_padded(self, node: Node) -> bool:
-        """True if a window reads beyond the border along any axis."""
-        windows = [self.window(node, axis) for axis in range(self.num_axes(node))]
-        return any(w.pad_low or w.pad_high or w.ceil for w in windows)
-
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if self.num_axes(node) != graph.axes.count:
             return [f"{node.label}: slides along {self.num_axes(node)} dimensions of images with {graph.axes.count} axes"]
@@ -110,9 +105,6 @@ class ConvolutionSpec(WindowedSpec):
             low = high = axis_entry(padding, axis)
         return Window(kernel=kernel, stride=stride, pad_low=low, pad_high=high, dilation=dilation)
 
-    def border(self, node: Node) -> Border:
-        return "zeros" if self.is_padded(node) else "none"
-
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         # One output channel of one group reads every input channel: there is no slice of it to read.
         depthwise = node.argument("groups") == node.shape[1] != 1
@@ -145,20 +137,12 @@ class MaxPoolSpec(_PoolSpec):
 
     name: str = "max_pool"
 
-    def border(self, node: Node) -> Border:
-        return "-inf" if self.is_padded(node) else "none"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvgPoolSpec(_PoolSpec):
     """Average pooling: ``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``."""
 
     name: str = "avg_pool"
-
-    def border(self, node: Node) -> Border:
-        if not self.is_padded(node):
-            return "none"
-        return "counted zeros" if node.argument("count_include_pad") else "not counted"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("divisor_override") == 0:

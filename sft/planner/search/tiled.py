@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.tiling.segments import cut_positions
+from sft.analysis.ir.graph_cuts import cut_positions
 from sft.planner.cost.height_sampling import halo_shares
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.tiling import Tiling

@@ -7,10 +7,9 @@ from math import prod
 from hypothesis import given
 
 from sft.analysis.ir.graph_cuts import ValueDag, division_tree
-from sft.analysis.tiling.segments import separators
 from tests.helpers.dag_nets import Dag as Network
 from tests.helpers.dags import dags
-from tests.helpers.graph_cuts import Cut, crossing_cuts, value_dag
+from tests.helpers.graph_cuts import Cut, crossing_cuts, separators, value_dag
 from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 
@@ -52,7 +51,7 @@ def test_the_cuts_of_one_value_are_the_separators(network: Network) -> None:
     inner = {
         cut.position: cut.values for cut in crossing_cuts(built.graph, names, built.streamed, built.shapes) if 0 < cut.position < len(names)
     }
-    known = {separator.position: (separator.value,) for separator in separators(built.graph, names, built.streamed)}
+    known = {position: (value,) for position, value in separators(built.graph, names, built.streamed)}
     results = set(built.graph.live_out(names))
     # A result that is made early crosses every later cut, which `separators`, asked about the run alone, does not count.
     assert inner.items() <= known.items()

@@ -7,7 +7,6 @@ from fractions import Fraction
 from functools import cache
 
 import pytest
-import sympy as sp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -121,27 +120,11 @@ _values = st.builds(
 _footprints = st.builds(Footprint, values=st.lists(_values, max_size=6).map(tuple), training=st.booleans())
 
 
-@given(footprint=_footprints, multiple=st.integers(1, 500))
-def test_expression_agrees_at_multiples_of_the_stride(footprint: Footprint, multiple: int) -> None:
-    """Also where the largest value of short strips, all halo, is not that of tall ones."""
-    h = sp.Symbol("h", positive=True)
-    assert footprint.expr(h).subs(h, 8 * multiple) == footprint.working_bytes(8 * multiple)
-
-
 @given(footprint=_footprints)
 def test_tall_strips_follow_one_line(footprint: Footprint) -> None:
     slope, offset = footprint.tall
     rows = 8 * 2**30
     assert slope * rows + offset == footprint.working_bytes(rows)
-
-
-@pytest.mark.parametrize(("name", "training"), _MODES)
-def test_expression_of_a_model(name: str, training: bool) -> None:
-    problem = _problem(name, training)
-    footprint, h = _footprint(problem), sp.Symbol("h", positive=True)
-    stride = problem.sized.stride(problem.sized.phases.phases[0].streamed)
-    for multiple in (1, 2, 5, 16):
-        assert footprint.expr(h).subs(h, multiple * stride) == footprint.working_bytes(multiple * stride)
 
 
 @given(footprint=_footprints, stride=st.sampled_from([1, 3, 8]), num_bytes=st.integers(0, 3_000_000))

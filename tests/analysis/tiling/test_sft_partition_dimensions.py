@@ -14,10 +14,10 @@ from examples.models import freeze_norm, resnet18, unet
 from sft.analysis.frontend.capture import capture
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Node
+from sft.analysis.ir.graph_cuts import cut_positions
 from sft.analysis.ir.ops import Operator
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
-from sft.analysis.tiling.segments import cut_positions, separators
 from sft.analysis.tiling.sft_partition import (
     DimensionComponent,
     ValueDimension,
@@ -28,7 +28,7 @@ from sft.analysis.tiling.sft_partition import (
 )
 from tests.helpers.dag_nets import Dag
 from tests.helpers.dags import dags
-from tests.helpers.graph_cuts import fused_segments
+from tests.helpers.graph_cuts import fused_segments, separators
 from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 DIMENSIONS = dimension_names(Axes(2))
@@ -39,7 +39,7 @@ def _fused(built: Built, *names: str) -> tuple[str, ...]:
 
 
 def _separators(built: Built) -> list[tuple[int, str]]:
-    return [(s.position, s.value) for s in separators(built.graph, built.names, built.streamed)]
+    return separators(built.graph, built.names, built.streamed)
 
 
 def _segments(built: Built, *wanted: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -168,14 +168,15 @@ def test_separators_of_resnet18() -> None:
     phases = _captured(freeze_norm(resnet18(2, width=4)), 64)
     run = phases.phases[0].streamed
     found = separators(phases.graph, run, phases.streamed)
-    assert [_operator(phases, s.value) for s in found] == [
+    assert [_operator(phases, value) for _, value in found] == [
         "conv2d", "_native_batch_norm_legit_no_training", "relu", "max_pool2d", *["add", "relu"] * 8,
     ]  # fmt: skip
     # Blocks have 5 operators between, 7 with a convolution and a norm on the skip; the pooled mean reads the last ReLU.
-    assert [b.position - a.position for a, b in pairwise(found[3:])] == [6, 1, 6, 1, *[8, 1, 6, 1] * 3]
-    assert run[found[-1].position] == phases.graph.users[found[-1].value][0]
-    whole = fused_segments(phases.graph, run[: found[-1].position], phases.rows, phases.streamed)
-    assert [(segment.names, segment.dimensions) for segment in whole] == [(run[: found[-1].position], ("batch", "height", "width"))]
+    assert [b - a for (a, _), (b, _) in pairwise(found[3:])] == [6, 1, 6, 1, *[8, 1, 6, 1] * 3]
+    position, value = found[-1]
+    assert run[position] == phases.graph.users[value][0]
+    whole = fused_segments(phases.graph, run[:position], phases.rows, phases.streamed)
+    assert [(segment.names, segment.dimensions) for segment in whole] == [(run[:position], ("batch", "height", "width"))]
 
 
 def test_separators_of_a_unet() -> None:
@@ -183,9 +184,9 @@ def test_separators_of_a_unet() -> None:
     phases = _captured(unet(2, levels=4, width=4), 64)
     run = phases.phases[0].streamed
     found = separators(phases.graph, run, phases.streamed)
-    kinds = [_operator(phases, s.value) for s in found]
+    kinds = [_operator(phases, value) for _, value in found]
     assert kinds == ["conv2d", "relu", "conv2d", "relu", "cat", "conv2d", "relu", "conv2d", "relu"]
-    assert [s.position for s in found] == [1, 2, 3, 4, *range(len(run) - 5, len(run))]
+    assert [position for position, _ in found] == [1, 2, 3, 4, *range(len(run) - 5, len(run))]
 
 
 @given(dag=dags())

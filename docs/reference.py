@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import re
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +44,7 @@ def _entry(name: str, member: Any) -> list[str]:
         return [f"### `{name}`", "", "One of several types or values; see the source.", ""]
     lines = [f"### `{name}{_signature(member)}`", "", *_text(member), ""]
     if inspect.isclass(member):
-        for method, found in vars(member).items():
+        for method, found in _class_members(member).items():
             function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
             if method.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
                 continue
@@ -51,6 +52,15 @@ def _entry(name: str, member: Any) -> list[str]:
             lines += [f"- **`{shown}`**: {' '.join(_text(function)[0].split())}"]
         lines.append("")
     return lines
+
+
+def _class_members(member: type) -> dict[str, Any]:
+    """Members of a class, including those of its bases up to the first public one."""
+    public = {
+        exported for package in _PACKAGES for exported in vars(importlib.import_module(package)).values() if inspect.isclass(exported)
+    }
+    bases = takewhile(lambda base: base not in public and base.__module__.startswith("sft."), member.__mro__[1:])
+    return dict(item for cls in reversed([member, *bases]) for item in vars(cls).items())
 
 
 def _signature(member: Any) -> str:

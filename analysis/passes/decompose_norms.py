@@ -33,7 +33,7 @@ from typing import Any
 
 from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.targets import CUMULATIVE_MOMENTUM
-from sft.analysis.passes.decompose_reductions import NodeSequence, mean_over_axes, widen_half
+from sft.analysis.passes.decompose_reductions import NodeSequence, reduce_over_axes, widen_half
 from sft.analysis.passes.layout_tracker import LayoutTracker
 
 __all__ = ["LAYER_NORMS", "decompose_norms", "rewrite_layer_norm"]
@@ -213,7 +213,7 @@ def _decompose_rms_norm(node: Node, image: Node, other_dims: tuple[int, ...], nu
     sequence = NodeSequence(node)
     wide = widen_half(sequence, image)
     square = sequence.add("square", "aten.mul.Tensor", image.shape, (("self", Ref(wide.name)), ("other", Ref(wide.name))), wide.dtype)
-    mean = mean_over_axes(sequence, square, num_axes, other_dims)
+    mean = reduce_over_axes(sequence, square, num_axes, other_dims, "aten.mean.dim")
     arguments = (("self", Ref(mean.name)), ("eps", node.argument("eps")), ("dtype", node.dtype))
     factor = sequence.add("factor", "sft.inverse_sqrt", mean.shape, arguments, wide.dtype)
     first_axis = len(image.shape) - num_axes

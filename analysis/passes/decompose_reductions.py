@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -34,7 +35,6 @@ __all__ = [
     "REDUCTIONS",
     "SOFTMAXES",
     "NodeSequence",
-    "mean_over_axes",
     "reduce_over_axes",
     "rewrite_global_pool",
     "rewrite_reduction",
@@ -103,11 +103,6 @@ class _ImageReduction:
         """Number of channels of the image, the product of all channel dimensions."""
         return prod(int(extent) for extent in self.lead[1:])
 
-    @property
-    def is_pooled(self) -> bool:
-        """True if only the axes are reduced."""
-        return not self.other_dims
-
 
 def _decompose_reduction(reduction: _ImageReduction) -> tuple[Node, ...] | None:
     """The nodes of a reduction; ``None`` if no form of it streams."""
@@ -151,11 +146,6 @@ def _reduce_rest(
     return sequence.add(f"{prefix}rest", target, shape, arguments, value.dtype)
 
 
-def mean_over_axes(sequence: NodeSequence, image: Node, num_axes: int, other_dims: Sequence[int]) -> Node:
-    """The mean over the axes and the dimensions ``other_dims``."""
-    return reduce_over_axes(sequence, image, num_axes, other_dims, "aten.mean.dim")
-
-
 def reduce_over_axes(sequence: NodeSequence, image: Node, num_axes: int, other_dims: Sequence[int], target: str, prefix: str = "") -> Node:
     """The sum or mean over the axes, and then over the dimensions ``other_dims`` of the small result."""
     dtype_argument: tuple[tuple[str, Any], ...] = (("dtype", None),)
@@ -169,16 +159,9 @@ def _sum_over_axes(sequence: NodeSequence, reduction: _ImageReduction, image: No
     return reduce_over_axes(sequence, image, reduction.num_axes, reduction.other_dims, target)
 
 
-def _decompose_sum(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _sum_over_axes(sequence, reduction, reduction.image) if _keeps_dtype(reduction) else None
-
-
-def _decompose_mean(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _sum_over_axes(sequence, reduction, reduction.image, "aten.mean.dim") if _keeps_dtype(reduction) else None
-
-
-def _keeps_dtype(reduction: _ImageReduction) -> bool:
-    return reduction.node.dtype == reduction.image.dtype
+def _decompose_sum(sequence: NodeSequence, reduction: _ImageReduction, *, target: str) -> Node | None:
+    keeps_dtype = reduction.node.dtype == reduction.image.dtype
+    return _sum_over_axes(sequence, reduction, reduction.image, target) if keeps_dtype else None
 
 
 def _decompose_minmax(sequence: NodeSequence, reduction: _ImageReduction, *, largest: bool, image: Node | None = None) -> Node | None:
@@ -197,20 +180,10 @@ def _select_statistic(sequence: NodeSequence, value: Node, index: int, dtype: st
     return sequence.cast(column, dtype, f"{suffix}_as_is")
 
 
-def _decompose_amax(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _decompose_minmax(sequence, reduction, largest=True)
-
-
-def _decompose_amin(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _decompose_minmax(sequence, reduction, largest=False)
-
-
 def _decompose_argmax(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _argmax_over_axes(sequence, reduction) if reduction.is_pooled else None
-
-
-def _argmax_over_axes(sequence: NodeSequence, reduction: _ImageReduction) -> Node:
     """The largest element, or (for the second result) its index in row-major order."""
+    if reduction.other_dims:
+        return None
     arguments = (("self", Ref(reduction.image.name)), ("axes", reduction.num_axes))
     statistics = sequence.add("peak", "sft.argmax", (*reduction.lead, 2), arguments, "float64")
     return _select_statistic(sequence, statistics, reduction.node.argument("result", 0), reduction.node.dtype)
@@ -261,19 +234,10 @@ def _decompose_variance(sequence: NodeSequence, reduction: _ImageReduction, *, i
         return None
     moments, shape = statistics
     if node.argument("result", 0) == 1:  # the mean of `var_mean`
-        mean = sequence.add("mean", "sft.moment_mean", shape, (("moments", Ref(moments.name)), ("shape", shape)), moments.dtype)
-        return mean
+        return sequence.add("mean", "sft.moment_mean", shape, (("moments", Ref(moments.name)), ("shape", shape)), moments.dtype)
     arguments = (("moments", Ref(moments.name)), ("correction", 1 if correction is None else correction), ("shape", shape))
     variance = sequence.add("variance", "sft.variance", shape, arguments, moments.dtype)
     return _nth_root(sequence, variance, 2.0) if is_root else variance
-
-
-def _decompose_var(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _decompose_variance(sequence, reduction, is_root=False)
-
-
-def _decompose_std(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:
-    return _decompose_variance(sequence, reduction, is_root=True)
 
 
 def _logsumexp_over_axes(sequence: NodeSequence, image: Node, lead: Sequence[Any], num_axes: int) -> Node:
@@ -320,14 +284,18 @@ SOFTMAXES = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
 
 #: Decomposition of each reduction, by target.
 REDUCTIONS: dict[str, Callable[[NodeSequence, _ImageReduction], Node | None]] = {
-    **{f"aten.sum.{kind}": _decompose_sum for kind in ("dim_IntList", "default")},
-    **{f"aten.mean.{kind}": _decompose_mean for kind in ("dim", "default")},
-    "aten.amax.default": _decompose_amax,
-    "aten.amin.default": _decompose_amin,
+    **{f"aten.sum.{kind}": partial(_decompose_sum, target="aten.sum.dim_IntList") for kind in ("dim_IntList", "default")},
+    **{f"aten.mean.{kind}": partial(_decompose_sum, target="aten.mean.dim") for kind in ("dim", "default")},
+    "aten.amax.default": partial(_decompose_minmax, largest=True),
+    "aten.amin.default": partial(_decompose_minmax, largest=False),
     "aten.max.dim": _decompose_argmax,
     "aten.linalg_vector_norm.default": _decompose_vector_norm,
-    **{f"aten.{name}.{kind}": _decompose_var for name in ("var", "var_mean") for kind in ("default", "dim", "correction")},
-    **{f"aten.{name}.{kind}": _decompose_std for name in ("std", "std_mean") for kind in ("default", "dim", "correction")},
+    **{
+        f"aten.{name}{suffix}.{kind}": partial(_decompose_variance, is_root=name == "std")
+        for name in ("var", "std")
+        for suffix in ("", "_mean")
+        for kind in ("default", "dim", "correction")
+    },
     "aten.logsumexp.default": _decompose_logsumexp,
     **{f"aten.adaptive_max_pool{n}d.default": _decompose_argmax for n in (1, 2, 3)},
 }

@@ -40,6 +40,7 @@ __all__ = [
     "FileImage",
     "Image",
     "ImageFacts",
+    "LevelledImage",
     "Pixels",
     "Raster",
     "Size",
@@ -193,7 +194,47 @@ class ImageFacts:
         return tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
 
 
-class FileImage(ABC, Generic[Handle]):
+class LevelledImage(ABC):
+    """Base of rasters: size and tile height of level 0 by the levels, and a context manager that closes the file."""
+
+    @property
+    @abstractmethod
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of each level, in px."""
+
+    @property
+    @abstractmethod
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file; a later read opens it again."""
+
+    @property
+    def width_px(self) -> int:
+        """Number of pixel columns."""
+        return self.level_dimensions[0][0]
+
+    @property
+    def height_px(self) -> int:
+        """Number of pixel rows."""
+        return self.level_dimensions[0][1]
+
+    @property
+    def tile_height_px(self) -> int | None:
+        """Rows of a compressed tile, the smallest unit that is decoded."""
+        tile = self.level_tiles_px[0]
+        return None if tile is None else tile[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class FileImage(LevelledImage, Generic[Handle]):
     """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
 
     Args:
@@ -227,12 +268,6 @@ class FileImage(ABC, Generic[Handle]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
@@ -262,16 +297,6 @@ class FileImage(ABC, Generic[Handle]):
         return self.facts.level_downsamples
 
     @property
-    def width_px(self) -> int:
-        """Number of pixel columns."""
-        return self.level_dimensions[0][0]
-
-    @property
-    def height_px(self) -> int:
-        """Number of pixel rows."""
-        return self.level_dimensions[0][1]
-
-    @property
     def num_channels(self) -> int:
         """Numbers of a pixel."""
         return self.facts.num_channels
@@ -290,12 +315,6 @@ class FileImage(ABC, Generic[Handle]):
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of each level."""
         return self.facts.tiles_px
-
-    @property
-    def tile_height_px(self) -> int | None:
-        """Rows of a compressed tile, the smallest unit that is decoded."""
-        tile = self.level_tiles_px[0]
-        return None if tile is None else tile[1]
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.

@@ -21,13 +21,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from sft.common.errors import InputError, SourceError
-from sft.sources.image import Pixels, check_region, read_strips
+from sft.sources.image import LevelledImage, Pixels, check_region, read_strips
 
 __all__ = ["Slide"]
 
@@ -67,7 +66,7 @@ class _SlideFacts:
     tiles_px: tuple[tuple[int, int] | None, ...]  #: (width, height) of the compressed tiles of each level; None where the file does not say
 
 
-class Slide:
+class Slide(LevelledImage):
     """Whole-slide image. It is an `sft.sources.Image`, pickles, and may be read from several threads and processes.
 
     Args:
@@ -90,12 +89,6 @@ class Slide:
     def __repr__(self) -> str:
         return f"Slide({str(self.path)!r}, level={self.level})"
 
-    def __enter__(self) -> Slide:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "level": self.level, "_facts": self._facts, "_opened": None}
 
@@ -114,16 +107,6 @@ class Slide:
     def dimensions(self) -> tuple[int, int]:
         """(width, height) in px."""
         return self._read_facts().level_dimensions[self.level]
-
-    @property
-    def width_px(self) -> int:
-        """Number of pixel columns."""
-        return self.dimensions[0]
-
-    @property
-    def height_px(self) -> int:
-        """Number of pixel rows."""
-        return self.dimensions[1]
 
     @property
     def num_channels(self) -> int:
@@ -160,12 +143,6 @@ class Slide:
     def level_tiles_px(self) -> tuple[tuple[int, int] | None, ...]:
         """(width, height) of a compressed tile of each level, the smallest unit that is decoded; None if unknown."""
         return self._read_facts().tiles_px[self.level :]
-
-    @property
-    def tile_height_px(self) -> int | None:
-        """Rows of a compressed tile; None where the file does not say."""
-        tile = self.level_tiles_px[0]
-        return None if tile is None else tile[1]
 
     @property
     def background(self) -> tuple[int, int, int]:

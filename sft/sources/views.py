@@ -6,20 +6,19 @@ Views nest in any order, store no pixels of their own (except `sft.sources.Cache
 from __future__ import annotations
 
 from operator import index
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
-from sft.sources.image import WHITE, Image, Pixels, Size, check_level, check_region, valid_mpp
+from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, valid_mpp
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
 
 __all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resolve_mpp"]
 
 
-class RasterView:
+class RasterView(LevelledImage):
     """Base class of views: a `sft.sources.Raster` with the properties of another image; subclasses override the ones they change.
 
     A plain `sft.sources.Image` without levels, resolution or tiles gets defaults: one level, no resolution, white, three channels.
@@ -38,12 +37,6 @@ class RasterView:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.image!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file below; a later read opens it again."""
@@ -78,22 +71,6 @@ class RasterView:
             return tiles
         rows = getattr(self.image, "tile_height_px", None)
         return ((self.image.width_px, rows) if rows else None,) * len(self.level_dimensions)
-
-    @property
-    def width_px(self) -> int:
-        """Number of pixel columns."""
-        return self.level_dimensions[0][0]
-
-    @property
-    def height_px(self) -> int:
-        """Number of pixel rows."""
-        return self.level_dimensions[0][1]
-
-    @property
-    def tile_height_px(self) -> int | None:
-        """Rows of a compressed tile."""
-        tile = self.level_tiles_px[0]
-        return None if tile is None else tile[1]
 
     @property
     def num_channels(self) -> int:

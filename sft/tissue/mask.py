@@ -242,9 +242,6 @@ class Masked(OneLevelView):
         if len(self._background) != self.num_channels or not all(0 <= value <= 255 for value in self._background):
             raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of 0 to 255.")
 
-    def __repr__(self) -> str:
-        return f"Masked({self.image!r})"
-
     @property
     def background(self) -> tuple[int, ...]:
         """Colour outside the mask."""

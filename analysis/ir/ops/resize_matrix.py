@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -226,10 +226,6 @@ def _cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
     return BandedMatrix.of(columns, weights.astype(np.float64))
 
 
-def _linear_kernel(x: Any) -> Any:
-    return np.maximum(1 - x, 0)
-
-
 def _cubic_kernel(x: Any) -> Any:
     a = x.dtype.type(_SMOOTH_CUBIC)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
@@ -254,14 +250,6 @@ def _antialiased_matrix(sampling: AxisResampling, kernel: Callable[[Any], Any], 
     return BandedMatrix(start, start + count, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64))
 
 
-def _antialiased_linear_matrix(sampling: AxisResampling) -> BandedMatrix:
-    return _antialiased_matrix(sampling, _linear_kernel, 1)
-
-
-def _antialiased_cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
-    return _antialiased_matrix(sampling, _cubic_kernel, 2)
-
-
 def _window_mean_matrix(sampling: AxisResampling) -> BandedMatrix:
     rows, extent, length = np.arange(sampling.length), sampling.extent, sampling.length
     start, stop = rows * extent // length, -(-(rows + 1) * extent // length)
@@ -275,8 +263,8 @@ _FORWARD_MATRICES: dict[ResamplingKind, Callable[[AxisResampling], BandedMatrix]
     "nearest exact": _nearest_matrix,
     "linear": _linear_matrix,
     "cubic": _cubic_matrix,
-    "antialiased linear": _antialiased_linear_matrix,
-    "antialiased cubic": _antialiased_cubic_matrix,
+    "antialiased linear": partial(_antialiased_matrix, kernel=lambda x: np.maximum(1 - x, 0), reach=1),
+    "antialiased cubic": partial(_antialiased_matrix, kernel=_cubic_kernel, reach=2),
     "window": _window_mean_matrix,
 }
 

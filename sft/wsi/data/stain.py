@@ -14,13 +14,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sft.common.array_types import BoolArray, FloatArray
+from sft.common.array_types import FloatArray
 from sft.common.errors import SourceError
-from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels
-from sft.sources.source import image_equal_rows
-from sft.sources.views import RasterView
-from sft.wsi.data.transforms import ColourAffine
+from sft.wsi.data.transforms import ColourAffine, PixelwiseColours
 
 __all__ = ["ColourTransferred", "fit_macenko", "fit_reinhard", "hed_shift"]
 
@@ -42,7 +39,6 @@ _RESPONSES = 1 << 16
 #: Steps of the table of logarithms to responses, per unit of the logarithm.
 _LOG_STEPS = 8192
 _MIN_LOG = -4.0
-_PIECE_PX = 1 << 18
 
 
 def fit_reinhard(thumbnail: Pixels, name: str) -> ColourAffine:
@@ -69,7 +65,7 @@ def fit_reinhard(thumbnail: Pixels, name: str) -> ColourAffine:
     return ColourAffine.of(back @ scale @ _ROTATION, back @ (_REFERENCE_MEAN - scale @ mean))
 
 
-class ColourTransferred(RasterView):
+class ColourTransferred(PixelwiseColours):
     """An image with an affine map of the logarithms of its cones' responses.
 
     A pixel's bits must not depend on its neighbours in the same call, so logarithms and exponentials come from tables.
@@ -82,21 +78,6 @@ class ColourTransferred(RasterView):
     def __init__(self, image: Image, transfer: ColourAffine) -> None:
         super().__init__(image)
         self.transfer = transfer
-
-    def __repr__(self) -> str:
-        return f"ColourTransferred({self.image!r})"
-
-    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says: a pixel's colour depends on that pixel alone."""
-        return image_equal_rows(self.image, part, columns=columns)
-
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        pixels = self.image.read(x, y, w, h, level)
-        out = np.empty_like(pixels)
-        rows = max(1, _PIECE_PX // w)
-        for top in range(0, h, rows):
-            out[top : top + rows] = self._recolour(pixels[top : top + rows])
-        return out
 
     def _recolour(self, pixels: Pixels) -> Pixels:
         responses = _TO_CONES.apply([_SHARES[pixels[..., channel]] for channel in range(3)])

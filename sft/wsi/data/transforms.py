@@ -7,6 +7,7 @@ depend on its neighbours in the same call, as it may in a matrix product or a ve
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from sft.sources.image import Image, Pixels, Size
 from sft.sources.source import image_equal_rows
 from sft.sources.views import OneLevelView, RasterView
 
-__all__ = ["IDENTITY", "ColourAffine", "Recoloured", "Turned"]
+__all__ = ["IDENTITY", "ColourAffine", "PixelwiseColours", "Recoloured", "Turned"]
 
 #: Pixels that are recoloured at a time: the working memory is some 50 times as many bytes.
 _PIECE_PX = 1 << 18
@@ -130,7 +131,27 @@ class ColourAffine:
 IDENTITY = ColourAffine.of(np.eye(3))
 
 
-class Recoloured(RasterView):
+class PixelwiseColours(RasterView):
+    """An image with other colours; those of a pixel depend on that pixel alone."""
+
+    @abstractmethod
+    def _recolour(self, pixels: Pixels) -> Pixels:
+        """The new colours of some pixels."""
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
+        """As the image below says: a pixel's colour depends on that pixel alone."""
+        return image_equal_rows(self.image, part, columns=columns)
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        pixels = self.image.read(x, y, w, h, level)
+        out = np.empty_like(pixels)
+        rows = max(1, _PIECE_PX // w)
+        for top in range(0, h, rows):
+            out[top : top + rows] = self._recolour(pixels[top : top + rows])
+        return out
+
+
+class Recoloured(PixelwiseColours):
     """An image with other colours: an affine map of optical densities, and then one of intensities in 0..1.
 
     Stains absorb, so they add up in optical density, ``-log((pixel + 1) / 256)`` (Ruifrok and Johnston, 2001).
@@ -145,22 +166,10 @@ class Recoloured(RasterView):
         super().__init__(image)
         self.density, self.intensity = density, intensity
 
-    def __repr__(self) -> str:
-        return f"Recoloured({self.image!r})"
-
-    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says: a pixel's colour depends on that pixel alone."""
-        return image_equal_rows(self.image, part, columns=columns)
-
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        pixels = self.image.read(x, y, w, h, level)
         if self.density == IDENTITY and self.intensity == IDENTITY:
-            return pixels
-        out = np.empty_like(pixels)
-        rows = max(1, _PIECE_PX // w)
-        for top in range(0, h, rows):
-            out[top : top + rows] = self._recolour(pixels[top : top + rows])
-        return out
+            return self.image.read(x, y, w, h, level)
+        return super()._read(x, y, w, h, level)
 
     def _recolour(self, pixels: Pixels) -> Pixels:
         planes: list[npt.NDArray[np.generic]] = [pixels[..., channel] for channel in range(3)]

@@ -33,11 +33,13 @@ class ProjectedSchedule:
     """A chain schedule with its projection.
 
     Attributes:
+        schedule: schedule of the chain.
         order: schedule of the segments.
         seconds: simulated seconds of the chain.
         projection: exact bytes and FLOPs.
     """
 
+    schedule: Schedule
     order: SegmentSchedule
     seconds: float
     projection: Projection
@@ -104,6 +106,7 @@ def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
 def _project_schedule(staged: StagedModel, schedule: Schedule) -> ProjectedSchedule:
     order = drop_idle_copies(staged.region, staged.segment_schedule(schedule.operations))
     return ProjectedSchedule(
+        schedule=schedule,
         order=order,
         seconds=simulate(staged.chain, schedule, link=staged.problem.resources.link).seconds,
         projection=project_step(staged.problem, staged.with_schedule(order)),

@@ -204,7 +204,8 @@ class StripReader:
     >>> with StripReader(source, [Interval(0, 4), Interval(3, 6)]) as reader:
     ...     for strip in reader:
     ...         print(tuple(strip.shape), strip[0, 0, :, 0].tolist())
-    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0] (1, 1, 3, 2) [6.0, 8.0, 10.0]
+    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0]
+    (1, 1, 3, 2) [6.0, 8.0, 10.0]
     >>> reader.num_rows_read
     6
 

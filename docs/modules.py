@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def _summary(path: Path) -> str:
     """First sentence of a module's docstring; empty without a docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return paragraph.split(". ")[0].rstrip(".").replace("|", "\\|")
+    sentence = re.sub(r":(?:mod|class|func|meth):`([^`]*)`", r"`\1`", paragraph.split(". ")[0].replace("``", "`"))
+    return sentence.rstrip(".").replace("|", "\\|")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Geometry of a tile: the contract between kernels on images or volumes and their callers.
+"""Tile geometry: the offsets, extents and strides that callers pass to the kernels.
 
 A kernel gets buffers, never an image. Some rows of a buffer are *data*, rows of the image: carried rows of the previous strip, new rows, a
 halo. Rows beyond the image's border are *padding*. A geometry tells which is which in the global coordinates of the layer, axis by axis:

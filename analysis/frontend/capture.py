@@ -24,8 +24,8 @@ from sft.analysis.frontend.autocast import contracted_letters
 from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, GuardValues
 from sft.analysis.frontend.export import CHANNELS_LAST, MIXED_DTYPES, export_model, memory_formats_of
 from sft.analysis.frontend.graph_builder import build_graph, substitute_sizes, symbol_bounds, symbol_guards, tied_sizes
-from sft.analysis.frontend.module_guards import storage_key, unregistered_tensors
 from sft.analysis.frontend.module_state import AttributeChanges, ObjectChanges, override_attributes, override_objects, preserve_objects
+from sft.analysis.frontend.side_effect_checks import storage_key, unregistered_tensors
 from sft.analysis.frontend.trace_context import (
     disable_root_hooks,
     prepare_for_tracing,

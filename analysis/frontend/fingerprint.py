@@ -1,4 +1,4 @@
-"""Checks of a model before each call: the fingerprint of its Python attributes, and hooks that would not run.
+"""Model fingerprint: Python attributes compared before each call, and refusal of hooks that the compiled model would skip.
 
 *Fingerprint.* A captured graph has ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them later, exchanging an
 activation or untying two weights changes the model's function, and the shapes of the inputs do not show it. The fingerprint is part of the

@@ -25,7 +25,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.frontend.autocast import AutocastPolicy, OperandCast, replace_tensor_operands, tensor_operands
-from sft.analysis.frontend.module_guards import UnregisteredTensor
+from sft.analysis.frontend.side_effect_checks import UnregisteredTensor
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import OpOverload, is_composite_op, op_schema
 

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
-from sft.analysis.frontend.module_guards import UnregisteredTensor, check_registrations, forbid_external_rng
 from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
+from sft.analysis.frontend.side_effect_checks import UnregisteredTensor, check_registrations, forbid_external_rng
 from sft.analysis.frontend.source_location import current_location
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import UnsupportedError

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import CustomObjArgument
 
 from sft.analysis.frontend.functionalize import FunctionalProgram
-from sft.analysis.frontend.module_guards import storage_key
+from sft.analysis.frontend.side_effect_checks import storage_key
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node, NodeKind, Ref, SideEffect, SymbolicNumber, refs_in
 from sft.analysis.ir.repeat_op import REPEAT, REPEAT_NEXT, RepeatHandle

@@ -1,4 +1,4 @@
-"""Attribute inference: facts that an operator's arguments leave to its operands, written into the node as further arguments.
+"""Attribute inference: defaults that depend on the operands are written into the node as explicit arguments.
 
 Kernel sizes of convolutions (``kernel_size``) and integer upsampling and unpooling factors (``factors``). Later passes can then read a node
 without its neighbours.

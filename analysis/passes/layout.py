@@ -1,4 +1,4 @@
-"""Dimension layouts: the dimensions of a value, as the model sees them, expressed in dimensions of an image.
+"""Dimension layouts: the place of each dimension of a model tensor in the canonical order (batch, channels, axes).
 
 A model may hold its image with channels last (``permute(0, 2, 3, 1)``), as a list of pixels (``flatten(2).transpose(1, 2)``), or with its
 channels in groups (``view(n, g, c // g, h, w)``). The image itself has one order, ``[N, channels..., axes...]``

@@ -1,4 +1,4 @@
-"""Closed formulas of a run of operators: bytes of a strip (footprint), receptive field, halo and frontier.
+"""Closed-form footprint of a run of operators: bytes of a strip, receptive field, halo and frontier.
 
 *Footprint.* In the steady state of a sweep each value ``v`` gains ``rate_v * h`` rows in a strip of ``h`` rows and carries a constant
 number of rows ``carry_v``. The backward pass of a strip peaks about where the recomputed forward ends: every value that some derivative

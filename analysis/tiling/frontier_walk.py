@@ -1,4 +1,4 @@
-"""Frontier propagation: the frontier of every value after each strip of a sweep, and the rows still needed then.
+"""Frontier propagation: computed rows and live rows of every value after each strip of a sweep.
 
 The formulas apply to single rows, which give the number of strips, and to arrays over all strips. Values with equal frontiers share their
 array, such as the result of a per-pixel operator and its operand.

@@ -1,4 +1,4 @@
-"""Gradient of a convolution's input, in Triton: an implicit matrix product with pixels sorted by residue modulo the strides.
+"""Input gradient of a 2-D convolution, in Triton: implicit GEMM with pixels grouped by residue modulo the stride.
 
 All pixels of a program have the same residue, so it visits only the taps that lead from outputs to its pixels. Affixes as in
 :mod:`sft.kernels.conv.forward2d_triton`; four warps, as in that module.

@@ -1,4 +1,4 @@
-"""Gradient of the input of a volume's convolution, in Triton: :mod:`sft.kernels.conv.data_grad2d_triton` with a third axis. One group."""
+"""Input gradient of a 3-D convolution, in Triton: ``data_grad2d_triton`` with a third axis. One group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolution of a tile of an image as an implicit matrix product, in Triton.
+"""2-D convolution of a tile as an implicit GEMM, in Triton.
 
 The rows of the product are pixels, its columns channels. The inner axis runs over taps of the window and, within each tap, over blocks of
 channels. The sum of a pixel has this order in every tile and every block. So tiles have the bits of the untiled result as long as the inner

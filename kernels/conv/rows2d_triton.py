@@ -1,4 +1,4 @@
-"""3 x 3 convolution that streams down the rows, in Triton: for few channels, where the caches limit the speed and not the products.
+"""Row-streaming 3 x 3 convolution in Triton for few channels, for layers that cache bandwidth limits.
 
 An implicit matrix product fetches each element once for each of nine taps, and the weight again for each block of pixels. Here a program
 keeps the weight in shared memory and computes a column of pixel blocks from top to bottom. It fetches each input row once for each of the

@@ -1,4 +1,4 @@
-"""Storage of the taps of a maximum pool: for each maximum the number of the window element that it came from.
+"""Argmax storage of max pooling: the window offset (tap) of each maximum.
 
 Windows of at most four elements take two bits for a tap, so the taps of four neighbouring channels share a byte. Larger windows take a byte
 for each tap. PyTorch's index takes eight bytes.

@@ -21,8 +21,8 @@ from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
 from sft.analysis.frontend.fingerprint import Fingerprint, module_fingerprint
 from sft.analysis.frontend.torch_patches import needs_deterministic_sums
 from sft.api.inputs import InputSpec
-from sft.common.call_guards import autocast_dtype
 from sft.common.module_snapshot import ModuleSnapshot
+from sft.common.transform_checks import autocast_dtype
 
 __all__ = ["CallSignature", "CaptureKey", "Shape", "signature_of"]
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from sft.api.engine import Engine
 from sft.api.inputs import dtypes_of, is_streamable_input, shapes_of
-from sft.common.call_guards import dynamo_disabled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.common.errors import InputError
+from sft.common.transform_checks import dynamo_disabled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.planner.plan import Plan
 from sft.torch_runtime.pass_statistics import Reading, Skipping
 from sft.weights import StreamCounters

@@ -27,11 +27,11 @@ from sft.api.plan_cache import PlanCache
 from sft.api.problem_builder import resolve_tensor
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream
-from sft.common.call_guards import autocast_dtype
 from sft.common.errors import InputError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.common.torch_internals import pytree
+from sft.common.transform_checks import autocast_dtype
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
 from sft.distributed.rank_context import RankContext

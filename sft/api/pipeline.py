@@ -34,8 +34,8 @@ from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CapturedModel, SpecializedModel
 from sft.api.plan_search import FittedPlan, PlanSearch, overhead_estimator
 from sft.api.settings import CompileSettings
-from sft.common.call_guards import without_dispatch_modes
 from sft.common.process_lock import gc_paused
+from sft.common.transform_checks import without_dispatch_modes
 from sft.distributed.mesh import LiveMesh
 from sft.distributed.planning import plan_bands
 from sft.distributed.sync_batch_norm import check_sync_batch_norms, synchronized_moments, without_sync_batch_norm

@@ -1,4 +1,4 @@
-"""Rewrites of a convolution with its ReLU and a 2 x 2 maximum pool: the convolution's output is never in memory.
+"""Fusion of convolution, ReLU and 2 x 2 max pooling; the convolution's output is not materialized.
 
 That output is the largest value of a network's first blocks. Only the pool, the gradient of the ReLU and the gradient of the pool read it,
 in the program of a strip as in that of an untiled segment. Two bits for each maximum, the number of the chosen pixel, replace it: the

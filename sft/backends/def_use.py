@@ -1,4 +1,4 @@
-"""Def-use analysis of a program: the instructions that make, read and write a slot, and the moves that keep the program's meaning.
+"""Def-use analysis of a program: definitions, reads and writes of each slot, and legal reorderings of instructions.
 
 A rewrite replaces several instructions by one call, so it moves their reads and writes to the position of that call. The program stays the
 same if, for each moved instruction, no instruction between its old and its new position writes a slot that it reads or writes, or reads a

@@ -1,4 +1,4 @@
-"""Loads of carried rows by the row-moving kernel: two blocks of rows in a launch."""
+"""Rewrites of loads of carried rows to the row-copy kernel, two copies per launch."""
 
 from __future__ import annotations
 

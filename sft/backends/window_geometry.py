@@ -1,4 +1,4 @@
-"""Geometry of ATen's windows in the form that kernels take.
+"""Conversion of ATen window arguments (stride, padding, dilation) to kernel geometry.
 
 In a program an ATen call sees a buffer and a symmetric zero padding, whichever part of an image the buffer holds; the lowering has added
 rows beyond a true border, or padded them. So to a kernel the buffer is an untiled image: a row read beyond it counts as zero (for a

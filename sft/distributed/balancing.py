@@ -1,4 +1,4 @@
-"""Division of runs into segments for bands, and balance of the bands' costs.
+"""Load balancing: segment boundaries for banded execution, and band heights of equal cost.
 
 **Cuts.** Inside a segment the halo of a band is computed by both neighbours, and grows with the depth of the segment. At a cut the
 neighbours exchange rows instead, and each band stores its rows of the cut. So a run is divided at some of its cut positions, to minimize

@@ -1,4 +1,4 @@
-"""Running reductions: the accumulator of a reduction over the image, from its initial value to the global value.
+"""Running reductions: initialization, update per strip, and finalization of a reduction over the image.
 
 A sweep initialises the accumulator (fp64), each strip updates it, and a last program computes the global value from it.
 """

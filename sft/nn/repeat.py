@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from sft.analysis.frontend.fingerprint import module_fingerprint
 from sft.analysis.ir.repeat_op import RepeatCapture, current_repeat_capture
 from sft.common.byte_units import parse_bytes
-from sft.common.call_guards import autocast_dtype, dynamo_disabled, refuse_tracing
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.legacy_names import renamed
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
+from sft.common.transform_checks import autocast_dtype, dynamo_disabled, refuse_tracing
 from sft.kernels.rng.philox import draw_seed
 from sft.nn.stacking import extract_block, load_blocks, shared_buffers, stack_blocks, stacked_buffers, stacked_tensors
 from sft.repeat.autograd import ChainCall, run_chain, run_inference

@@ -1,4 +1,4 @@
-"""Plan builder: decisions and their projection become a `sft.Plan` with the formulas of the analysis."""
+"""Plan builder: assembles a `sft.Plan` from decisions, projection and footprint formulas."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sft.common.call_guards import refuse_after_failure, refuse_batched_grads
 from sft.common.errors import UnsupportedError
+from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.repeat.executor import Environment, Executor, WeightAccess
 from sft.repeat.lowering import BlockPrograms
 from sft.repeat.plan import RepeatPlan

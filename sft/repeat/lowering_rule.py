@@ -1,4 +1,4 @@
-"""Lowering rules of repeated blocks: one instruction for each half of the schedule (`costs`).
+"""Lowering rule of ``sft::repeat``: one forward and one backward instruction.
 
 Blocks run on contiguous tensors, as traced; images, which programs lay out channels last, are copied. The forward instruction computes the
 next values of buffers; their own nodes take them from it.

@@ -1,4 +1,4 @@
-"""Tiled segment: runs its strips forward and backward, so that no inner value is ever complete.
+"""Tiled segment: runs its strips forward and backward; the gradient of carried rows goes to the strip that made them.
 
 Every segment has two calls (``sft.runtime.whole_segment`` is the other kind). ``forward`` fills the segment's outputs and returns the
 state that the backward pass needs in addition to the sources. ``backward`` takes the outputs' gradients and adds to, or allocates, the

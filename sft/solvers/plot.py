@@ -1,4 +1,4 @@
-"""Pictures of time against memory, and the files that hold them. Needs the extra ``plot`` (matplotlib).
+"""Time-memory plots of schedules, saved as image files. Needs the extra ``plot`` (matplotlib).
 
 Each strategy is a curve: its Pareto-optimal points over the bytes that they need.
 """

@@ -1,4 +1,4 @@
-"""Image views: each changes one property of an image and passes the others through.
+"""Image views: lazy wrappers that change one property of an image and forward the remaining ones.
 
 Views nest in any order, store no pixels of their own (except `sft.sources.Cached`), and pickle if the underlying image does.
 """

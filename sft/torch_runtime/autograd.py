@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from sft.common.call_guards import refuse_after_failure, refuse_batched_grads
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph, will_engine_execute
+from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.runtime.region import Region, Tape
 from sft.sources.sink import RowSink
 from sft.sources.source import Source

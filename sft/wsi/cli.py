@@ -1,4 +1,4 @@
-"""The command line: a YAML file, overridden by options (``--train.lr 1e-4``), and one line for every mistake.
+"""Command line: a YAML file with overriding options (``--train.lr 1e-4``), and one-line error messages.
 
 Exit codes: 0 done; 1 an error; 2 a command line or file with options that do not exist, or values of another type; 3 done, but slides were
 left out (0 on several ranks); 75 asked to end, saved, start again to go on.

@@ -1,4 +1,4 @@
-"""Padding and cropping: operators that move the border of the image."""
+"""Padding and cropping: operators that shift the origin of the image's rows and columns."""
 
 from __future__ import annotations
 

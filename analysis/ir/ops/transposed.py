@@ -1,4 +1,4 @@
-"""Transposed convolutions, and the overlap-add that remains of a decomposed one (:mod:`sft.analysis.passes.decompose_windows`)."""
+"""Transposed convolutions, and the overlap-add operator into which :mod:`sft.analysis.passes.decompose_windows` rewrites them."""
 
 from __future__ import annotations
 

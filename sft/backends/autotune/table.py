@@ -1,4 +1,4 @@
-"""Kernel tables: for one GPU and one Triton, a measured entry for each class of operations.
+"""Tuning tables: measured kernel choices per operation class, for one GPU model and one Triton version.
 
 Only correct kernels have entries. A `TableEntry` has the error against fp64 that it was accepted with, and refuses an error above both the
 limit of its number format and ATen's error. A class without an entry (never measured, or wrong) runs by ATen. A table belongs to one GPU

@@ -1,4 +1,4 @@
-"""Minimum, maximum and argmax over the image: running reductions with the number of occurrences, or with the first index."""
+"""Min, max and argmax over the image: running reductions that keep the number of ties or the first index."""
 
 from __future__ import annotations
 

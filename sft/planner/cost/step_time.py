@@ -1,4 +1,4 @@
-"""Projected step time: seconds of each schedule op from its programs at the device's rates, and its copies and strips at the link's."""
+"""Projected step time: compute time of each schedule op at device rates, transfer time at the link's bandwidth."""
 
 from __future__ import annotations
 

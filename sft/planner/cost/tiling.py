@@ -1,4 +1,4 @@
-"""Tiling of all runs of a candidate: strips and panels of each run's own size, the same share of the image for all runs."""
+"""Strip and panel sizes of a candidate: one fraction of the image, scaled to the resolution of each run."""
 
 from __future__ import annotations
 

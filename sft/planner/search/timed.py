@@ -1,4 +1,4 @@
-"""Candidate set for timing: alternative plans of one budget that may run faster than the plan of fewest FLOPs.
+"""Candidates for measured selection: plans inside the same budget that may be faster than the plan with the fewest FLOPs.
 
 Plans are compared by FLOPs, but the FLOP rate differs: with the strip height, between strips and untiled segments, between one program and
 many small ones. So with ``Options(profile="measure")`` the planner's plan is timed against alternatives that fit: strips of other heights,

@@ -1,4 +1,4 @@
-"""Predictions for slides, measured and written."""
+"""Evaluation: predict slides, compute metrics, write the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prediction: slides one after another, with the problems of unreadable ones; and loading of trained models with their slides."""
+"""Prediction of a list of slides, with error records for unreadable ones; loading of trained models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collective error handling: all ranks agree on unreadable slides and requested ends before results count.
+"""Rank synchronization: all ranks agree on unreadable slides and requested stops before an optimizer step.
 
 A rank that cannot read a slide must not leave the other ranks waiting. Before a slide runs, the ranks that share it exchange their success
 of opening it; after all slides of a group, all ranks exchange their status. A single rank follows the same path without messages.

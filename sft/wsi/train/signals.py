@@ -1,4 +1,4 @@
-"""Being asked to end: a cluster's time limit, or Ctrl-C."""
+"""Signal handling: a clean stop on a scheduler's time limit (SIGTERM) or Ctrl-C."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.frontend.module_guards import forbid_external_rng
 from sft.analysis.frontend.module_state import preserve_objects
+from sft.analysis.frontend.side_effect_checks import forbid_external_rng
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 

@@ -1,4 +1,4 @@
-"""Checks of effects of ``forward`` outside of the graph: random numbers of Python and NumPy, registrations, unregistered tensors.
+"""Trace-time checks of side effects of ``forward``: Python and NumPy random numbers, module registration, unregistered tensors.
 
 *External generators.* A graph would have the numbers that ``forward`` drew while it was traced, so draws from Python's or NumPy's
 generators, and from iterators, are refused.

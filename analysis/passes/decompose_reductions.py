@@ -345,9 +345,9 @@ def rewrite_global_pool(tracker: LayoutTracker, node: Node) -> bool:
     padding, dilation, divisor = node.argument("padding", 0), node.argument("dilation", 1), node.argument("divisor_override")
     if not image.layout.is_plain or len(image_shape) != tracker.axes.rank or len(node.shape) != len(image_shape) or divisor is not None:
         return False
-    is_pixel = all(extent == 1 for extent in tracker.axes.of(node.shape))
-    is_full_window = _all_equal(padding, 0) and _all_equal(dilation, 1) and same_shape(kernel, tracker.axes.of(image_shape))
-    if not is_pixel or not is_full_window:
+    if not all(extent == 1 for extent in tracker.axes.of(node.shape)):
+        return False  # decided first: comparing symbolic shapes is expensive
+    if not _all_equal(padding, 0) or not _all_equal(dilation, 1) or not same_shape(kernel, tracker.axes.of(image_shape)):
         return False
     arguments = (("self", node.argument("self")), ("output_size", (1,) * count))
     adaptive = replace(node, target=ADAPTIVE_POOLINGS[node.target], arguments=arguments)

@@ -164,7 +164,7 @@ def results(shape: tuple[int, ...], num_rounds: int) -> Iterator[Result]:
             for direct in (True, False) if number % 2 else (False, True):
                 found[direct] = timed_capture(model, shape, direct=direct, autocast=autocast)
             if unnamed(found[True][0].graph) != unnamed(found[False][0].graph):
-                raise RuntimeError(f"{name}: the two ways give different graphs; run tests/test_functional.py")
+                raise RuntimeError(f"{name}: the two ways give different graphs; run tests/analysis/frontend/test_functionalize.py")
             rounds.append(Round(direct=found[True][1], decomposed=found[False][1]))
         num_operators = sum(node.kind == "operator" for node in found[True][0].graph.nodes)
         yield Result(model=name, precision=precision, num_operators=num_operators, rounds=tuple(rounds[1:]))

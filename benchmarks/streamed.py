@@ -3,7 +3,7 @@
 For each network the smallest budget that a plan exists for, weights, gradients and state resident, and streamed from the host and updated
 during the backward pass (projected, float32, values may wait on the host in both). Then the last one is run, each way at its own smallest
 budget: bytes metered in forward and backward, which with streamed weights is all of a step, and the time of a step as a ratio of
-neighbours. That updates have the bits of `torch.optim` is shown by tests/test_streamed_steps.py.
+neighbours. That updates have the bits of `torch.optim` is shown by tests/optim/test_streamed_optimizer.py.
 """
 
 from __future__ import annotations

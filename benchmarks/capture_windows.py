@@ -1,4 +1,4 @@
-"""What does it save to give up on sizes of very many operations (`sft.analysis.frontend.torch_patches`)?
+"""Capture time saved by the limit on operations of a symbolic size (`sft.analysis.frontend.torch_patches`).
 
 Networks that cut images into windows, captured three times each: for one size, as `sft` captures them, and with the exporter following
 every size. It takes the environment of `make test-zoo`, for the models are timm's.

@@ -36,7 +36,7 @@ TILES = (2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a step would take."""
+    """Projected cost of a step."""
 
     model: str
     size: int

@@ -36,7 +36,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a strategy makes of a share."""
+    """Plan of a strategy for a share of the memory."""
 
     model: str
     strategy: str

@@ -1,4 +1,4 @@
-"""What `make test` has no time for and `make test-slow` runs; something smaller of the same kind stays in `make test`."""
+"""Tests that run in `make test-slow` only; a smaller one of the same kind stays in `make test`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ num_weight_splits, num_norm_splits = 32, 512
 
 
 def precision_of(x: Tensor, precision: str | None = None) -> str:
-    """How products of elements of ``x`` are formed: exactly by default."""
+    """Precision of products of elements of ``x``: exact by default."""
     return _PRECISIONS[x.dtype] if precision is None else precision
 
 

@@ -101,7 +101,7 @@ def test_operations_are_counted_the_same() -> None:
 
 
 def test_a_whole_segment_keeps_taps_instead_of_images() -> None:
-    """What waits for the backward pass of a convolution, ReLU and pool: maxima and two bits each, not the output and its indices."""
+    """Residuals of a convolution, ReLU and pool: maxima and two bits each, not the output and its indices."""
     problem = _problem(size=64)
     ours, atens = (_programs(_segment(problem, backend, "whole"))[0] for backend in (KernelBackend(selector=AlwaysKernel()), None))
     assert ours.end_bytes < 0.6 * atens.end_bytes

@@ -103,7 +103,7 @@ def volumes() -> nn.Module:
 
 
 class Around(nn.Module):
-    """What a plan calls by names of its own (a norm, a softmax, a product of pixels: each is several operators) between convolutions."""
+    """Composite operators with names of their own in plans (a norm, a softmax, a product of pixels), between convolutions."""
 
     def __init__(self, part: Callable[[Tensor], Tensor], *, width: int = 4, dims: int = 2, layers: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -627,7 +627,7 @@ def _saved_pickles() -> Iterator[bytes]:
 
 
 def saved_file(path: Path) -> io.BytesIO:
-    """What ``torch.save`` wrote, perhaps packed: it aligns each tensor, and takes many times the bytes of small ones."""
+    """File of ``torch.save``, possibly compressed: it aligns each tensor, so small ones take many times their bytes."""
     content = path.read_bytes()
     return io.BytesIO(gzip.decompress(content) if path.suffix == ".gz" else content)
 
@@ -1273,7 +1273,7 @@ def test_every_pickle_is_tested() -> None:
 
 
 def test_pickles_of_today_are_read_back() -> None:
-    """What is read from an old pickle is written to a new one and read again."""
+    """An object of an old pickle survives a new pickle."""
     for name, content in _pickles().items():
         if name in ("budget error", "unsupported error") or "file" in name:
             continue

@@ -1,4 +1,4 @@
-"""What a model returns besides tensors: numbers, texts, None, in any structure that torch.export knows."""
+"""Non-tensor outputs of a model: numbers, texts, None, in any structure that torch.export knows."""
 
 from __future__ import annotations
 

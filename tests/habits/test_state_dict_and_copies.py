@@ -1,4 +1,4 @@
-"""What users do with the state of a model that trains: save, load, copy, average, change. Plain PyTorch is the reference."""
+"""State of a training model: save, load, copy, average, change. Plain PyTorch is the reference."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class _Settings:
 
 
 class _Held(nn.Module):
-    """What `forward` reads of containers of many kinds."""
+    """Containers of many kinds that `forward` reads."""
 
     def __init__(self) -> None:
         super().__init__()

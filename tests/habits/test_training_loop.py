@@ -1,4 +1,4 @@
-"""What users do around a step: accumulate, clip, freeze, checkpoint, convert, evaluate. Plain PyTorch is the reference."""
+"""Training loops of users: accumulate, clip, freeze, checkpoint, convert, evaluate. Plain PyTorch is the reference."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several tests share: the exactness rule, poisoned buffers, random networks, small models."""
+"""Helpers of several tests: the exactness rule, poisoned buffers, random networks, small models."""

@@ -1,4 +1,4 @@
-"""What a rank of a mesh checks: the compiled model against eager PyTorch on whole images, and against what its plan says."""
+"""Checks on a rank of a mesh: the compiled model against eager PyTorch on full images, and against its plan."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def one_capture_a_model(*tilings: str) -> Callable[[pytest.FixtureRequest], Iter
 
 
 def numbered(graph: Graph) -> str:
-    """What a graph says, with operators numbered: the exporter's own numbers also count sizes that it forgets again."""
+    """Text of a graph with operators renumbered: the exporter's own numbers also count sizes that it drops."""
     numbers = {node.name: f"%{index}" for index, node in enumerate(graph.nodes)}
     said = repr((graph.nodes, graph.outputs, graph.updates))
     return re.sub(r"'(\w+)'", lambda match: numbers.get(match[1], match[0]), said)

@@ -172,7 +172,7 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
 
 
 def _assemble(ptx: str, capability: int) -> str:
-    """What the assembler says about the registers of the kernel."""
+    """The assembler's report of the kernel's registers."""
     architecture = re.search(r"\.target (sm_\w+)", ptx)
     assert architecture is not None
     with tempfile.TemporaryDirectory() as folder:

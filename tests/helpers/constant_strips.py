@@ -23,7 +23,7 @@ _SMALLEST_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """What :func:`assert_exact_skipping` has measured."""
+    """Measurements of :func:`assert_exact_skipping`."""
 
     forward: int
     """Strips left out of a forward pass."""

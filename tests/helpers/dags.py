@@ -191,7 +191,7 @@ class _Builder:
         self.add(Join(sources=tuple(sources), how=how), (total, height, width))
 
     def _same_value(self, first: int, second: int) -> bool:
-        """Whether one is the other, overwritten in place."""
+        """True if one value is the other, overwritten in place."""
         return self._buffer(first) == self._buffer(second)
 
     def _buffer(self, value: int) -> int:

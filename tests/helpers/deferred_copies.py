@@ -28,7 +28,7 @@ _POISON = 255
 
 
 class _LateCopies(HostOffloader):
-    """What of a step is on the host, or would be if somebody had waited for it."""
+    """Values of a step that are on the host, or would be after their copies."""
 
     def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
         copy = super().offload(target, tensors)  # which has filled the slab already: nothing of that may be read

@@ -1,4 +1,4 @@
-"""Which rows an eager result depends on, found by running it: the measure that access maps and tiles are held against."""
+"""Rows that an eager result depends on, by running it: the reference for access maps and tiles."""
 
 from __future__ import annotations
 

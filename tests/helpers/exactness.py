@@ -437,7 +437,7 @@ def _compare(
 
 
 def _surroundings(*, is_first: bool, reading: _Reading | None) -> Callable[[], AbstractContextManager[None]]:
-    """What a step of ours happens in, in parts: the first in poisoned memory, the last while it is read."""
+    """Contexts of the steps: the first in poisoned memory, the last under the meter."""
 
     @contextmanager
     def entered() -> Iterator[None]:

@@ -72,7 +72,7 @@ _large_blocks()
 
 
 def _calls(net: Any) -> dict[str, int]:
-    """How often each kernel call stands in the programs of the last plan."""
+    """Occurrences of each kernel call in the programs of the last plan."""
     found: dict[str, int] = {}
     for segment in list(net._sft_engine.plan_cache.prepared.values())[-1].region.segments:
         for held in segment._programs.values():

@@ -1,4 +1,4 @@
-"""What all ranks of a mesh post and wait for in a step of byte counts, and whether that can come to an end."""
+"""Messages that all ranks of a mesh post and wait for in a step of byte counts, and a deadlock check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the interpreter of Triton 3.6 lacks, as later ones have it. See ``serve_triton``."""
+"""Backports of functions that the interpreter of Triton 3.6 lacks. See ``serve_triton``."""
 
 from __future__ import annotations
 

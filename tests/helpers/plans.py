@@ -1,4 +1,4 @@
-"""What a plan is asked in tests."""
+"""Queries of plans in tests."""
 
 from __future__ import annotations
 

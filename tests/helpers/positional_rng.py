@@ -172,5 +172,5 @@ def reseed(model: nn.Module, seed: int) -> None:
 
 
 def seed_of(manual_seed: int) -> int:
-    """What a compiled model draws after ``torch.manual_seed(manual_seed)``."""
+    """Random numbers of a compiled model after ``torch.manual_seed(manual_seed)``."""
     return draw_seed(torch.Generator().manual_seed(manual_seed))

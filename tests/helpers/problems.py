@@ -1,4 +1,4 @@
-"""What the planner is asked about a model, without planning it."""
+"""Planning problems of models, without planning them."""
 
 from __future__ import annotations
 

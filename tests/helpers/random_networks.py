@@ -266,7 +266,7 @@ def _grid(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
 
 
 def _whole(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
-    """What has no rule for strips."""
+    """Operators without a rule for strips."""
 
     def attend(x: Tensor) -> Tensor:
         y = x.flatten(2)

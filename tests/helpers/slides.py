@@ -93,7 +93,7 @@ def decode_threads() -> list[threading.Thread]:
 
 
 def open_files(path: Path) -> int:
-    """How often this process has a file open (Linux; elsewhere 0)."""
+    """Number of open handles of this process on a file (Linux; 0 on other systems)."""
     folder = Path("/proc/self/fd")
     if not folder.exists():
         return 0

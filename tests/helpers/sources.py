@@ -107,7 +107,7 @@ def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int 
 
 
 def walk(image: Any, rows: int, halo: int, *, backwards: bool = False) -> list[Any]:
-    """What a network reads in one pass, joined."""
+    """Rows that a network reads in one pass, joined."""
     height = image.height_px
     strips = [Interval(top - halo, top + rows + halo).clip(height) for top in range(0, height, rows)][:: -1 if backwards else 1]
     source = Normalized(image, mean=(0, 0, 0), std=(1, 1, 1))

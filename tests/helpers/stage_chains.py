@@ -61,7 +61,7 @@ def plain_plan(model: nn.Module, shape: tuple[int, ...]) -> sft.Plan:
 
 
 def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPatch) -> PlanningProblem:
-    """What the planner is asked for a training step of the model."""
+    """Planning problem of a training step of the model."""
     seen: list[PlanningProblem] = []
 
     def noting(problem: PlanningProblem, *arguments: Any) -> ProjectedPlan:

@@ -1,4 +1,4 @@
-"""How tests cut an image of one to three axes, and whether a plan streams what is tested."""
+"""Tilings of images of one to three axes in tests, and a check that a plan streams the operator under test."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def tiled_options(draw: st.DrawFn, extents: tuple[int, ...]) -> sft.Options:
 
 
 def is_tiled(plan: sft.Plan, *kinds: str) -> bool:
-    """Whether a tiled segment holds an operator of one of these kinds."""
+    """True if a tiled segment has an operator of one of these kinds."""
     return any(segment.mode == "tiled" and any(kind in name for kind in kinds for name in segment.nodes) for segment in plan.segments)

@@ -1,4 +1,4 @@
-"""What the compiler must say of a launch, compiled ahead of time for GPUs that need not be there."""
+"""Gates on the compiler's report of a launch, compiled ahead of time for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -183,5 +183,5 @@ def check_gates(gates: list[Gate], folder: Path) -> None:
 
 
 def _is_exact(gate: Gate) -> bool:
-    """Whether products in three parts have become exact ones, by other instructions."""
+    """True if products in three parts have become exact ones, by other instructions."""
     return gate.affected and gate.arguments.get("precision") in ("tf32x3", "bf16x3")

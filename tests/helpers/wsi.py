@@ -40,7 +40,7 @@ class TinyNet(nn.Module):
 
 
 def tiny_net(width: int = 8) -> nn.Module:
-    """What configurations name: ``tests.helpers.wsi:tiny_net``."""
+    """Backbone that configurations name: ``tests.helpers.wsi:tiny_net``."""
     return TinyNet(width)
 
 

@@ -1,4 +1,4 @@
-"""What the zoo makes of its outcomes; the zoo itself runs elsewhere (`make test-zoo`)."""
+"""Outcomes of the zoo in its report; the zoo itself runs with `make test-zoo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows sources, masks and views say are repeated, and strips of theirs that are neither read nor run."""
+"""Constant rows that sources, masks and views state, and constant strips that are neither read nor run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _least_budget(model: nn.Module, x: Tensor, options: dict[str, Any]) -> int:
 
 
 def _lines(pixels: Any, part: Interval, *, columns: bool) -> Any:
-    """Which rows (columns) of pixels equal the one before."""
+    """Rows (columns) of pixels equal to their predecessor."""
     lines = pixels.swapaxes(0, 1) if columns else pixels
     lines = lines[:, part.start : part.stop]
     same = (lines[1:] == lines[:-1]).reshape(len(lines) - 1, -1).all(axis=1)

@@ -22,7 +22,7 @@ SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small
 
 
 def strips_of(height_px: int, rows: int, halo: int) -> list[Interval]:
-    """What a convolution reads: strips that overlap by twice the halo."""
+    """Strips of a convolution, which overlap by twice the halo."""
     return [Interval(top - halo, top + rows + halo).clip(height_px) for top in range(0, height_px, rows)]
 
 

@@ -60,7 +60,7 @@ class Counting:
 
 
 def strips_of(height_px: int, rows: int, halo: int) -> list[Interval]:
-    """What a convolution reads: strips that overlap by twice the halo."""
+    """Strips of a convolution, which overlap by twice the halo."""
     return [Interval(top - halo, top + rows + halo).clip(height_px) for top in range(0, height_px, rows)]
 
 

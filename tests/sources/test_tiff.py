@@ -294,7 +294,7 @@ def test_turned_images_and_tiles_that_are_not_listed_are_given_to_nobody(tmp_pat
 @pytest.mark.parametrize("byteorder", ["<", ">"])
 @pytest.mark.parametrize("subifds", [0, 2])
 def test_files_cut_between_their_levels(tmp_path: Path, bigtiff: bool, byteorder: Literal["<", ">"], subifds: int) -> None:
-    """What is left has fewer levels, and is whole otherwise."""
+    """The remaining file has fewer levels, and is complete otherwise."""
     import tifffile
 
     path, pixels = tmp_path / "whole.tif", tissue_like(128, 128)

@@ -208,7 +208,7 @@ def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.Monk
 
 
 def test_strips_have_no_more_elements_than_gpus_index() -> None:
-    """Where the budget would take them: for some of a GPU's operators 32 bits count the elements."""
+    """Programs stay within 32-bit element counts of some of a GPU's operators, even if the budget would take more."""
     shape = (1, 3, 65_536, 16_384)
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))

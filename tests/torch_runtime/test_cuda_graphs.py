@@ -123,7 +123,7 @@ def test_a_program_is_recorded_once(train_norm: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
-    """What is uploaded while a graph is recorded would be the same in each replay, and CUDA refuses it."""
+    """An upload while a graph is recorded would be the same in each replay, and CUDA refuses it."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
     net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))

@@ -61,7 +61,7 @@ def _case(name: str, num_dims: int) -> Case:
         model: nn.Module = getattr(nets, kind)(spatial_dims=num_dims, **channels, **arguments)
         for module in model.modules():
             if hasattr(module, "drop_connect_rate"):
-                # Drawn in a function, whose place in the reference nobody knows; tests/exactness/operators/test_dropout_in_models.py has its like.
+                # A random call inside a function has no site in the reference; tests/exactness/operators/test_dropout_in_models.py has one.
                 vars(module)["drop_connect_rate"] = 0.0
         return model
 

@@ -1,4 +1,4 @@
-"""What can come of a case."""
+"""Outcomes of a case."""
 
 from __future__ import annotations
 

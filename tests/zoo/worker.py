@@ -57,7 +57,7 @@ _TILINGS: dict[str, tuple[sft.Options, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a process is asked."""
+    """Request to a process."""
 
     label: str
     """Of the case."""
@@ -160,7 +160,7 @@ def _tiled(model: nn.Module, x: torch.Tensor, tiling: str) -> TilingOutcome:
 
 
 class _Made:
-    """What ``sft.compile`` returned, and how long it took."""
+    """Result of ``sft.compile``, and its time."""
 
     def __init__(self) -> None:
         self.net: Any = None

@@ -89,7 +89,7 @@ def test_upsampled_rows_are_computed_in_complete_groups() -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
 def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
-    """What a recompute policy will do with a tile: its program takes no carried rows, and tiles together do redundant work."""
+    """A tile of a recompute policy: its program takes no carried rows, and tiles together do redundant work."""
     problem = problem_of(unet(2, levels=3, width=4), (1, 3, 64, 16), training=True)
     run, phases = problem.sized.phases.phases[0].streamed, problem.sized.phases
     segment = build_region(problem, (SegmentChoice(nodes=run, mode="tiled", strip_rows=64, batch_tile=1),)).segments[0]
@@ -183,7 +183,7 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
 
 
 def _has_holes(node: object) -> bool:
-    """Whether the node's windows skip rows or columns, or may lie in the padding altogether."""
+    """True if the node's windows skip rows or columns, or may lie in the padding altogether."""
     if isinstance(node, Conv | MaxPool | AvgPool):
         dilation = (1, 1) if isinstance(node, AvgPool) else node.dilation
         wide = node.padding != "same" and any(p >= k for p, k in zip(node.padding, node.kernel, strict=True))

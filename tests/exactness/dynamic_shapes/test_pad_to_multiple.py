@@ -43,7 +43,7 @@ def test_to_a_multiple(mode: str, both: bool) -> None:
 
 @pytest.mark.parametrize("mode", _MODES)
 def test_to_a_least_size(mode: str) -> None:
-    """What is larger is cropped."""
+    """A larger image is cropped."""
 
     class Least(nn.Module):
         def __init__(self) -> None:

@@ -135,7 +135,7 @@ def test_eval_and_train_take_turns() -> None:
 
 
 def test_a_norm_is_a_barrier_that_the_budget_must_hold() -> None:
-    """What the norm reads waits whole for its statistics; the error names a budget that works."""
+    """The norm's input stays resident for its statistics; the error names a budget that works."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1))
     shape = (1, 3, 256, 128)
     with pytest.raises(sft.BudgetError) as refused:

@@ -121,7 +121,7 @@ def test_sites_are_numbered_as_they_run() -> None:
 
 
 def test_a_dropout_of_three_axes_on_images_drops_samples() -> None:
-    """What has no batch by its rank is one sample to it."""
+    """An input without a batch by its rank is one sample."""
     assert_exact(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout3d(0.5)).train(), torch.randn(4, 3, 16, 12), options=sft.Options(tile=(5, None))
     )

@@ -97,7 +97,7 @@ def _volume() -> nn.Module:
 
 
 def _overlapping() -> nn.Module:
-    """What a ReLU lets through depends on the sign of a sum of products: rounded one by one they have another one here and there."""
+    """The mask of a ReLU depends on the sign of a sum of products, which rounding may change for single elements."""
     return chain(nn.ConvTranspose2d(3, 8, 4, 2, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
 
 

@@ -1,4 +1,4 @@
-"""What varies along the image without being one: position embeddings, coordinates, weights of pixels; each strip takes its part."""
+"""Spatial side inputs: position embeddings, coordinates, weights of pixels; each strip reads its slice."""
 
 from __future__ import annotations
 

@@ -170,8 +170,8 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @needs_triton
 def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
-    """Where products of computed operands are wrong, operands are made in memory first, of the same values: so results have the same bits,
-    but for sums over pixels, which begin with other pixels in each slot where a last column has no maximum."""
+    """Operands are materialized for assemblers that multiply computed ones wrongly: results have the same bits,
+    except sums over pixels, which begin with other pixels in each slot where a last column has no maximum."""
     problem, dtype, geometry = _problem(torch.float16), torch.float16, _whole()
     parts = problem.parts
     maxima, taps = _maxima_and_taps(problem, dtype)

@@ -106,7 +106,7 @@ def _tap_views(geometry: Geometry, size: tuple[int, int]) -> list[tuple[slice, s
 
 
 def _scatter_taps(shares: list[Tensor], geometry: Geometry) -> Tensor:
-    """What each tap has to give to the rows that it reads, added up in the input buffer in fp32 at least."""
+    """Contribution of each tap to the rows that it reads, summed in the input buffer in fp32 at least."""
     first = shares[0]
     if not first.numel() or any(axis.input.data[1] == 0 for axis in geometry.axes):
         return first.new_zeros(*first.shape[:2], *geometry.input_size)
@@ -118,7 +118,7 @@ def _scatter_taps(shares: list[Tensor], geometry: Geometry) -> Tensor:
 
 
 def _counts(geometry: Geometry, like: Tensor, start: tuple[int, int], count_padding: bool, divisor: int | None) -> Tensor:
-    """What the sum of each output is divided by, from output ``start`` of the buffer on."""
+    """Divisor of the sum of each output, from output ``start`` of the buffer on."""
     if divisor is not None:
         return torch.full_like(like[:1, :1], divisor)
     counts = []

@@ -31,7 +31,7 @@ def _rule(kind: MaskKind = "element", p: float = 0.3, seed: int = 2**64 - 5, sit
 
 
 def _python_keep(extents: _Shape, at: _Shape, *, kind: MaskKind, p: float, seed: int, site: int, draw: int) -> bool:
-    """Whether the element at (sample, channel, row, column) is kept, by the definition."""
+    """True if the element at (sample, channel, row, column) is kept, by the definition."""
     (_, num_channels, height, width), (n, c, h, w) = extents, at
     groups = math.ceil(num_channels / 4)
     index = {

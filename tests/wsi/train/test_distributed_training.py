@@ -103,7 +103,7 @@ def _config(folder: Path, slides: Path, name: str, table: str = "damaged.csv", *
 
 @pytest.fixture(scope="module")
 def reference(alone: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process trains."""
+    """Result of training in one process."""
     folder = tmp_path_factory.mktemp("reference")
     ((code, said),) = alone.run(_command, _config(folder, slides, "run"))
     assert code == 3, said
@@ -112,7 +112,7 @@ def reference(alone: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def shared(pair: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two replicas train."""
+    """Result of training in two replicas."""
     folder = tmp_path_factory.mktemp("shared")
     (code, said), (other, silence) = pair.run(_command, _config(folder, slides, "run"))
     assert code == other == 0, said

@@ -1,4 +1,4 @@
-"""What a run may change when it goes on, what it may not, and what stops it early."""
+"""Changes that a resumed run may and may not make, and its early stop."""
 
 from __future__ import annotations
 

@@ -41,4 +41,7 @@ from sft.torch_runtime.pass_statistics import Reading as Reading
 from sft.torch_runtime.pass_statistics import Skipping as Skipping
 from sft.weights.disk_store import WeightsFile as WeightsFile
 
+#: Version of the package; pyproject.toml reads it from here.
+__version__ = "0.1.0"
+
 _install_legacy_names()

@@ -53,7 +53,7 @@ def load_brain(every: int = 1) -> Brain:
     try:
         from nilearn import datasets
     except ImportError as error:
-        raise SourceError('the brain comes with nilearn: pip install "sft-engine[brain]"') from error
+        raise SourceError("the brain comes with nilearn: pip install nilearn") from error
     template = datasets.load_mni152_template(resolution=1)
     intensity, grey, white = (
         np.asarray(image.get_fdata(dtype=np.float32)).transpose(2, 1, 0)[::every, ::every, ::every]

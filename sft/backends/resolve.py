@@ -21,6 +21,7 @@ from sft.backends.autotune.table import TableSelector, find_table
 from sft.backends.rewriter import KernelBackend
 from sft.backends.selector import AlwaysKernel
 from sft.common.errors import InputError
+from sft.common.installation import install_command
 from sft.kernels.common import has_triton
 from sft.lower.context import Backend
 
@@ -68,7 +69,7 @@ def check_triton(device: torch.device) -> None:
     if device.type == "meta":
         return
     if not has_triton():
-        raise InputError('backend "triton": Triton is not installed; pip install "sft-engine[triton]", or choose "aten"')
+        raise InputError(f'backend "triton": Triton is not installed; {install_command("triton")}, or choose "aten"')
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InputError(
             f'backend "triton" on {device}: kernels need a CUDA device; move the model there, choose "aten", or set TRITON_INTERPRET=1 '

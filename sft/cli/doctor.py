@@ -15,6 +15,7 @@ from torch import nn
 
 from sft.api.compile import compile
 from sft.common.byte_units import format_bytes
+from sft.common.installation import DISTRIBUTION, install_command
 from sft.common.memory import measure_peak
 from sft.planner.options import Options
 
@@ -22,7 +23,7 @@ __all__ = ["show_doctor"]
 
 #: Reported distributions; for optional ones the extra that installs them.
 _PACKAGES = {
-    **dict.fromkeys(("sft-engine", "torch", "numpy", "sympy", "networkx", "rich"), ""),
+    **dict.fromkeys((DISTRIBUTION, "torch", "numpy", "sympy", "networkx", "rich"), ""),
     "triton": "triton",
     "openslide-python": "slide",
     "matplotlib": "plot",
@@ -56,7 +57,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
 
 
 def _install_hint(name: str) -> str:
-    return f'not installed; pip install "sft-engine[{_PACKAGES[name]}]"' if _PACKAGES[name] else "not installed"
+    return f"not installed; {install_command(_PACKAGES[name])}" if _PACKAGES[name] else "not installed"
 
 
 def _version(name: str) -> str | None:

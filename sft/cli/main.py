@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+import sft
 from sft.cli.doctor import show_doctor
 from sft.cli.plans import PlanRequest, compare_strategies, load_model, parse_input, parse_tile, show_check, show_pareto, show_plan
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_models
@@ -172,6 +173,7 @@ def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sft", description="Exact training on images that do not fit the device.")
+    parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

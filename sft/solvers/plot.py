@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError
+from sft.common.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,6 +125,6 @@ def new_figure() -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("drawing needs matplotlib: pip install 'sft-engine[plot]'") from error
+        raise InputError(f"drawing needs matplotlib: {install_command('plot')}") from error
     make: Callable[..., Figure] = Figure
     return make(figsize=(8, 5), layout="constrained")

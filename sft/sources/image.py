@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError, SftError, SourceError
+from sft.common.installation import install_command
 
 __all__ = [
     "WHITE",
@@ -383,4 +384,4 @@ def valid_mpp(x: float | None, y: float | None) -> tuple[float, float] | None:
 
 def missing_extra(purpose: str, extra: str, error: Exception) -> SourceError:
     """Error for an optional library that is not installed."""
-    return SourceError(f'cannot {purpose}: a library is missing ({error}). Install it with: pip install "sft-engine[{extra}]"')
+    return SourceError(f"cannot {purpose}: a library is missing ({error}). Install it with: {install_command(extra)}")

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sft.common.errors import InputError, SourceError
+from sft.common.installation import install_command
 from sft.sources.image import LevelledImage, Pixels, check_region, read_strips
 
 __all__ = ["Slide"]
@@ -226,7 +227,7 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
         import openslide  # the only user; everything else in sft works without it
     except (ImportError, OSError) as error:
         raise SourceError(
-            f'cannot open slide {path}: OpenSlide is missing ({error}). Install it with: pip install "sft-engine[slide]"'
+            f"cannot open slide {path}: OpenSlide is missing ({error}). Install it with: {install_command('slide')}"
         ) from error
     if not path.exists():
         raise SourceError(f"cannot open slide {path}: there is no such file. Check the path.")

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from sft.common.installation import DISTRIBUTION
 from sft.common.interval import Interval
 from sft.common.torch_internals import OpOverload
 from sft.lower.program import DEVICE, Port, Program, Slot, carried_dim
@@ -287,7 +288,7 @@ def timing_environment(device: torch.device) -> dict[str, str | int | bool]:
 def _sft_version() -> str:
     """Version of this package: programs may change with it."""
     try:
-        return importlib.metadata.version("sft-engine")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return ""
 

@@ -1,7 +1,7 @@
 """Whole-slide training and evaluation, from a table of slides to heatmaps: ``python -m sft.wsi``.
 
 The command line covers all steps (docs/wsi.md). Its parts can be used alone: tables and splits, exact augmentations of slides, heads,
-checkpoints from which a killed run resumes with the same bits, metrics with intervals, heatmaps. Needs ``pip install "sft-engine[wsi]"``.
+checkpoints from which a killed run resumes with the same bits, metrics with intervals, heatmaps. Needs the extra ``wsi``.
 """
 
 from sft.wsi.config import AugmentConfig as AugmentConfig

@@ -22,6 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
 
+import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import InputError, SftError
 from sft.wsi import commands
@@ -138,6 +139,7 @@ def _check_file(path: Path) -> None:
 
 def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.CommandResult]]]:
     parser = ArgumentParser(prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False)
+    parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     subcommands = parser.add_subcommands(required=True)
 
     doctor = _plain("what is installed here, and what is missing")

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import InputError, SftError
+from sft.common.installation import install_command
 from sft.sources import open_image
 from sft.tissue import find_tissue, write_geojson
 from sft.wsi.commands import CommandResult
@@ -29,10 +30,10 @@ _NEEDED = (
     "torch", "numpy", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "simplejpeg", "scikit-image", "shapely",
     "scikit-learn", "safetensors", "jsonargparse", "matplotlib", "pillow",
 )  # fmt: skip
-#: By what installs them: an extra of ours, or nothing.
+#: By the extra that installs them, if any.
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    'pip install "sft-engine[zarr]"': ("zarr",),
-    'pip install "sft-engine[tensorboard]"': ("tensorboard",),
+    "zarr": ("zarr",),
+    "tensorboard": ("tensorboard",),
     "": ("triton", "torchvision", "timm"),
 }
 _OVERLAY_PX = 2048
@@ -55,10 +56,10 @@ def doctor(console: Console) -> CommandResult:
         for number in range(torch.cuda.device_count())
     ]
     for name, value in report.items():
-        told = f"not installed{f' ({extras[name]})' if extras.get(name) else ''}" if value is None else value
+        told = f"not installed{f' ({install_command(extras[name])})' if extras.get(name) else ''}" if value is None else value
         console.print(f"{name:18} {told}", markup=False, highlight=False, soft_wrap=True)
     if missing:
-        raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
+        raise InputError(f"missing: {', '.join(missing)}. Install them with: {install_command('wsi')}")
     return CommandResult(value=report)
 
 

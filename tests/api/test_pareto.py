@@ -109,7 +109,7 @@ def test_a_sweep_needs_every_extent_and_a_library_to_draw(monkeypatch: pytest.Mo
     with pytest.raises(sft.InputError, match="every extent"):
         sft.pareto(nn.ReLU(), (1, 3, None, 8))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(sft.InputError, match=r"sft-engine\[plot\]"):
+    with pytest.raises(sft.InputError, match=r"pip install .*\[plot\]"):
         sft.pareto(nn.ReLU(), _SHAPE, path="front.png")
     assert not captured
 

@@ -3,7 +3,7 @@
 Run by ``make package``, not by pytest. It catches what no test in a checkout can: a lost link, a changed build backend,
 a file that only the checkout has. The new environment finds the dependencies through a path entry to this one's
 site-packages (a path entry does not follow the .pth files in there, so the editable install stays invisible), and the
-import check asserts that every file of ours comes from the wheel.
+import check asserts that every file of ours comes from the wheel, in a folder that contains a clone named ``sft`` as well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _install_and_import(wheel: Path, scratch: Path) -> None:
     _run(sys.executable, "-P", "-m", "pip", "--quiet", "install", "--no-deps", "--target", site, wheel, cwd=scratch)
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = Path(sysconfig.get_path("scripts", scheme="venv", vars=names)) / "python"
-    _run(python, "-I", "-c", IMPORT_CHECK, site, *(package.replace("/", ".") for package in PACKAGES), cwd=scratch)
+    (scratch / "sft").mkdir()  # a namespace package by the rules of Python
+    _run(python, "-E", "-s", "-c", IMPORT_CHECK, site, *(package.replace("/", ".") for package in PACKAGES), cwd=scratch)
 
 
 def _run(*command: str | Path, cwd: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sft.backends.autotune.cases import TuningCase
 from sft.common.errors import InputError
+from sft.common.installation import install_command
 from sft.kernels.common import has_triton
 
 __all__ = ["Benchmarker", "CudaBenchmarker", "RelativeErrors", "compiler_version", "relative_error", "verify_on"]
@@ -100,7 +101,7 @@ class CudaBenchmarker:
         if self.device.type != "cuda" or not torch.cuda.is_available():
             raise InputError(f"kernels are timed on a CUDA device, {self.device} is none that is here; run this on a machine with a GPU")
         if not has_triton():
-            raise InputError('Triton is not installed, so there are no kernels to time; pip install "sft-engine[triton]"')
+            raise InputError(f"Triton is not installed, so there are no kernels to time; {install_command('triton')}")
 
     @property
     def device_name(self) -> str:

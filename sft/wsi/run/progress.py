@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sft.common.errors import InputError
+from sft.common.installation import install_command
 
 __all__ = ["Reporter"]
 
@@ -46,7 +47,7 @@ class Reporter:
             try:
                 self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(events))
             except ImportError as error:
-                raise InputError(f'TensorBoard is missing ({error}). Install it with: pip install "sft-engine[tensorboard]"') from error
+                raise InputError(f"TensorBoard is missing ({error}). Install it with: {install_command('tensorboard')}") from error
 
     def __enter__(self) -> Reporter:
         self._bars.start()

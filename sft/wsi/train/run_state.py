@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sft.common.installation import DISTRIBUTION
 from sft.distributed.mesh import MeshShape
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideTable, file_bytes
@@ -26,7 +27,7 @@ _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_ever
 _CHANGEABLE = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
 
 #: What decodes slides, where it is installed.
-_PACKAGES = ("sft-engine", "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
+_PACKAGES = (DISTRIBUTION, "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
 
 _SINGLE_RANK = MeshShape()
 

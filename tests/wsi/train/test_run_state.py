@@ -168,5 +168,5 @@ def test_tensorboard_gets_numbers_and_is_missed_by_name(tmp_path: Path, monkeypa
         str(tmp_path), ("train/loss", 0.5, 3), ("train/lr", 0.1, 3), ("epoch/val_loss", 0.25, 1), ("epoch/seconds", 2.0, 1), "closed"
     ]  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError, match=r"TensorBoard is missing .*sft-engine\[tensorboard\]"):
+    with pytest.raises(InputError, match=r"TensorBoard is missing .*pip install .*\[tensorboard\]"):
         Reporter(Console(quiet=True), 2, events=tmp_path)

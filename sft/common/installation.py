@@ -1,0 +1,56 @@
+"""Installation of this package: version, and the pip command that adds optional libraries."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+__all__ = ["DISTRIBUTION", "clone_folder", "install_command"]
+
+#: Name of the distribution; the name of the import is ``sft``.
+DISTRIBUTION = "sft-engine"
+
+
+def install_command(extras: str) -> str:
+    """The pip command that installs optional libraries (``"wsi"``, ``"slide,fast"``) into this environment.
+
+    It names the clone or the file that this package was installed from, since only that is known to have it.
+    """
+    try:
+        record = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:  # imported from a clone by way of PYTHONPATH
+        clone = clone_folder()
+        return f'pip install "{DISTRIBUTION}[{extras}]"' if clone is None else f'pip install -e "{clone}[{extras}]"'
+    return f"pip install {_requirement(json.loads(record) if record else {}, extras)}"
+
+
+def clone_folder() -> Path | None:
+    """Root of the clone that this package is imported from; ``None`` for an installed copy."""
+    root = Path(__file__).resolve().parents[2]
+    return root if (root / "pyproject.toml").is_file() and (root / "constraints.txt").is_file() else None
+
+
+def _requirement(origin: dict[str, Any], extras: str) -> str:
+    """Requirement with extras, from the origin that pip has recorded (PEP 610).
+
+    >>> _requirement({"url": "file:///home/me/sft", "dir_info": {"editable": True}}, "wsi")
+    '-e "/home/me/sft[wsi]"'
+    >>> _requirement({"url": "https://host/sft.git", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}}, "wsi")
+    '"sft-engine[wsi] @ git+https://host/sft.git@1a2b"'
+    >>> _requirement({}, "slide,fast")
+    '"sft-engine[slide,fast]"'
+    """
+    url = origin.get("url", "")
+    if not url:
+        return f'"{DISTRIBUTION}[{extras}]"'
+    if "vcs_info" in origin:
+        info = origin["vcs_info"]
+        return f'"{DISTRIBUTION}[{extras}] @ {info["vcs"]}+{url}@{info["commit_id"]}"'
+    if urlsplit(url).scheme != "file":
+        return f'"{DISTRIBUTION}[{extras}] @ {url}"'
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f'{editable}"{url2pathname(urlsplit(url).path)}[{extras}]"'

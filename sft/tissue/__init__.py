@@ -1,9 +1,10 @@
-"""Tissue masks: found by colour, drawn in QuPath, stored as PNG or GeoJSON; and images masked by them, strip by strip."""
+"""Tissue masks: found by colour, drawn in QuPath, stored as PNG or GeoJSON; images masked by them, strip by strip; synthetic slides."""
 
 from sft.tissue.find import find_tissue
 from sft.tissue.geojson import read_geojson, write_geojson
 from sft.tissue.mask import Masked, TissueMask, crop_to_tissue
 from sft.tissue.polygons import Regions
+from sft.tissue.synthetic import write_synthetic_slide
 
 __all__ = [
     "Masked",
@@ -13,4 +14,5 @@ __all__ = [
     "find_tissue",
     "read_geojson",
     "write_geojson",
+    "write_synthetic_slide",
 ]

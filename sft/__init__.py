@@ -8,12 +8,14 @@ torch.Size([1, 8, 64, 64])
 """
 
 from sft import nn as nn
+from sft.analysis.tiling.position_grid import PositionGrid as PositionGrid
 from sft.api.check import CheckReport as CheckReport
 from sft.api.check import check as check
 from sft.api.compile import compile as compile
 from sft.api.compile import plan as plan
 from sft.api.pareto import TradeoffRow as TradeoffRow
 from sft.api.pareto import pareto as pareto
+from sft.api.position_grids import position_grids as position_grids
 from sft.common.byte_units import format_bytes as format_bytes
 from sft.common.byte_units import parse_bytes as parse_bytes
 from sft.common.errors import BudgetError as BudgetError

@@ -31,13 +31,14 @@ period divide one another, which holds for every common network. Joins take the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import gcd
 
 import sympy as sp
 
 from sft.common.interval import Interval
 
-__all__ = ["AxisMap", "FloorTerm", "Frontier"]
+__all__ = ["AxisMap", "AxisPlacement", "FloorTerm", "Frontier"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,76 @@ class AxisMap:
     def frontier(self, rows: int) -> int:
         """Number of output rows that the first ``rows`` input rows complete, borders ignored."""
         return (self.divisor * rows - self.last - 1) // self.scale + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPlacement:
+    """The rows that output row ``o`` reads, without rounding: ``stride * o + first`` to ``stride * o + last``, both included.
+
+    An access map rounds rows down. Upsampling by 2 reads row ``floor(o / 2)``: row 0 for ``o = 0`` and ``o = 1``. A placement has the
+    mean over all output rows, ``o / 2 - 1 / 4``: the centre of ``o`` in units of input rows.
+
+    Attributes:
+        stride: input rows from one output row to the next.
+        first: offset of the first row read.
+        last: offset of the last row read.
+    """
+
+    stride: Fraction = Fraction(1)
+    first: Fraction = Fraction(0)
+    last: Fraction = Fraction(0)
+
+    def __post_init__(self) -> None:
+        if self.stride <= 0 or self.last < self.first:
+            raise ValueError(f"not a placement: {self}")
+
+    @classmethod
+    def of_access(cls, access: AxisMap) -> AxisPlacement:
+        """The placement of an access map: each floor is replaced by its mean.
+
+        >>> AxisPlacement.of_access(AxisMap.window(kernel=3, stride=2, padding=1, dilation=1)).centre, AxisPlacement.of_access(
+        ...     AxisMap(divisor=2)
+        ... ).centre
+        (Fraction(0, 1), Fraction(-1, 4))
+        """
+        divisor = access.divisor
+        step = gcd(access.scale, divisor)  # the remainders of (scale * o + offset) / divisor are `step` apart
+
+        def mean(offset: int) -> Fraction:
+            return (offset - offset % step - Fraction(divisor - step, 2)) / divisor
+
+        return cls(stride=Fraction(access.scale, divisor), first=mean(access.first), last=mean(access.last))
+
+    @classmethod
+    def equal_cells(cls, extent: int, length: int) -> AxisPlacement:
+        """The placement of ``length`` rows that divide ``extent`` input rows into equal cells.
+
+        >>> AxisPlacement.equal_cells(8, 2)
+        AxisPlacement(stride=Fraction(4, 1), first=Fraction(0, 1), last=Fraction(3, 1))
+        """
+        stride = Fraction(extent, length)
+        return cls(stride=stride, first=min(Fraction(0), (stride - 1) / 2), last=max(stride - 1, (stride - 1) / 2))
+
+    @property
+    def centre(self) -> Fraction:
+        """Offset of the middle of the rows read."""
+        return (self.first + self.last) / 2
+
+    @property
+    def width(self) -> Fraction:
+        """Rows from the first to the last one read, less one."""
+        return self.last - self.first
+
+    def then(self, following: AxisPlacement) -> AxisPlacement:
+        """The composition: the input rows that ``following`` reads through this placement."""
+        first, last = (self.stride * offset for offset in (following.first, following.last))
+        return AxisPlacement(stride=self.stride * following.stride, first=self.first + first, last=self.last + last)
+
+    def join(self, other: AxisPlacement) -> AxisPlacement:
+        """The placement of a row that reads both: their hull; of different strides, the one that reads fewer rows."""
+        if self.stride != other.stride:
+            return other if other.width < self.width else self
+        return AxisPlacement(stride=self.stride, first=min(self.first, other.first), last=max(self.last, other.last))
 
 
 @dataclass(frozen=True, slots=True)

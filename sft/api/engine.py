@@ -136,15 +136,7 @@ class Engine:
             input_grads: for each input, whether its gradient is requested.
         """
         snapshot = ModuleSnapshot(self.model)
-        default = self._dtype(snapshot)
-        lacking = find_missing_channels(shapes)
-        specs = [
-            InputSpec(shape=(shape[0], 1, *shape[1:]) if lacks else shape, dtype=default if dtype is None else dtype, needs_grad=needs_grad)
-            for shape, lacks, dtype, needs_grad in zip(
-                shapes, lacking, dtypes or (None,) * len(shapes), input_grads or (False,) * len(shapes), strict=True
-            )
-        ]
-        return self.plan_cache.get_or_prepare(self._signature(snapshot, specs, lacking), snapshot).plan
+        return self.plan_cache.get_or_prepare(self._signature_of_shapes(snapshot, shapes, dtypes, input_grads), snapshot).plan
 
     @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
@@ -153,6 +145,19 @@ class Engine:
         resolved, lacking = self._resolve(snapshot, inputs, input_grad)
         signature = self._signature(snapshot, [value.spec for value in resolved], lacking)
         return self.plan_cache.get_or_prepare(signature, snapshot).plan
+
+    @patch_lock()
+    def specialize_for_shapes(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None) -> PhasedGraph:
+        """The captured graph with all sizes as numbers, for inputs of these shapes; nothing is planned."""
+        snapshot = ModuleSnapshot(self.model)
+        return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, dtypes), snapshot)
+
+    @patch_lock()
+    def specialize_for_inputs(self, inputs: Sequence[Any]) -> PhasedGraph:
+        """The captured graph with all sizes as numbers, for a call with these inputs; nothing is planned."""
+        snapshot = ModuleSnapshot(self.model)
+        resolved, lacking = self._resolve(snapshot, inputs, None)
+        return self.plan_cache.specialize(self._signature(snapshot, [value.spec for value in resolved], lacking), snapshot)
 
     def replan(self, budget_bytes: int, options: Options) -> Plan:
         """The plan of the latest signature for another budget and other options. Captures are shared; no cached plan changes."""
@@ -353,6 +358,24 @@ class Engine:
             holds_gradients=sharding is not None and sharding.holds_gradients(),
             weights_revision=None if streamed is None else streamed.revision,
         )
+
+    def _signature_of_shapes(
+        self,
+        snapshot: ModuleSnapshot,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[torch.dtype | None] | None = None,
+        input_grads: tuple[bool, ...] | None = None,
+    ) -> CallSignature:
+        """The signature of a call with inputs of these shapes on the model's device."""
+        default = self._dtype(snapshot)
+        lacking = find_missing_channels(shapes)
+        specs = [
+            InputSpec(shape=(shape[0], 1, *shape[1:]) if lacks else shape, dtype=default if dtype is None else dtype, needs_grad=needs_grad)
+            for shape, lacks, dtype, needs_grad in zip(
+                shapes, lacking, dtypes or (None,) * len(shapes), input_grads or (False,) * len(shapes), strict=True
+            )
+        ]
+        return self._signature(snapshot, specs, lacking)
 
     def _dtype(self, snapshot: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if snapshot.dtype is None else snapshot.dtype

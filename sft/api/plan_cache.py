@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch import nn
 
 from sft.analysis.frontend.fingerprint import check_no_inner_hooks
+from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CaptureCache
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
@@ -83,6 +84,17 @@ class PlanCache:
             prepared = self._run_pipeline(signature)
             self.add(signature, prepared)
         return prepared
+
+    def specialize(self, signature: CallSignature, snapshot: ModuleSnapshot) -> PhasedGraph:
+        """The captured graph at the sizes of a signature, captured on a miss; nothing is planned.
+
+        Raises:
+            UnsupportedError, InputError: as :func:`sft.compile`.
+        """
+        check_no_inner_hooks(snapshot)
+        signature = self.with_guards(signature)
+        with planning_context(self.model, signature, self.settings):
+            return self.captures.get_or_capture(signature).phases
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""

@@ -16,7 +16,7 @@ from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError, RunInterrupted
 from sft.wsi.eval.evaluate import as_plain, evaluate_records, note_filled
-from sft.wsi.eval.heatmap import HeatmapMaker, output_numbers
+from sft.wsi.eval.heatmap import HeatmapMaker, output_numbers, write_map_table
 from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_trained
 from sft.wsi.eval.report import draw_curves
 from sft.wsi.run.files import write_csv, write_json, write_text
@@ -185,14 +185,16 @@ def heatmap(
         try:
             for output in outputs:
                 heatmap = maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px)
-                drawn.append({**asdict(heatmap), "files": [str(path) for path in heatmap.files]})
+                drawn.append(heatmap)
+                write_map_table(folder, heatmap)
                 console.print(f"{heatmap.slide}, {heatmap.output}: {heatmap.files[1]}", markup=False, highlight=False, soft_wrap=True)
         except sft.SourceError as error:
             if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
             loaded.failed[record.name] = " ".join(str(error).split())
     filled = note_filled(loaded.experiment, folder / "damaged.csv", console, SINGLE_RANK)
-    return CommandResult(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
+    values = [{**asdict(heatmap), "files": [str(path) for path in heatmap.files]} for heatmap in drawn]
+    return CommandResult(value={"heatmaps": values, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:

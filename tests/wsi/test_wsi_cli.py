@@ -198,22 +198,6 @@ def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) ->
     assert all(parameter.requires_grad for parameter in experiment.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("extents_px", "positions", "stride_px"),
-    [
-        ((1000, 4096), (1, 128), 32.0),  # the height alone would say 1,024
-        ((40, 4096), (2, 128), 32.0),
-        ((4096, 33), (128, 2), 32.0),
-        ((513, 500), (16, 15), 32.0),
-        ((300, 200), (100, 66), 3.0),
-    ],
-)
-def test_the_stride_of_a_map_is_told_by_its_longer_side(extents_px: Any, positions: Any, stride_px: float) -> None:
-    from sft.wsi.eval.heatmap import _stride_px
-
-    assert _stride_px(extents_px, positions) == stride_px
-
-
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "regression": ({"label": ["1.5", "2.5", "-1", "0"]}, {}, {"monitor": "r2", "optimizer": "sgd", "precision": "bf16"}),
     "cox": ({"time": ["1", "2", "3", "4"], "event": ["1", "0", "1", "1"]}, {}, {"accumulate": 4, "monitor": "c_index"}),

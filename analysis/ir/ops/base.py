@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.common.interval import Interval
@@ -56,6 +56,10 @@ class Operator:
     def access(self, node: Node, axis: int) -> AxisMap:
         """The access map of every streamed operand along an axis."""
         return AxisMap()
+
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        """Position of the output rows among the rows of a streamed operand, without rounding and without the slack of an access map."""
+        return AxisPlacement.of_access(self.access(node, axis))
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         """The output's extent along an axis."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, Role
@@ -53,6 +54,11 @@ class PadSpec(Operator):
             return AxisMap(first=-low - extent - high, last=extent)
         reach = {"constant": 0, "reflect": 2, "replicate": 1, "circular": 0}[self.mode(node)]
         return AxisMap(first=-low - reach * max(0, high), last=-low + reach * max(0, low))
+
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        # Inside the image row o is row o - low; the slack of the access map is for the borders.
+        low = Fraction(self.amounts(node, axis)[0])
+        return AxisPlacement(first=-low, last=-low)
 
     def _wraps(self, node: Node, axis: int) -> bool:
         return self.mode(node) == "circular" and any(self.amounts(node, axis))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, axis_entry
 from sft.analysis.ir.ops.transposed import transposed_window_of
@@ -99,6 +99,9 @@ class Col2imSpec(Operator):
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return transposed_window_of(node, axis).access
+
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        return transposed_window_of(node, axis).placement
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)

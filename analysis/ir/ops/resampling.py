@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, Role, axis_entry
@@ -109,6 +109,10 @@ class ResamplingSpec(Operator, ABC):
     def access(self, node: Node, axis: int) -> AxisMap:
         sampling = self.sampling(node, axis)
         return AxisMap() if sampling is None else sampling.access
+
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        sampling = self.sampling(node, axis)
+        return AxisPlacement() if sampling is None else sampling.placement
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         sampling = self.sampling(node, axis)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 
 __all__ = ["AxisResampling", "BandedMatrix", "ResamplingKind"]
 
@@ -27,6 +27,14 @@ ResamplingKind = Literal["nearest", "nearest exact", "linear", "cubic", "antiali
 Rows = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
 
+#: Input rows from the centre of a window to its ends; with antialiasing and for means, times the input rows per output row.
+_HALF_WIDTHS: dict[ResamplingKind, Fraction] = {
+    "linear": Fraction(1, 2),
+    "cubic": Fraction(3, 2),
+    "antialiased linear": Fraction(1),
+    "antialiased cubic": Fraction(2),
+    "window": Fraction(1, 2),
+}
 #: The cubic's free parameter (Keys 1981), as ATen has it; with antialiasing as Pillow has it.
 _CUBIC, _SMOOTH_CUBIC = -0.75, -0.5
 
@@ -136,6 +144,23 @@ class AxisResampling:
     def access(self) -> AxisMap:
         """The access map."""
         return _fit_access_map(self)
+
+    @property
+    def placement(self) -> AxisPlacement:
+        """Position of the output rows among the input rows, by the formulas of interpolation; a window's width is approximate."""
+        step = self.step
+        if self.kind == "nearest":
+            return AxisPlacement.of_access(AxisMap(scale=step.numerator, divisor=step.denominator))
+        if self.kind == "nearest exact":
+            up, down = step.numerator, step.denominator
+            return AxisPlacement.of_access(AxisMap(scale=2 * up, first=up, last=up, divisor=2 * down))
+        if self.align_corners and self.kind in ("linear", "cubic"):
+            # A single output row is the first input row.
+            step, centre = (Fraction(self.extent - 1, self.length - 1) if min(self.extent, self.length) > 1 else step), Fraction(0)
+        else:
+            centre = (step - 1) / 2
+        reach = _HALF_WIDTHS[self.kind] * (1 if self.kind in ("linear", "cubic") else max(step, Fraction(1)))
+        return AxisPlacement(stride=step, first=centre - reach, last=centre + reach)
 
     @property
     def step(self) -> Fraction:

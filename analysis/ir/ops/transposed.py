@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from fractions import Fraction
 
-from sft.analysis.ir.access import AxisMap
+from sft.analysis.ir.access import AxisMap, AxisPlacement
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.base import Operator, axis_entry, symbolic_axis_entry
@@ -47,6 +48,12 @@ class TransposedWindow:
         """
         beyond = max(0, self.span - self.stride)
         return AxisMap(first=self.padding - beyond, last=self.padding, divisor=self.stride)
+
+    @property
+    def placement(self) -> AxisPlacement:
+        """Row ``o`` is reached from ``(o + padding - span + 1) / stride`` to ``(o + padding) / stride``."""
+        first = Fraction(self.padding - self.span + 1, self.stride)
+        return AxisPlacement(stride=Fraction(1, self.stride), first=first, last=Fraction(self.padding, self.stride))
 
     def extent(self, extent: int) -> int:
         """Output rows for ``extent`` input rows."""
@@ -90,6 +97,9 @@ class TransposedConvolutionSpec(Operator):
     def access(self, node: Node, axis: int) -> AxisMap:
         return transposed_window_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
 
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        return transposed_window_of(node, axis).placement if axis < len(node.shape) - 2 else AxisPlacement()
+
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return transposed_window_of(node, axis).extent(extent)
 
@@ -122,6 +132,9 @@ class OverlapAddSpec(Operator):
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return self.spread(node).access if axis == ROWS else AxisMap()
+
+    def placement(self, node: Node, axis: int) -> AxisPlacement:
+        return self.spread(node).placement if axis == ROWS else AxisPlacement()
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return self.spread(node).extent(extent) if axis == ROWS else extent

@@ -42,12 +42,32 @@ from sft.wsi.data.table import SlideRecord
 from sft.wsi.data.tissue import PackedMask, TissueArea, area_bounding_box, find_area, paint_outside, read_area, read_mask, rescale_area
 from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured
 
-__all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
+__all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlideFrame", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
 
 #: Pixels of a label map that count for nothing.
 IGNORED_LABEL = 255
 _ROWS_CHECKED = 1024
 _STAIN_PX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlideFrame:
+    """Place of a run's image on its slide: the image is a crop of the slide at the run's resolution.
+
+    >>> SlideFrame(scale=(4.0, 4.0), origin_px=(400.0, 80.0)).to_slide(10, 0)
+    (440.0, 80.0)
+
+    Attributes:
+        scale: px of the slide's largest level per px of the image, (x, y).
+        origin_px: (x, y) of the image's upper left corner, in px of the slide's largest level.
+    """
+
+    scale: tuple[float, float]
+    origin_px: tuple[float, float]
+
+    def to_slide(self, x_px: float, y_px: float) -> tuple[float, float]:
+        """A place of the image, in px of the slide's largest level."""
+        return self.origin_px[0] + x_px * self.scale[0], self.origin_px[1] + y_px * self.scale[1]
 
 
 class SlideDataset:
@@ -78,6 +98,17 @@ class SlideDataset:
         """
         image, box = self._view(record)
         return image if box is None else Cropped(image, x=box.x, y=box.y, w=box.w, h=box.h)
+
+    def frame(self, record: SlideRecord) -> SlideFrame:
+        """Place of :meth:`image` on its slide.
+
+        Raises:
+            InputError, SourceError: as :meth:`image`.
+        """
+        slide = self._open(record)
+        _, box = self._view_of(record, slide)
+        left, top = (0, 0) if box is None else (box.x, box.y)
+        return SlideFrame(scale=slide.scale, origin_px=(left * slide.scale[0], top * slide.scale[1]))
 
     def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Normalized:
         """Input of the network. Its decoded rows stay in host memory, up to ``data.host_budget``, as long as it is used.
@@ -178,7 +209,9 @@ class SlideDataset:
 
     def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:
         """Slide at the run's resolution, and its crop box."""
-        slide = self._open(record)
+        return self._view_of(record, self._open(record))
+
+    def _view_of(self, record: SlideRecord, slide: OpenedSlide) -> tuple[Raster, Box | None]:
         area = self._area(record, slide)
         if area is None:
             return slide.image, None

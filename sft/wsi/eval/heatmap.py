@@ -1,15 +1,19 @@
 """Heatmaps: class-activation maps, input gradients (saliency), and the crops with the largest contributions.
 
-The map of a pooled head is exact (`Evidence`): its sum over all positions, plus the bias, is the logit. Saliency is the gradient of a
+The map of a pooled head is exact (`Evidence`): its sum over all positions, plus the bias, is the logit. A value is drawn over the cell of
+its position, centred where the access maps of the backbone say (`sft.position_grids`): position ``i`` of a ResNet covers the pixels from
+``32 i - 15.5`` to ``32 i + 16.5``. Crops are cut around the same centres. Saliency is the gradient of a
 logit with respect to the input, which ``net(x, input_grad=...)`` writes strip by strip into a file: for a slide of 50,000 px a side it
 would be 30 GB as a tensor.
 """
 
 from __future__ import annotations
 
+import csv
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +26,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from PIL import Image as PillowImage
 
+import sft
 from sft.common.array_types import Float32Array
 from sft.common.byte_units import format_bytes
 from sft.common.errors import InputError
 from sft.sources.image import Image, Pixels
 from sft.sources.sink import allocate_blocks, free_space_text
+from sft.wsi.data.dataset import SlideFrame
 from sft.wsi.data.slides import make_thumbnail
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError
@@ -35,7 +41,10 @@ from sft.wsi.model.heads import Evidence, set_training
 from sft.wsi.run.files import atomic_write_with_parents, safe_names, write_csv
 from sft.wsi.train.experiment import Experiment, autocast_context, compile_model
 
-__all__ = ["Heatmap", "HeatmapMaker", "crop_places", "draw_overlay", "output_numbers"]
+__all__ = ["Grids", "Heatmap", "HeatmapMaker", "cells_extent", "crop_places", "draw_overlay", "output_numbers", "write_map_table"]
+
+#: Grids of the rows and of the columns of a map, in px of the image.
+Grids = tuple[sft.PositionGrid, sft.PositionGrid]
 
 #: The longest side of an overlay: viewers and JPEG end at 65,500 px, people long before.
 _OVERLAY_PX = 2048
@@ -50,12 +59,16 @@ class Heatmap:
         output: name of the class (or ``value``, ``risk``).
         score: the model's output before the softmax.
         files: paths of the files.
+        stride_px: (x, y) px of the slide's largest level from one position of the map to the next.
+        first_centre_px: (x, y) centre of the map's first position, in px of the slide's largest level.
     """
 
     slide: str
     output: str
     score: float
     files: tuple[Path, ...]
+    stride_px: tuple[float, float]
+    first_centre_px: tuple[float, float]
 
 
 class HeatmapMaker:
@@ -96,24 +109,32 @@ class HeatmapMaker:
         source = experiment.feed.source(record)
         with torch.no_grad(), autocast_context(experiment.config):
             scores, maps = self._evidence.eval()(source)
+            grids = _map_grids(self._evidence, source, (maps.shape[2], maps.shape[3]))
         evidence: Float32Array = maps[0, output].float().cpu().numpy()
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
         part = safe_names(names)[output] if output < len(names) else name
-        image = experiment.feed.coloured(record)
+        image, frame = experiment.feed.coloured(record), experiment.feed.frame(record)
         small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
-        stride_px = _stride_px((image.height_px, image.width_px), evidence.shape)
         title = f"{record.name}, {name}: score {scores[0, output].item():.3f}"
         files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
         # A map is for a class; its sum is what the class gets, so that colours compare positions and the bar tells the scale.
-        draw_overlay(files[1], small, evidence, stride_px / factor, title=title, label="contribution to the score", centred=True)
+        draw_overlay(files[1], small, evidence, grids, factor, title=title, label="contribution to the score", centred=True)
         if saliency:
             files += self._draw_saliency(record, output, name, folder / f"saliency-{part}", small, factor)
-        files += self._cut_crops(image, evidence, stride_px, folder, part, num_crops, crop_px)
-        return Heatmap(slide=record.name, output=name, score=scores[0, output].item(), files=tuple(files))
+        files += self._cut_crops(image, frame, evidence, grids, folder, part, num_crops, crop_px)
+        rows, columns = grids
+        return Heatmap(
+            slide=record.name,
+            output=name,
+            score=scores[0, output].item(),
+            files=tuple(files),
+            stride_px=(float(columns.stride_px) * frame.scale[0], float(rows.stride_px) * frame.scale[1]),
+            first_centre_px=frame.to_slide(float(columns.first_centre_px), float(rows.first_centre_px)),
+        )
 
     def saliency(self, record: SlideRecord, output: int, factor: int) -> Float32Array:
         """The input's gradient of one output: its length over channels, and the mean of squares over blocks of ``factor`` px, rooted.
@@ -164,31 +185,67 @@ class HeatmapMaker:
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, blocks)
         title = f"{record.name}, {name}: gradient of the score"
-        draw_overlay(files[1], small, blocks, max(factor, 4) / factor, title=title, label="root mean square of the gradient", centred=False)
+        block_px = Fraction(max(factor, 4))
+        blocks_grid = sft.PositionGrid(stride_px=block_px, first_centre_px=block_px / 2)
+        label = "root mean square of the gradient"
+        draw_overlay(files[1], small, blocks, (blocks_grid, blocks_grid), factor, title=title, label=label, centred=False)
         return files
 
     def _cut_crops(
-        self, image: Image, evidence: Float32Array, stride_px: float, folder: Path, part: str, num_crops: int, crop_px: int
+        self,
+        image: Image,
+        frame: SlideFrame,
+        evidence: Float32Array,
+        grids: Grids,
+        folder: Path,
+        part: str,
+        num_crops: int,
+        crop_px: int,
     ) -> list[Path]:
         width_px, height_px = min(crop_px, image.width_px), min(crop_px, image.height_px)
+        rows_grid, columns_grid = grids
+        spacing = (max(1, round(crop_px / rows_grid.stride_px)), max(1, round(crop_px / columns_grid.stride_px)))
         files, rows = [], []
-        for rank, (row, col) in enumerate(crop_places(evidence, num_crops, max(1, round(crop_px / stride_px))), start=1):
-            left = min(max(round((col + 0.5) * stride_px - width_px / 2), 0), image.width_px - width_px)
-            top = min(max(round((row + 0.5) * stride_px - height_px / 2), 0), image.height_px - height_px)
+        for rank, (row, col) in enumerate(crop_places(evidence, num_crops, spacing), start=1):
+            left = _crop_start(columns_grid.centre_px(col), width_px, image.width_px)
+            top = _crop_start(rows_grid.centre_px(row), height_px, image.height_px)
             files.append(folder / f"crop-{part}-{rank:02d}.png")
             with atomic_write_with_parents(files[-1]) as temporary:
                 PillowImage.fromarray(image.read(left, top, width_px, height_px)).save(temporary)
-            rows.append([rank, left, top, width_px, height_px, float(evidence[row, col])])
+            corners = frame.to_slide(left, top), frame.to_slide(left + width_px, top + height_px)
+            on_slide = [corners[0][0], corners[0][1], corners[1][0] - corners[0][0], corners[1][1] - corners[0][1]]
+            rows.append([rank, left, top, width_px, height_px, float(evidence[row, col]), *(round(value, 3) for value in on_slide)])
         if num_crops:
             files.append(folder / f"crops-{part}.csv")
-            write_csv(files[-1], ["rank", "left_px", "top_px", "width_px", "height_px", "contribution"], rows)
+            columns = ["rank", "left_px", "top_px", "width_px", "height_px", "contribution"]
+            write_csv(files[-1], [*columns, "slide_left_px", "slide_top_px", "slide_width_px", "slide_height_px"], rows)
         return files
 
 
-def crop_places(evidence: Float32Array, num_crops: int, spacing: int) -> list[tuple[int, int]]:
-    """The highest positions of a map, none closer to another than ``spacing`` rows or columns.
+def _map_grids(net: Any, source: Any, positions: tuple[int, int]) -> Grids:
+    """Grids of a map: those of the network, or equal cells of the image for a map without an affine grid.
 
-    >>> crop_places(np.array([[5, 4, 0, 3]], np.float32), 2, 2)
+    Args:
+        net: the compiled model whose second output is the map.
+        source: its input.
+        positions: rows and columns of the map.
+    """
+    grids = sft.position_grids(net, source)[1]
+    if grids is None or len(grids) != 2:
+        rows, columns = (sft.PositionGrid.equal_cells(px, count) for px, count in zip(source.shape[2:], positions, strict=True))
+        return rows, columns
+    return grids[0], grids[1]
+
+
+def _crop_start(centre_px: Fraction, crop_px: int, extent_px: int) -> int:
+    """First pixel of a crop around a centre, moved into the image."""
+    return min(max(round(centre_px - Fraction(crop_px, 2)), 0), extent_px - crop_px)
+
+
+def crop_places(evidence: Float32Array, num_crops: int, spacing: tuple[int, int]) -> list[tuple[int, int]]:
+    """The highest positions of a map, none closer to another than ``spacing`` (rows, columns) along both axes.
+
+    >>> crop_places(np.array([[5, 4, 0, 3]], np.float32), 2, (2, 2))
     [(0, 0), (0, 3)]
     """
     left = evidence.astype(np.float64)
@@ -196,20 +253,29 @@ def crop_places(evidence: Float32Array, num_crops: int, spacing: int) -> list[tu
     while len(places) < num_crops and np.isfinite(left.max()):
         row, col = (int(number) for number in np.unravel_index(int(left.argmax()), left.shape))
         places.append((row, col))
-        left[max(0, row - spacing + 1) : row + spacing, max(0, col - spacing + 1) : col + spacing] = -np.inf
+        left[max(0, row - spacing[0] + 1) : row + spacing[0], max(0, col - spacing[1] + 1) : col + spacing[1]] = -np.inf
     return places
 
 
 def draw_overlay(
-    path: Path, small: Pixels, values: npt.NDArray[np.floating[Any]], cell_px: float, *, title: str, label: str, centred: bool
+    path: Path,
+    small: Pixels,
+    values: npt.NDArray[np.floating[Any]],
+    grids: Grids,
+    factor: int,
+    *,
+    title: str,
+    label: str,
+    centred: bool,
 ) -> None:
-    """Draw values over a slide, with a colour bar.
+    """Draw values over a slide, each over the cell of its position, with a colour bar.
 
     Args:
         path: of the image.
         small: the slide, ``[height, width, 3]``.
         values: ``[rows, cols]``.
-        cell_px: pixels of ``small`` that one value covers.
+        grids: of the rows and columns, in px of the slide.
+        factor: px of the slide per px of ``small``.
         title: above.
         label: of the colour bar.
         centred: whether zero is the middle of the colours.
@@ -218,11 +284,31 @@ def draw_overlay(
         RunFolderError: it cannot be written.
     """
     with rc_context(PLAIN_TEXT):
-        _draw_overlay(path, small, values, cell_px, title, label, centred)
+        _draw_overlay(path, small, values, cells_extent(grids, values.shape, factor), title, label, centred)
+
+
+def cells_extent(grids: Grids, positions: tuple[int, ...], factor: int) -> tuple[float, float, float, float]:
+    """Edges of all cells of a map (left, right, bottom, top), in px of a picture of 1/``factor``.
+
+    >>> grid = sft.PositionGrid(stride_px=Fraction(32), first_centre_px=Fraction(1, 2))
+    >>> cells_extent((grid, grid), (3, 4), 2)
+    (-7.75, 56.25, 40.25, -7.75)
+    """
+    (top, bottom), (left, right) = (
+        (float(grid.start_px / factor), float((grid.start_px + count * grid.stride_px) / factor))
+        for grid, count in zip(grids, positions, strict=True)
+    )
+    return left, right, bottom, top
 
 
 def _draw_overlay(
-    path: Path, small: Pixels, values: npt.NDArray[np.floating[Any]], cell_px: float, title: str, label: str, centred: bool
+    path: Path,
+    small: Pixels,
+    values: npt.NDArray[np.floating[Any]],
+    extent: tuple[float, float, float, float],
+    title: str,
+    label: str,
+    centred: bool,
 ) -> None:
     height, width = small.shape[:2]
     figure = Figure(figsize=(12, 1.2 + 5.2 * min(1.6, height / width)), layout="constrained")
@@ -235,13 +321,35 @@ def _draw_overlay(
     if centred:
         low, high = -max(abs(low), abs(high), 1e-12), max(abs(low), abs(high), 1e-12)
     scale = ScalarMappable(Normalize(low, max(high, low + 1e-12)), "coolwarm" if centred else "viridis")
-    extent = (0, values.shape[1] * cell_px, values.shape[0] * cell_px, 0)
     overlaid.imshow(values, extent=extent, norm=scale.norm, cmap=scale.cmap, alpha=0.5, interpolation="nearest")
     overlaid.set(xlim=(0, width), ylim=(height, 0))
     figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
     figure.suptitle(title)
     with atomic_write_with_parents(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        figure.savefig(temporary, dpi=110, pil_kwargs={"optimize": True})
+
+
+_MAP_COLUMNS = ("slide", "output", "score", "stride_x_px", "stride_y_px", "first_centre_x_px", "first_centre_y_px", "map")
+
+
+def write_map_table(folder: Path, heatmap: Heatmap) -> None:
+    """Add a map to ``maps.csv``: its stride and the centre of its first position, in px of the slide's largest level.
+
+    Rows of other maps are kept; a file with other columns is replaced.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    path = folder / "maps.csv"
+    written: list[list[str]] = []
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            written = list(csv.reader(file))
+    rows: list[Sequence[object]] = [row for row in written[1:] if row[:2] != [heatmap.slide, heatmap.output]]
+    rows = rows if written and tuple(written[0]) == _MAP_COLUMNS else []
+    place = [*heatmap.stride_px, *heatmap.first_centre_px]
+    rows.append([heatmap.slide, heatmap.output, heatmap.score, *place, heatmap.files[0].relative_to(folder).as_posix()])
+    write_csv(path, _MAP_COLUMNS, rows)
 
 
 def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[int]:
@@ -257,17 +365,6 @@ def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[
     if unknown:
         raise InputError(f"--classes {', '.join(unknown)}: the model's are {', '.join(classes) or 'none'}")
     return [classes.index(name) for name in names]
-
-
-def _stride_px(extents_px: tuple[int, int], positions: tuple[int, ...]) -> float:
-    """Pixels from one position of the map to the next: nearly always a power of two; the last row or column may be partial.
-
-    The axis with more positions determines it best; the height of a map of one row determines almost no stride.
-    """
-    both = list(zip(extents_px, positions, strict=True))
-    extent, count = max(both, key=lambda each: each[1])
-    power = float(2 ** round(np.log2(extent / count)))
-    return power if all(n - 1 < e / power < n + 1 for e, n in both) else extent / count
 
 
 def _block_means(values: npt.NDArray[np.floating[Any]], factor: int) -> npt.NDArray[np.floating[Any]]:

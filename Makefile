@@ -36,10 +36,11 @@ demo: $(READY) ## Train on a slide inside a byte budget; the figures and tables 
 
 test: lint types unit package ## Lint, types, tests, and the packaging check
 
-lint: $(READY) ## Style, formatting, and the layers
+lint: $(READY) ## Style, formatting, the layers, and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
 
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy

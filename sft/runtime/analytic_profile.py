@@ -223,10 +223,10 @@ def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: IntArray, frontie
         frontier: rows computed at each state, [value, state].
         begins: result of :func:`first_block_rows`.
     """
-    num_actions, at, sign, belows, above = _state_changes(checkpoints, frontier.shape[1] - 1)
+    num_actions, at, sign, below_states, above = _state_changes(checkpoints, frontier.shape[1] - 1)
     sizes = [
         row_bytes @ (frontier[:, state] - np.maximum(begins[:, state], frontier[:, below])).clip(0)
-        for below, state in zip(_chunks(belows), _chunks(above), strict=True)
+        for below, state in zip(_chunks(below_states), _chunks(above), strict=True)
     ]
     change = np.zeros((*row_bytes.shape[:-1], num_actions + 1), dtype=np.int64)
     np.add.at(change.T, at, (sign * np.concatenate(sizes, axis=-1)).T)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import sft
+
 _ROOT = Path(__file__).resolve().parents[2]
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_citation_and_the_changelog_name_the_version() -> None:
-    version = _PROJECT["version"]
+    version = sft.__version__
     assert f"\nversion: {version}\n" in (_ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}] - " in (_ROOT / "CHANGELOG.md").read_text()
 

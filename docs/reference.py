@@ -36,7 +36,8 @@ def page() -> str:
 def _members(module: ModuleType) -> dict[str, Any]:
     """What a package exports, but for modules."""
     names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-    return {name: vars(module)[name] for name in names if not inspect.ismodule(vars(module)[name])}
+    members = {name: getattr(module, name) for name in names}
+    return {name: member for name, member in members.items() if not inspect.ismodule(member)}
 
 
 def _entry(name: str, member: Any) -> list[str]:
@@ -56,9 +57,8 @@ def _entry(name: str, member: Any) -> list[str]:
 
 def _class_members(member: type) -> dict[str, Any]:
     """Members of a class, including those of its bases up to the first public one."""
-    public = {
-        exported for package in _PACKAGES for exported in vars(importlib.import_module(package)).values() if inspect.isclass(exported)
-    }
+    packages = (importlib.import_module(package) for package in _PACKAGES)
+    public = {exported for package in packages for exported in _members(package).values() if inspect.isclass(exported)}
     bases = takewhile(lambda base: base not in public and base.__module__.startswith("sft."), member.__mro__[1:])
     return dict(item for cls in reversed([member, *bases]) for item in vars(cls).items())
 

@@ -25,13 +25,14 @@ from sft.backends.autotune.benchmark import Benchmarker, CudaBenchmarker
 from sft.backends.autotune.cases import CaseCollector, TuningCase
 from sft.backends.autotune.loop import TuningReport, tune
 from sft.backends.resolve import allows_tf32, computes_operands
+from sft.cli.parser import TUNED_DTYPES
 from sft.cli.plans import ExampleInput
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError
 from sft.planner.options import Options
 from sft.torch_runtime.profiling import table_folders
 
-__all__ = ["DTYPES", "STANDARD_NETWORKS", "TuneRequest", "collect_tuning_cases", "show_tune", "standard_models"]
+__all__ = ["STANDARD_NETWORKS", "TuneRequest", "collect_tuning_cases", "show_tune", "standard_models"]
 
 
 def _vgg16() -> nn.Module:
@@ -117,8 +118,6 @@ STANDARD_NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-#: Element types that most layers are trained in.
-DTYPES = ("bfloat16", "float16", "float32")
 _STANDARD_SHAPE = (1, 3, 2048, 2048)
 
 
@@ -162,8 +161,8 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
         shapes = [tuple(description.shape) if isinstance(description, torch.Tensor) else description for description in inputs]
         dtypes = [description.dtype if isinstance(description, torch.Tensor) else None for description in inputs]
         for dtype_name in request.dtypes:
-            if dtype_name not in DTYPES:
-                raise InputError(f"--dtype {dtype_name}: choose among {', '.join(DTYPES)}")
+            if dtype_name not in TUNED_DTYPES:
+                raise InputError(f"--dtype {dtype_name}: choose among {', '.join(TUNED_DTYPES)}")
             engine = Engine(
                 model.to(getattr(torch, dtype_name)),
                 budget_bytes=parse_bytes(request.budget),

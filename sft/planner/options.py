@@ -6,10 +6,13 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
+from typing import TYPE_CHECKING
 
 from sft.common.byte_units import is_integer, parse_bytes
 from sft.common.errors import InputError
-from sft.weights.disk_store import WeightsFile
+
+if TYPE_CHECKING:
+    from sft.weights.disk_store import WeightsFile
 
 __all__ = ["BACKENDS", "OFFLOAD_STRATEGIES", "STRATEGIES", "WEIGHT_MODES", "Options"]
 
@@ -112,7 +115,7 @@ class Options:
             errors.append(f"backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.profile not in ("auto", "measure"):
             errors.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
-        if not isinstance(self.weights, WeightsFile) and self.weights not in WEIGHT_MODES:
+        if self.weights_file is None and self.weights not in WEIGHT_MODES:
             errors.append(f"weights {self.weights!r}: choose one of {', '.join(WEIGHT_MODES)}, or give a sft.WeightsFile")
         elif self.cuda_graphs and self.weights != "resident":
             errors.append("cuda_graphs replays strips on weights that stay where they are, streamed ones do not: drop one")
@@ -171,6 +174,10 @@ class Options:
     @property
     def weights_file(self) -> WeightsFile | None:
         """The file that weights are streamed from, or ``None``."""
+        if isinstance(self.weights, str):
+            return None
+        from sft.weights.disk_store import WeightsFile  # imports torch
+
         return self.weights if isinstance(self.weights, WeightsFile) else None
 
     @property

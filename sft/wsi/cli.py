@@ -11,7 +11,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -25,14 +25,11 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import InputError, SftError
-from sft.wsi import commands
-from sft.wsi import inspect_commands as inspection
-from sft.wsi.config import GROUPS, Config, RanksConfig
+from sft.wsi.config import GROUPS, Config
 from sft.wsi.errors import DatasetError, RunInterrupted
-from sft.wsi.eval.predict import InferenceRequest, config_path
-from sft.wsi.train.distributed import World, joined
+from sft.wsi.run.world import World
 
-__all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
+__all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "make_config", "read_config"]
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
 
@@ -59,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
-            parser, run = _parser()
+            parser = _parser()
             for option, value in zip_longest(given, given[1:], fillvalue=""):
                 if option == "--config" or option.startswith("--config="):
                     _check_file(Path(option.partition("=")[2] or value))
@@ -69,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{parsed.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
                     f"can {' and '.join(_ON_SEVERAL_RANKS)}"
                 )
-            result = run[parsed.subcommand](parsed[parsed.subcommand], console)
+            from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
+
+            result = COMMANDS[parsed.subcommand](parsed[parsed.subcommand], console)
     except ArgumentError as error:
         return complain(error, EXIT_USAGE)
     except RunInterrupted as error:
@@ -95,7 +94,7 @@ def read_config(path: Path) -> Config:
     """
     _check_file(path)
     try:
-        return _config(_configured("config").parse_args(["--config", str(path)]))
+        return make_config(_configured("config").parse_args(["--config", str(path)]))
     except ArgumentError as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from error
 
@@ -137,7 +136,7 @@ def _check_file(path: Path) -> None:
         return  # who reads it will say what is wrong
 
 
-def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.CommandResult]]]:
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False)
     parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     subcommands = parser.add_subcommands(required=True)
@@ -176,43 +175,7 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
         ("heatmap", heatmap),
     ):
         subcommands.add_subcommand(name, sub, help=sub.description)
-    return parser, {
-        "doctor": lambda given, console: inspection.doctor(console),
-        "slide-info": lambda given, console: inspection.slide_information(given.slides, console),
-        "tissue": lambda given, console: inspection.tissue(
-            given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp, overwrite=given.overwrite
-        ),
-        "plan": _plan,
-        "train": _train,
-        "evaluate": _evaluate,
-        "heatmap": lambda given, console: commands.heatmap(
-            _selection(given),
-            console,
-            names=given.names,
-            classes=given.classes,
-            saliency=given.saliency,
-            num_crops=given.crops,
-            crop_px=given.crop_px,
-        ),
-    }
-
-
-def _plan(given: Namespace, console: Console) -> commands.CommandResult:
-    config = _config(given)
-    with joined(config.ranks, plans_only=True) as ranks:
-        return commands.plan(config, given.size, console, ranks)
-
-
-def _train(given: Namespace, console: Console) -> commands.CommandResult:
-    config = _config(given)
-    with joined(config.ranks, plans_only=given.dry_run) as ranks:
-        return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks)
-
-
-def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
-    with joined(RanksConfig(bands=given.bands)) as ranks:
-        selection = ranks.from_first(lambda: _selection(given))
-        return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks)
+    return parser
 
 
 def _plain(description: str) -> ArgumentParser:
@@ -246,23 +209,10 @@ def _of_run(description: str) -> ArgumentParser:
     return parser
 
 
-def _config(given: Namespace) -> Config:
+def make_config(given: Namespace) -> Config:
+    """The configuration that options describe."""
     groups = {name: cls(**given[name].as_dict()) for name, cls in GROUPS.items()}
     return Config(**groups, run=given.run, tensorboard=given.tensorboard)
-
-
-def _selection(given: Namespace) -> InferenceRequest:
-    return InferenceRequest(
-        run=given.run,
-        config=read_config(config_path(given.run)),
-        split=given.split,
-        csv=given.csv,
-        slides=given.slides,
-        checkpoint=given.checkpoint,
-        device=given.device,
-        budget=given.budget,
-        out=given.out,
-    )
 
 
 def _complain(error: BaseException, code: int, *, is_debug: bool, is_json: bool, is_quiet: bool, kind: str = "error") -> int:

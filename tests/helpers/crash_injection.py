@@ -38,7 +38,7 @@ class Death:
 def run_process(arguments: Sequence[str], death: Death | None = None) -> int:
     """Run the command line to its end; returns the exit code, or minus the signal that killed it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.cli"])
+    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.dispatch"])
     process = context.Process(target=_child, args=(list(arguments), death))
     process.start()
     process.join()

@@ -281,7 +281,7 @@ def _killed_in_the_second_step(path: str, num_writes: int) -> None:
 @pytest.mark.parametrize("num_writes", [0, 7, 19])
 def test_a_killed_process_loses_the_step_that_it_was_in(num_writes: int, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.cli"])  # as other tests do: one server serves all
+    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.dispatch"])  # as other tests do: one server serves all
     process = context.Process(target=_killed_in_the_second_step, args=(str(tmp_path / "w"), num_writes))
     process.start()
     process.join()

@@ -16,13 +16,11 @@ name that it reads, and accepts the name when the first rank has repeated the no
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -36,6 +34,7 @@ from sft.distributed.mesh import LiveMesh, MeshShape
 from sft.distributed.rank_context import RankContext
 from sft.distributed.transport import RankGroup
 from sft.wsi.config import RanksConfig
+from sft.wsi.run.world import World
 
 __all__ = ["SINGLE_RANK", "Ranks", "SingleRank", "World", "connect_ranks", "joined", "rendezvous_ranks"]
 
@@ -104,33 +103,6 @@ T = TypeVar("T")
 #: All ranks, or those that share this rank's slide.
 RankScope = Literal["all", "bands"]
 _HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Processes of this program, as torchrun started them.
-
-    Attributes:
-        num_ranks: number of ranks.
-        rank: index of this process.
-        local_rank: index on this machine.
-        num_local: number of ranks on this machine.
-    """
-
-    num_ranks: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    num_local: int = 1
-
-    @classmethod
-    def here(cls) -> World:
-        """World of ``torch.distributed`` if it is initialised, otherwise of the environment."""
-        if dist.is_available() and dist.is_initialized():
-            num_ranks, rank = dist.get_world_size(), dist.get_rank()
-        else:
-            num_ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(num_ranks=num_ranks, rank=rank, local_rank=local_rank, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
 
 
 class Ranks(Protocol):

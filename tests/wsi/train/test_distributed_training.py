@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 _ROOT = Path(__file__).resolve().parents[3]
 _GROUPS = "sft.wsi.train.grad_accumulation:GradientAccumulator"
 #: What the processes' common parent imports for all of them.
-_PRELOAD = ("sft.wsi.cli", "torch._dynamo", "torch.distributed.device_mesh")
+_PRELOAD = ("sft.wsi.dispatch", "torch._dynamo", "torch.distributed.device_mesh")
 #: Where double precision ends in the same weights after a few steps, for sums that are taken in another order.
 _TOLERANCE = 1e-12
 

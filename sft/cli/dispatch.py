@@ -1,0 +1,136 @@
+"""Commands of ``python -m sft``: parsed options become a request, which its command runs."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from sft.cli.doctor import show_doctor
+from sft.cli.plans import PlanRequest, compare_strategies, load_model, parse_input, parse_tile, show_check, show_pareto, show_plan
+from sft.cli.tune import TuneRequest, show_tune, standard_models
+from sft.common.byte_units import parse_rate
+from sft.common.errors import InputError
+from sft.planner.options import STRATEGIES, Options
+
+__all__ = ["run_command"]
+
+
+def run_command(args: argparse.Namespace, console: Console) -> int:
+    """Run the command that was named; returns the exit code.
+
+    Raises:
+        SftError, OSError: it failed.
+    """
+    if args.command == "doctor":
+        return show_doctor(console, as_json=args.json)
+    if args.command == "tune":
+        return show_tune(_tune_request(args), console, as_json=args.json)
+    if args.command == "plan":
+        _check_unused_options(args)
+    # A model on the meta device can be planned, but not timed.
+    model = load_model(args.model, _parse_model_arguments(args.model_args), meta=not getattr(args, "time", False))
+    model.train(not args.inference)
+    if args.frozen_norms:
+        for module in model.modules():
+            if getattr(module, "running_mean", None) is not None:
+                module.eval()
+    inputs = tuple(parse_input(text) for text in args.input)
+    if args.command == "check":
+        return show_check(model, inputs, console, as_json=args.json)
+    if args.inference:
+        model.requires_grad_(False)
+    options = Options(
+        strategy=args.strategy,
+        halo=args.halo,
+        tile=parse_tile(args.tile) if args.tile else None,
+        host_budget=0 if args.host_budget == "0" else args.host_budget,
+        link_bandwidth=args.link_bandwidth,
+        weights=args.weights,
+        profile="measure" if args.time else "auto",
+        progress=args.time,
+    )
+    request = PlanRequest(
+        model=model,
+        inputs=inputs,
+        budget=args.budget,
+        options=options,
+        out=args.out,
+        plot=args.plot,
+        pareto=args.pareto,
+        budgets=tuple(args.budgets),
+        costs=args.costs,
+        mesh=_mesh(args),
+        reads=args.read,
+        link_bytes_per_second=None if args.link is None else parse_rate(args.link),
+    )
+    if args.pareto is not None:
+        # Options about strips exclude the plain strategy.
+        names = STRATEGIES if args.compare else (args.strategy,) if args.tile or args.halo != "auto" else (args.strategy, "none")
+        return show_pareto(request, console, as_json=args.json, strategies=names)
+    show = compare_strategies if args.compare else show_plan
+    return show(request, console, as_json=args.json)
+
+
+def _check_unused_options(args: argparse.Namespace) -> None:
+    """Refuse options that another option makes ineffective."""
+    if args.budgets and args.pareto is None:
+        raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
+    multi_plan_option = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
+    unused = [f"--{name}" for name in ("out", "plot", "costs") if getattr(args, name)]
+    if multi_plan_option is not None and unused:
+        raise InputError(f"{' and '.join(unused)}: about one plan, and {multi_plan_option} makes several; leave out the one or the other")
+
+
+def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Replicas and bands, if ``--ranks`` is given."""
+    if args.ranks is None:
+        if args.replicas != 1 or args.link is not None:
+            raise InputError("--replicas and --link are about --ranks; give that, too")
+        return None
+    if args.compare or args.pareto is not None or args.time:
+        raise InputError("--ranks plans for a mesh, which has one strategy; leave out --compare, --pareto and --time")
+    return args.replicas, args.ranks
+
+
+def _tune_request(args: argparse.Namespace) -> TuneRequest:
+    """The request of ``tune``: about a named model, or about layers that most networks have."""
+    options = Options(tile=parse_tile(args.tile) if args.tile else None)
+    dtypes = tuple(args.dtype)
+    if args.model is None:
+        if args.input or args.model_args:
+            raise InputError("--input and --model-args are about a model; name one")
+        models = standard_models()
+    else:
+        if not args.input:
+            raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
+        model = load_model(args.model, _parse_model_arguments(args.model_args))
+        model.train(not args.inference)
+        models = [(model, tuple(parse_input(text) for text in args.input))]
+    return TuneRequest(
+        models=models,
+        dtypes=dtypes,
+        options=options,
+        budget=args.budget,
+        folder=args.out,
+        again=args.again,
+        limit_seconds=math.inf if args.seconds is None else args.seconds,
+    )
+
+
+def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse ``num_classes=2 width=0.5 name=text``."""
+    arguments = {}
+    for text in texts:
+        name, is_pair, value = text.partition("=")
+        if not is_pair or not name.isidentifier():
+            raise InputError(f"--model-args {text!r}: write name=value, such as num_classes=2")
+        try:
+            arguments[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[name] = value
+    return arguments

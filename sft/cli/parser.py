@@ -1,0 +1,99 @@
+"""Options of ``python -m sft``; imports no torch, so that ``--help`` and mistakes in a command line are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import sft
+from sft.planner.options import STRATEGIES, WEIGHT_MODES
+
+__all__ = ["TUNED_DTYPES", "build_parser"]
+
+#: Element types that most layers are trained in.
+TUNED_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="python -m sft", description="Exact training on images that do not fit the device.")
+    parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="installed versions, devices, and a self-check of a step in strips")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    check = commands.add_parser("check", help="operators of a model that run in strips, operators that cannot, and remedies")
+    _add_model(check)
+
+    plan = commands.add_parser("plan", help="memory, time and schedule of a step, without running it")
+    _add_model(plan)
+    plan.add_argument("--budget", default="11GiB", metavar="BYTES", help="device memory (default: 11GiB)")
+    plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="planning strategy (default: auto)")
+    plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="source of the halo rows of strips")
+    plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
+    host = "host memory for offloading, 0 for none (default: no limit; none with --time on the CPU, which shares it)"
+    plan.add_argument("--host-budget", metavar="BYTES", help=host)
+    plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes per second between device and host, such as 24GB (default: 10GB)")
+    weights = "placement of parameters: on the device (default), streamed from the host, or streamed if no resident plan fits"
+    plan.add_argument("--weights", choices=WEIGHT_MODES, default="resident", help=weights)
+    plan.add_argument("--time", action="store_true", help="measure the plan's programs on this machine to project the time of a step")
+    plan.add_argument("--compare", action="store_true", help="print a table of all strategies")
+    plan.add_argument("--costs", action="store_true", help="print the time of each segment")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="plot memory and operations over time: .png, .svg, .pdf, ...")
+    plan.add_argument(
+        "--pareto",
+        type=Path,
+        metavar="FILE",
+        help="plan for several budgets and plot time against memory, for all strategies with --compare",
+    )
+    plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
+    plan.add_argument("--read", action="store_true", help="inputs are read in strips (slides, arrays) and never resident")
+    plan.add_argument("--ranks", type=int, metavar="N", help="split the image over N ranks, each with the budget")
+    plan.add_argument("--replicas", type=int, default=1, metavar="N", help="train on N images at once, each on --ranks ranks (default: 1)")
+    plan.add_argument("--link", metavar="RATE", help="bandwidth between a rank and the other ranks, such as 400Gbit or 50GB per second")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
+
+    tune = commands.add_parser("tune", help="measure on this machine's GPU which kernels are faster than PyTorch's operators")
+    _add_model(tune, is_needed=False)
+    tune.add_argument(
+        "--dtype", nargs="+", default=("bfloat16", "float32"), choices=TUNED_DTYPES, help="element types (default: bfloat16 float32)"
+    )
+    tune.add_argument(
+        "--budget", default="11GiB", metavar="BYTES", help="device memory of the plans that provide the programs (default: 11GiB)"
+    )
+    tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
+    tune.add_argument("--seconds", type=_positive_seconds, metavar="N", help="time limit; the same command resumes the measurement")
+    tune.add_argument("--again", action="store_true", help="measure the entries of the table again")
+    tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: the one that backend='auto' reads)")
+    return parser
+
+
+def _positive_seconds(text: str) -> float:
+    """Parse a positive number of seconds."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return number
+
+
+def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None:
+    about = "package.module:callable, or the name of a model of torchvision or timm"
+    if is_needed:
+        parser.add_argument("model", metavar="MODEL", help=about)
+    else:
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{about}; default: layers that most networks have")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=is_needed,
+        metavar="SHAPE",
+        help="such as 1x3x20480x20480; 4x512:int64 for integers; one per input",
+    )
+    parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments of the model's factory")
+    parser.add_argument("--frozen-norms", action="store_true", help="put norms with running statistics into evaluation mode")
+    parser.add_argument("--inference", action="store_true", help="plan for evaluation mode without gradients")
+    parser.add_argument("--json", action="store_true", help="print JSON")

@@ -10,6 +10,7 @@ would be 30 GB as a tensor.
 from __future__ import annotations
 
 import csv
+import io
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -325,8 +326,10 @@ def _draw_overlay(
     overlaid.set(xlim=(0, width), ylim=(height, 0))
     figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
     figure.suptitle(title)
-    with atomic_write_with_parents(path) as temporary:
-        figure.savefig(temporary, dpi=110, pil_kwargs={"optimize": True})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100, format="png")
+    with atomic_write_with_parents(path) as temporary, PillowImage.open(drawn) as picture:
+        picture.convert("RGB").save(temporary, optimize=True)  # opaque: without alpha the file is smaller
 
 
 _MAP_COLUMNS = ("slide", "output", "score", "stride_x_px", "stride_y_px", "first_centre_x_px", "first_centre_y_px", "map")

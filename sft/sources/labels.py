@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,8 +35,13 @@ class LabelSource:
     >>> source.shape, out.tolist()
     ((1, 1, 2, 2), [[[[7, 255]]]])
 
+    >>> LabelSource(np.array([[0, 255]], np.uint8), values={0: 0, 255: 1}).rows(Interval(0, 1), out)
+    >>> out.tolist()
+    [[[[0, 1]]]]
+
     Args:
         array: whole numbers or booleans ``[H, W]``, ``[N, H, W]`` or ``[N, 1, H, W]``; or the path of a ``.npy`` file of these.
+        values: label of each value of the array. Default: `None` (the values are the labels)
 
     Raises:
         InputError: wrong type, rank, dtype or extent.
@@ -42,7 +50,8 @@ class LabelSource:
 
     dtype = torch.int64
 
-    def __init__(self, array: HostArray | str | os.PathLike[str]) -> None:
+    def __init__(self, array: HostArray | str | os.PathLike[str], *, values: Mapping[int, int] | None = None) -> None:
+        self.values = None if values is None else dict(sorted(values.items()))
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         given = as_host_array(array if self.path is None else map_npy_file(self.path), "read labels from")
         name = "array" if self.path is None else str(self.path)
@@ -65,13 +74,14 @@ class LabelSource:
         return f"LabelSource({self._name}, shape={self.shape})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LabelSource, (self._given if self.path is None else self.path,)
+        array = self._given if self.path is None else self.path
+        return (LabelSource, (array,)) if self.values is None else (partial(LabelSource, values=self.values), (array,))
 
     def rows(self, interval: Interval, out: Tensor) -> None:
         """Fill ``out`` with rows; see `sft.sources.Source`.
 
         Raises:
-            InputError: the interval or ``out`` does not fit; `out` is unchanged.
+            InputError: the interval or ``out`` does not fit (`out` is unchanged), or a value of the array has no label.
             SourceError: the mapped file was cut short.
         """
         check_rows(self._name, self.shape, interval, out, dtype=self.dtype)
@@ -80,8 +90,23 @@ class LabelSource:
         check_mapping(self._given, self._name)
         for sample in range(self.shape[0]):
             labels = self._labels[sample, interval.start : interval.stop]
-            out[sample, 0].numpy()[...] = labels
+            out[sample, 0].numpy()[...] = labels if self.values is None else self._labels_of(labels)
             release_pages(labels[..., None])
+
+    def _labels_of(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """The labels of some values.
+
+        Raises:
+            InputError: a value has none.
+        """
+        assert self.values is not None
+        known, labels = (np.array(list(numbers), np.int64) for numbers in (self.values, self.values.values()))
+        place = np.minimum(np.searchsorted(known, values), len(known) - 1)
+        unknown = known[place] != values
+        if unknown.any():
+            raise InputError(f"cannot read labels from {self._name}: value {values[unknown][0]} has none; labelled are {known.tolist()}.")
+        chosen: npt.NDArray[np.int64] = labels[place]
+        return chosen
 
     def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
@@ -100,4 +125,4 @@ class LabelSource:
             InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
-        return LabelSource(self._labels[batch.start : batch.stop])
+        return LabelSource(self._labels[batch.start : batch.stop], values=self.values)

@@ -19,6 +19,8 @@ __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "Ra
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 #: Hidden units of the attention at most; a slide's features have some thousand at most.
 _MAX_HIDDEN = 2**20
+#: Index of values of a label map that count for nothing.
+_IGNORED_INDEX = 255
 _LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
@@ -40,6 +42,8 @@ class DataConfig:
         fold: index of the test fold, from 0.
         val_fraction: share of the patients for validation without splits and folds.
         test_fraction: share of the patients for testing, likewise.
+        mask_values: for segmentation: index of the class for each value of the label maps, such as {0: 0, 255: 1} for masks of 0 and
+            255; 255 as index: ignored. Default: values are class indices, 255 is ignored.
     """
 
     csv: Path
@@ -51,6 +55,7 @@ class DataConfig:
     fold: int = 0
     val_fraction: float = 0.2
     test_fraction: float = 0.0
+    mask_values: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
         _refuse_nulls("data", self)
@@ -291,6 +296,7 @@ class Config:
         _refuse(problems)
         if (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
+        problems += _mask_value_problems(self.data.mask_values, self.task)
         if self.task.kind == "cox" and self.train.accumulate < 2:
             problems.append(f"task.kind cox with train.accumulate {self.train.accumulate}: a risk set needs several slides; give 8 or more")
         if self.task.kind == "classification" and self.task.class_weights != "none" and self.train.accumulate < 2:
@@ -324,6 +330,23 @@ GROUPS: dict[str, type] = {
     item.name: cls
     for item, cls in zip(fields(Config), (DataConfig, TaskConfig, ModelConfig, AugmentConfig, TrainConfig, RanksConfig), strict=False)
 }
+
+
+def _mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list[str]:
+    if values is None:
+        return []
+    if task.kind != "segmentation":
+        return [f"data.mask_values with task.kind {task.kind}: values of label maps are for segmentation"]
+    classes = task.classes or []
+    wrong = sorted({index for index in values.values() if not (0 <= index < len(classes) or index == _IGNORED_INDEX)})
+    unused = [name for index, name in enumerate(classes) if index not in values.values()]
+    problems = []
+    if wrong:
+        allowed = f"classes are 0 to {len(classes) - 1}, and {_IGNORED_INDEX} is for ignored values"
+        problems.append(f"data.mask_values {values}: {', '.join(map(str, wrong))} is no class; {allowed}")
+    if unused:
+        problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
+    return problems
 
 
 def _plain(value: Any) -> Any:

@@ -36,6 +36,7 @@ from sft.tissue import Masked
 from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
+from sft.wsi.data.label_maps import IGNORED_LABEL, count_values, label_problem
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
 from sft.wsi.data.table import SlideRecord
@@ -44,9 +45,6 @@ from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured
 
 __all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlideFrame", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
 
-#: Pixels of a label map that count for nothing.
-IGNORED_LABEL = 255
-_ROWS_CHECKED = 1024
 _STAIN_PX = 1024
 
 
@@ -81,6 +79,8 @@ class SlideDataset:
         self._config = config
         #: (width, height) in px of the slides that were checked and found good
         self.sizes: dict[str, tuple[int, int]] = {}
+        #: of the label maps that were checked: pixels of each value
+        self.label_values: dict[str, dict[int, int]] = {}
         self._stains: dict[str, ColourAffine] = {}
         self._masks: dict[str, PackedMask] = {}
         # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
@@ -141,7 +141,7 @@ class SlideDataset:
         """
         mask = self._label_map(record)
         turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
-        return LabelSource(turned)
+        return LabelSource(turned, values=self._config.data.mask_values)
 
     def _label_map(self, record: SlideRecord) -> npt.NDArray[Any]:
         assert record.mask is not None  # the table was read for segmentation
@@ -168,9 +168,11 @@ class SlideDataset:
             self._stain(record)
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)  # whole numbers, of the slide's size
-                problem = _label_problem(self._label_map(record), len(self._config.task.classes or ()))
+                counts = count_values(self._label_map(record))
+                problem = label_problem(counts, self._config.task.classes or (), self._config.data.mask_values)
                 if problem is not None:
                     return f"label map {record.mask} {problem}"
+                self.label_values[record.name] = counts
         except SftError as error:
             return " ".join(str(error).split())
         self.sizes[record.name] = (image.width_px, image.height_px)
@@ -238,18 +240,6 @@ class SlideDataset:
     def _note_bad_tiles(self) -> None:
         for name, image in self._watched:
             self._bad_tiles.setdefault(name, set()).update(RasterView(image).bad_tiles)
-
-
-def _label_problem(labels: npt.NDArray[Any], num_classes: int) -> str | None:
-    """Problem of a label map, or None. The map may be a mapped file larger than the memory."""
-    is_labelled = False
-    for start in range(0, len(labels), _ROWS_CHECKED):
-        rows = labels[start : start + _ROWS_CHECKED]
-        wrong = (rows < 0) | ((rows >= num_classes) & (rows != IGNORED_LABEL))
-        if wrong.any():
-            return f"holds {int(rows[wrong][0])}; labels are 0 to {num_classes - 1}, and {IGNORED_LABEL} for none"
-        is_labelled |= bool((rows != IGNORED_LABEL).any())
-    return None if is_labelled else f"labels nothing of what is read of its slide: {IGNORED_LABEL}, for none, everywhere"
 
 
 #: What a network is called with.

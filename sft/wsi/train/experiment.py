@@ -18,7 +18,8 @@ from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.image import Image
 from sft.wsi.config import Config
-from sft.wsi.data.dataset import IGNORED_LABEL, SlideDataset
+from sft.wsi.data.dataset import SlideDataset
+from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes
 from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.errors import DatasetError
@@ -123,11 +124,24 @@ def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks:
         if problem is not None:
             problems[record.name] = problem
         reporter.advance()
-    for theirs, sizes in ranks.gathered((problems, feed.sizes)):
+    for theirs, sizes, label_values in ranks.gathered((problems, feed.sizes, feed.label_values)):
         problems |= theirs
         feed.sizes |= sizes
+        feed.label_values |= label_values
     reporter.note(f"{len(records)} slides checked, {len(problems)} cannot be used")
+    for split in ("val", "test"):
+        absent, text = _absent_classes(experiment, [record for record in records if record.split == split])
+        if absent:
+            reporter.note(f"warning: no {split} slide has a pixel of class {', '.join(absent)}, whose metrics mean nothing: {text}")
     return {record.name: problems[record.name] for record in records if record.name in problems}
+
+
+def _absent_classes(experiment: Experiment, records: Sequence[SlideRecord]) -> tuple[list[str], str]:
+    """Classes of a segmentation that no checked label map of these slides has a pixel of, and a text about their values."""
+    maps = [experiment.feed.label_values[record.name] for record in records if record.name in experiment.feed.label_values]
+    if not maps:
+        return [], ""
+    return absent_classes(maps, experiment.task.classes, experiment.config.data.mask_values)
 
 
 def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> dict[str, str]:
@@ -142,7 +156,7 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
         Problems by slide name; empty unless unreadable slides are skipped.
 
     Raises:
-        DatasetError: unusable slides, and ``train.on_error`` is not "skip"; or no training slide is left.
+        DatasetError: unusable slides, and ``train.on_error`` is not "skip"; or no training slide is left, or none has a pixel of a class.
         InputError: the remaining validation slides do not define ``train.monitor``.
     """
     unusable = check_records(experiment, experiment.table.records, ranks, reporter)
@@ -151,6 +165,9 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
         raise DatasetError(str(experiment.config.data.csv), problems)
     if all(record.name in unusable for record in experiment.records("train")):
         raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *unusable.values()])
+    absent, text = _absent_classes(experiment, experiment.records("train"))
+    if absent:
+        raise DatasetError(str(experiment.config.data.csv), [f"no training slide has a pixel of class {', '.join(absent)}: {text}"])
     monitor = experiment.config.train.monitor
     known = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
     if known and not is_measurable(experiment.task, monitor, known):

@@ -1,0 +1,129 @@
+"""Label maps of a run: the classes of their values, and checks of the values before training.
+
+A label map has one value for each pixel. By default the value is the index of the class, and `IGNORED_LABEL` counts for nothing.
+``data.mask_values`` maps other values: ``{0: 0, 255: 1}`` for masks of 0 and 255, ``{0: 0, 1: 0, 2: 1, 3: 255}`` to merge two values and
+to ignore a third. A class that no training slide has a pixel of is a mistake in the masks nearly always: the most common binary mask, of
+0 and 255, would otherwise be read as background and ignored pixels, and train on nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["IGNORED_LABEL", "absent_classes", "count_values", "label_problem", "values_text"]
+
+#: Value of pixels that count for nothing.
+IGNORED_LABEL = 255
+_ROWS_COUNTED = 1024
+#: Values that a message lists.
+_MAX_LISTED = 20
+#: Distinct values of a label map at most; more are no labels.
+_MAX_VALUES = 4096
+
+
+def count_values(labels: npt.NDArray[Any]) -> dict[int, int]:
+    """Pixels of each value of a label map, which may be a mapped file larger than the memory.
+
+    >>> count_values(np.array([[0, 255], [255, 255]], np.uint8))
+    {0: 1, 255: 3}
+    """
+    counts: Counter[int] = Counter()
+    for start in range(0, len(labels), _ROWS_COUNTED):
+        rows = labels[start : start + _ROWS_COUNTED]
+        if rows.dtype in (np.uint8, np.bool_):
+            frequencies = np.bincount(np.ravel(rows).view(np.uint8), minlength=1)
+            counts.update({int(value): int(frequencies[value]) for value in np.flatnonzero(frequencies)})
+        else:
+            values, frequencies = np.unique(rows, return_counts=True)
+            counts.update(dict(zip(values.tolist(), frequencies.tolist(), strict=True)))
+        if len(counts) > _MAX_VALUES:
+            break
+    return dict(sorted(counts.items()))
+
+
+def label_problem(counts: Mapping[int, int], classes: Sequence[str], mask_values: Mapping[int, int] | None) -> str | None:
+    """Problem of a label map by its values; None for a usable one.
+
+    Args:
+        counts: pixels of each value.
+        classes: names of the classes.
+        mask_values: class index of each value; None for values that are class indices.
+    """
+    known = _class_of(classes, mask_values)
+    unknown = [value for value in counts if value not in known]
+    if unknown:
+        allowed = (
+            f"labels are 0 to {len(classes) - 1}, and {IGNORED_LABEL} for none"
+            if mask_values is None
+            else f"data.mask_values has {', '.join(map(str, known))}"
+        )
+        return f"holds {unknown[0]}; {allowed}. Its values are {values_text(counts)}. {_remedy(counts, classes)}"
+    if all(known[value] == IGNORED_LABEL for value in counts):
+        return f"labels nothing of what is read of its slide: {values_text(counts)}, for none, everywhere"
+    return None
+
+
+def absent_classes(
+    maps: Iterable[Mapping[int, int]], classes: Sequence[str], mask_values: Mapping[int, int] | None
+) -> tuple[list[str], str]:
+    """The classes without a pixel in any of these label maps, and a text that lists the values there are.
+
+    Args:
+        maps: pixels of each value, for each label map.
+        classes: names of the classes.
+        mask_values: class index of each value; None for values that are class indices.
+    """
+    total: Counter[int] = Counter()
+    num_maps = 0
+    for counts in maps:
+        total.update(counts)
+        num_maps += 1
+    known = _class_of(classes, mask_values)
+    present = {known[value] for value in total if value in known}
+    absent = [name for index, name in enumerate(classes) if index not in present]
+    where = "label map holds" if num_maps == 1 else f"{num_maps} label maps hold"
+    ignored = [value for value in total if known.get(value) == IGNORED_LABEL]
+    note = f" ({', '.join(map(str, sorted(ignored)))} counts for nothing)" if ignored else ""
+    return absent, f"the {where} {values_text(total)}{note}. {_remedy(total, classes)}"
+
+
+def values_text(counts: Mapping[int, int]) -> str:
+    """Values with their pixels, the first 20.
+
+    >>> values_text({0: 1500, 255: 1})
+    '0 (1,500 px) and 255 (1 px)'
+    """
+    listed = [f"{value} ({count:,} px)" for value, count in sorted(counts.items())[:_MAX_LISTED]]
+    if len(counts) > _MAX_LISTED:
+        listed.append(f"{len(counts) - _MAX_LISTED} more values")
+    return " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else "".join(listed) or "no pixel"
+
+
+def _class_of(classes: Sequence[str], mask_values: Mapping[int, int] | None) -> dict[int, int]:
+    """Class index of each allowed value."""
+    if mask_values is not None:
+        return dict(mask_values)
+    return {**{index: index for index in range(len(classes))}, IGNORED_LABEL: IGNORED_LABEL}
+
+
+def _remedy(counts: Mapping[int, int], classes: Sequence[str]) -> str:
+    """The change that would use these values."""
+    values = sorted(counts)
+    inner = [value for value in values if value != IGNORED_LABEL]
+    if len(values) == len(classes):  # 0 and 255 for two classes: 255 is the second
+        chosen = values
+    elif len(inner) == len(classes):
+        chosen = inner
+    else:
+        return (
+            f"Give each class of task.classes ({', '.join(classes)}) its value with data.mask_values, such as {{0: 0, 255: 1}}, leave "
+            "classes that no mask has out of task.classes, or mend the masks."
+        )
+    mapping = ", ".join(f"{value}: {index}" for index, value in enumerate(chosen))
+    meaning = ", ".join(f"{value} is {name}" for value, name in zip(chosen, classes, strict=True))
+    return f"If {meaning}, set data.mask_values to {{{mapping}}}; otherwise mend the masks."

@@ -1,0 +1,145 @@
+"""Values of label maps: the classes that they mean, and masks that would train on nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sft
+from sft.common.interval import Interval
+from sft.sources import LabelSource
+from sft.wsi.cli import main
+from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
+from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
+
+
+def _maps(folder: Path, values: dict[str, tuple[int, ...]], suffix: str = ".png") -> Path:
+    """Slides of the splits train, val and test, with label maps of vertical stripes of these values; returns the table."""
+    rows = []
+    for number, (split, stripes) in enumerate(values.items()):
+        top, left = tissue_places(72)[number]
+        write_slide(folder / f"s{number}.tif", real_pixels()[top : top + 64, left : left + 64])
+        mask = np.repeat(np.array(stripes, np.uint8), 64 // len(stripes))[None].repeat(64, 0)
+        if suffix == ".npy":
+            np.save(folder / f"m{number}.npy", mask)
+        else:
+            Image.fromarray(mask).save(folder / f"m{number}{suffix}")
+        split_name = split.rstrip("0123456789")
+        rows.append({"slide": f"s{number}.tif", "mask": f"m{number}{suffix}", "patient": f"p{number}", "split": split_name})
+    return write_table(folder / "t.csv", rows)
+
+
+def _config(folder: Path, table: Path, classes: list[str], **data: Any) -> Path:
+    return write_config(
+        folder / "c.yaml",
+        table,
+        folder / "run",
+        data={"csv": str(table), **data},
+        task={"kind": "segmentation", "classes": classes},
+        model={"head": "segmentation", "budget": "64MiB"},
+        train={"epochs": 1},
+    )
+
+
+@pytest.mark.parametrize("suffix", [".png", ".npy", ".tif"])
+def test_masks_of_0_and_255_are_refused_with_the_setting_that_uses_them(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = _maps(tmp_path, {"train": (0, 255), "train2": (0, 0), "val": (0, 255)}, suffix)
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
+    told = capsys.readouterr().err
+    assert (
+        "no training slide has a pixel of class tum: the 2 label maps hold 0 (6,144 px) and 255 (2,048 px) (255 counts for nothing)" in told
+    )
+    assert "If 0 is back, 255 is tum, set data.mask_values to {0: 0, 255: 1}" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_setting_trains_on_both_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 255), "val": (255, 0)})
+    config = _config(tmp_path, table, ["back", "tum"], mask_values={0: 0, 255: 1})
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    text = (tmp_path / "run" / "val" / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    row = dict(zip(text[0].split(","), text[1].split(","), strict=True))
+    assert float(row["tum_true_px"]) == float(row["back_true_px"]) == 32 * 64
+    # The settings of the run are read back with the mapping, and given on the command line.
+    assert main(["evaluate", str(tmp_path / "run"), "--bootstrap", "0"]) == 0
+    plain = _config(tmp_path, table, ["back", "tum"])
+    assert main(["train", "--config", str(plain), "--dry-run", "--data.mask_values", "{0: 0, 255: 1}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("stripes", "classes", "words"),
+    [
+        ((0, 1), ["a", "b", "c"], "no training slide has a pixel of class c: the label map holds 0 (2,048 px) and 1 (2,048 px)"),
+        ((1, 2), ["a", "b"], "holds 2; labels are 0 to 1, and 255 for none. Its values are 1 (2,048 px) and 2 (2,048 px)"),
+        ((1, 2), ["a", "b"], "set data.mask_values to {1: 0, 2: 1}"),
+        ((255, 255), ["a", "b"], "labels nothing of what is read of its slide: 255 (4,096 px)"),
+        ((0, 0), ["a", "b"], "no training slide has a pixel of class b: the label map holds 0 (4,096 px)"),
+        ((0, 128, 255, 255), ["a", "b", "c"], "set data.mask_values to {0: 0, 128: 1, 255: 2}"),
+        ((0, 7, 9, 255), ["a", "b", "c"], "set data.mask_values to {0: 0, 7: 1, 9: 2}"),
+        ((1, 255), ["a", "b"], "no training slide has a pixel of class a"),
+    ],
+)
+def test_other_values_are_refused_with_their_pixels(
+    stripes: tuple[int, ...], classes: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = _maps(tmp_path, {"train": stripes, "val": stripes})
+    assert main(["train", "--config", str(_config(tmp_path, table, classes)), "--dry-run"]) == 1
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_class_that_validation_lacks_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 1), "val": (0, 0), "test": (0, 1)})
+    assert main(["train", "--config", str(_config(tmp_path, table, ["a", "b"])), "--dry-run"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "warning: no val slide has a pixel of class b" in said and "no test slide" not in said
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({0: 0, 255: 2}, "2 is no class; classes are 0 to 1"),
+        ({0: 0, 1: 0}, "no value is of class tum"),
+        ({0: 0, 255: -1}, "-1 is no class"),
+    ],
+)
+def test_a_mapping_must_reach_every_class(values: dict[int, int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 255), "val": (0, 255)})
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_values=values)), "--dry-run"]) != 0
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_value_without_a_class_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 7, 255, 255), "val": (0, 255)})
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_values={0: 0, 255: 1})), "--dry-run"]) == 1
+    assert "holds 7; data.mask_values has 0, 255" in capsys.readouterr().err
+
+
+def test_values_merge_and_are_ignored_by_the_mapping() -> None:
+    labels = np.array([[0, 1, 2, 3]], np.uint16)
+    source = LabelSource(labels, values={0: 0, 1: 0, 2: 1, 3: 255})
+    out = torch.empty(1, 1, 1, 4, dtype=torch.int64)
+    source.samples(Interval(0, 1)).rows(Interval(0, 1), out)
+    assert out.flatten().tolist() == [0, 0, 1, 255]
+    import pickle
+
+    pickle.loads(pickle.dumps(source)).rows(Interval(0, 1), out.zero_())
+    assert out.flatten().tolist() == [0, 0, 1, 255]
+    with pytest.raises(sft.InputError, match="value 9 has none"):
+        LabelSource(np.array([[9]], np.uint8), values={0: 0, 1: 1}).rows(Interval(0, 1), out[..., :1])
+
+
+def test_counts_of_all_kinds_of_integers() -> None:
+    for dtype in (np.bool_, np.uint8, np.int16, np.int64):
+        assert count_values(np.array([[0, 1], [1, 1]], dtype)) == {0: 1, 1: 3}
+    assert count_values(np.array([[-1, 70_000]], np.int64)) == {-1: 1, 70_000: 1}
+    assert values_text(dict.fromkeys(range(25), 1)).endswith("19 (1 px) and 5 more values")
+    assert label_problem({0: 5, 1: 1}, ["a", "b"], None) is None
+    assert absent_classes([{0: 1}, {1: 1}], ["a", "b"], None)[0] == []

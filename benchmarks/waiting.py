@@ -52,7 +52,7 @@ def train(case: Case) -> list[Step]:
 
     torch.set_num_threads(case.threads)
     sys.path.append(str(_ROOT))  # for examples.models
-    code = run_wsi(["train", "--config", str(case.config), "--bootstrap", "0"])
+    code = run_wsi(["train", "--config", str(case.config), "--bootstrap", "0"], trust="examples.models")
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     with (case.folder / "run" / "steps.csv").open(newline="", encoding="utf-8") as file:

@@ -121,10 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{settings.num_steps} steps of {arguments.accumulate} slides, or as many pixels, three ways", flush=True)
 
     started = time.perf_counter()
-    code = run_wsi(["train", "--config", str(write_config(arguments, table_path)), "--bootstrap", "0"])
+    code = run_wsi(["train", "--config", str(write_config(arguments, table_path)), "--bootstrap", "0"], trust="examples.needle")
     # The last weights, as of the other two ways, and not those that did best in validation.
     last = arguments.out / "test-last"
-    code = code or run_wsi(["evaluate", str(arguments.out / "run"), "--split", "test", "--checkpoint", "last", "--out", str(last)])
+    code = code or run_wsi(
+        ["evaluate", str(arguments.out / "run"), "--split", "test", "--checkpoint", "last", "--out", str(last)], trust="examples.needle"
+    )
     if code:
         return code
     metrics = json.loads((last / "metrics.json").read_text(encoding="utf-8"))
@@ -187,7 +189,7 @@ def train_best(
 def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
     """For each positive test slide, whether the class-activation map of the whole-slide model is highest in the needle; draws the first."""
     config = read_config(arguments.out / "run" / "config.yaml")
-    experiment = load_experiment(config)
+    experiment = load_experiment(config, trust="examples.needle")
     checkpoint = CheckpointFolder(arguments.out / "run" / "checkpoints").load("last")
     assert checkpoint is not None  # it was evaluated
     experiment.model.load_state_dict(checkpoint.weights)

@@ -80,7 +80,7 @@ def _positive_seconds(text: str) -> float:
 
 
 def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None:
-    about = "package.module:callable, or the name of a model of torchvision or timm"
+    about = "package.module:callable (it is imported and called), or the name of a model of torchvision or timm"
     if is_needed:
         parser.add_argument("model", metavar="MODEL", help=about)
     else:

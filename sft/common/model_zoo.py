@@ -2,7 +2,8 @@
 
 A name is written on a command line or in a configuration: ``timm:NAME``, ``torchvision:NAME``, ``package.module:callable``, or a bare
 ``NAME``, which is looked up in both libraries. Importing a package and calling a factory run foreign code; any exception that it raises
-becomes an `InputError` that quotes the name and says where to change it.
+becomes an `InputError` that quotes the name and says where to change it. A name on a command line is the caller's own, and may be any
+callable. A name in a configuration is possibly somebody else's (`sft.common.trusted_code`).
 
 *The missing operators.* torchvision's compiled part is built for one build of torch and does not load with another. Importing the rest, and
 timm with it, then fails because two operators are undeclared that no convolutional network calls (pytorch/vision#9085). Declaring their
@@ -24,10 +25,13 @@ import torch
 from torch import nn
 
 from sft.common.errors import InputError
+from sft.common.trusted_code import TrustedCode, is_module_name, resolve_member
 
 __all__ = ["ModelFactory", "ModelName", "import_library"]
 
 _OPERATORS = ("nms", "qnms")
+#: Options of timm with which it reads files of weights that a configuration names: older releases read them as pickles.
+_TIMM_FILE_OPTIONS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def import_library(module: str) -> ModuleType:
@@ -69,12 +73,30 @@ class ModelName:
         place: the setting that holds it, for messages: ``"MODEL"``, ``"model.backbone"``.
         options_place: the setting that holds the factory's arguments: ``"--model-args"``, ``"model.options"``.
         libraries: libraries in which a bare name is looked up, in this order.
+        trust: modules that may be run. Default: `None` (any: the caller has written the name)
     """
 
     text: str
     place: str
     options_place: str
     libraries: tuple[str, ...] = ("torchvision", "timm")
+    trust: TrustedCode | None = None
+
+    def check_trust(self) -> None:
+        """Check the module of a name in a configuration, without importing it.
+
+        Raises:
+            InputError: the module is not trusted, or does not exist.
+        """
+        module, _, member = self.text.rpartition(":")
+        if self.trust is None or not member or module in ("", "torch.nn", *_FACTORIES):
+            return
+        if not is_module_name(module) or not is_module_name(member):
+            raise self.error(": write package.module:name, of letters, digits and underscores")
+        self.trust.extend_import_path()
+        refusal = self.trust.refusal(module)
+        if refusal:
+            raise self.error(f": {refusal}")
 
     def factory(self) -> ModelFactory:
         """The factory of the model.
@@ -82,6 +104,7 @@ class ModelName:
         Raises:
             InputError: no such model exists, or its library cannot be imported.
         """
+        self.check_trust()
         library, _, member = self.text.rpartition(":")
         if not member:
             raise self.error(f": write package.module:callable, or the name of a model in {' or '.join(_FACTORIES)}")
@@ -94,6 +117,8 @@ class ModelName:
         if not library:
             return self._search_libraries()
         value: Any = self._import(library, "Check the name, and that PYTHONPATH reaches it")
+        if self.trust is not None:
+            return ModelFactory(name=self, library=library, function=self._resolve(value, member, self.trust))
         for attribute in member.split("."):
             value = getattr(value, attribute, None)
         if not callable(value):
@@ -103,6 +128,19 @@ class ModelName:
     def error(self, problem: str) -> InputError:
         """An error about this name; ``problem`` follows the quoted name."""
         return InputError(f"{self.place} {self.text!r}{problem}")
+
+    def _resolve(self, module: ModuleType, member: str, trust: TrustedCode) -> Callable[..., Any]:
+        """The trusted class or function, or a layer of torch."""
+        if module is torch.nn:
+            layer = getattr(module, member, None)
+            if isinstance(layer, type) and issubclass(layer, nn.Module) and layer.__module__.startswith("torch.nn.modules."):
+                return layer
+            raise self.error(f": torch.nn has no layer {member!r}. Check the name.")
+        try:
+            function: Callable[..., Any] = resolve_member(module, member, trust)
+        except InputError as error:
+            raise self.error(f": {error}") from error
+        return function
 
     def _search_libraries(self) -> ModelFactory:
         reasons = []
@@ -142,8 +180,16 @@ class ModelFactory:
         """Build the model.
 
         Raises:
-            InputError: the function fails or does not return a module.
+            InputError: the function fails or does not return a module, or an option names a file that may hold code.
         """
+        trust = self.name.trust
+        if self.library == "timm" and trust is not None and trust.refusal("timm"):
+            files = [option for option in _TIMM_FILE_OPTIONS if options.get(option)]
+            if files:
+                raise self.name.error(
+                    f": {self.name.options_place}.{files[0]} lets timm read files that may hold code. Give the weights as model.weights, "
+                    "or add --trust timm."
+                )
         try:
             model = self.function(**options)
         except Exception as error:  # foreign code: any exception is possible
@@ -151,7 +197,7 @@ class ModelFactory:
                 f" cannot be made ({type(error).__name__}: {error}). Check the name and {self.name.options_place}."
             ) from error
         if not isinstance(model, nn.Module):
-            raise self.name.error(f" made a {type(model).__name__}. Name a callable that returns an nn.Module.")
+            raise self.name.error(f" returned an object of type {type(model).__name__}. Name a callable that returns an nn.Module.")
         return model
 
 

@@ -27,6 +27,37 @@ _UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter
 _IMAGE_AXES = "cyx"
 #: Files that describe an array, in formats 3 and 2.
 _DESCRIPTIONS = ("zarr.json", ".zarray")
+#: Codecs of pixels. Others are refused: "pickle" runs code, and some belong to packages that happen to be installed.
+_CODECS = frozenset(
+    [
+        "adler32",
+        "astype",
+        "bitround",
+        "blosc",
+        "bytes",
+        "bz2",
+        "crc32",
+        "crc32c",
+        "delta",
+        "endian",
+        "fixedscaleoffset",
+        "fletcher32",
+        "gzip",
+        "jenkins_lookup3",
+        "jpegxl",
+        "lz4",
+        "lzma",
+        "packbits",
+        "pcodec",
+        "quantize",
+        "sharding_indexed",
+        "shuffle",
+        "transpose",
+        "zfpy",
+        "zlib",
+        "zstd",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +94,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
             raise missing_extra(f"open {self.path}", "zarr", error) from error
         node = zarr.open(str(self.path), mode="r")
         if isinstance(node, zarr.Array):
+            self._check_codecs(node)
             return _ZarrLevels(arrays=(node,), axes=self._array_axes(node), mpp=None, descriptions=(self._description(node),))
         attributes: dict[str, Any] = dict(node.attrs)
         multiscales = attributes.get("ome", attributes).get("multiscales")
@@ -74,7 +106,22 @@ class ZarrImage(FileImage[_ZarrLevels]):
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
         arrays = _pyramid_levels([node[dataset["path"]] for dataset in described["datasets"]], axes)
+        for array in arrays:
+            self._check_codecs(array)
         return _ZarrLevels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
+
+    def _check_codecs(self, array: Any) -> None:
+        """Refuse codecs that are none of pixels, before a chunk is read.
+
+        Raises:
+            SourceError: there are some.
+        """
+        unknown = sorted(name for name in _codec_names(array.metadata.to_dict()) - _CODECS if not name.startswith("imagecodecs_"))
+        if unknown:
+            raise SourceError(
+                f"cannot use {self.path} as an image: its codecs {', '.join(unknown)} are none of pixels, and may run code. Write it again "
+                "with a codec such as zstd or blosc."
+            )
 
     def _description(self, array: Any) -> Path | None:
         files = (Path(self.path, array.path, name) for name in _DESCRIPTIONS)
@@ -124,6 +171,21 @@ def _pyramid_levels(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:
 
     first = arrays[0]
     return tuple(array for array in arrays if array.ndim == first.ndim and others(array) == others(first))
+
+
+def _codec_names(metadata: Mapping[str, Any]) -> set[str]:
+    """Names of the codecs of an array in format 2 or 3, those inside of shards included."""
+    names = set()
+    waiting = [metadata.get("compressor"), *(metadata.get("filters") or ()), *(metadata.get("codecs") or ())]
+    while waiting:
+        codec = waiting.pop()
+        if codec is None:
+            continue
+        described = codec if isinstance(codec, Mapping) else codec.get_config() if hasattr(codec, "get_config") else codec.to_dict()
+        names.add(str(described.get("id") or described.get("name")).removeprefix("numcodecs."))
+        settings = described.get("configuration") or {}
+        waiting += [*(settings.get("codecs") or ()), *(settings.get("index_codecs") or ())]
+    return names
 
 
 def _size(extents: tuple[int, ...], axes: str) -> Size:

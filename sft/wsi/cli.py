@@ -17,7 +17,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TextIO
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
@@ -25,7 +24,9 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import InputError, SftError
+from sft.common.trusted_code import Trust
 from sft.wsi.config import GROUPS, Config
+from sft.wsi.config_file import check_config_file
 from sft.wsi.errors import DatasetError, RunInterrupted
 from sft.wsi.run.world import World
 
@@ -34,13 +35,16 @@ __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE",
 EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
 
 _ON_SEVERAL_RANKS = ("train", "evaluate")
+_TRUST = "--trust"
+_WITH_NETWORK = ("plan", "train", "evaluate", "heatmap")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     """Run a command; returns the exit code.
 
     Args:
         arguments: of the command line. Default: `None` (the process's own)
+        trust: modules, files or folders that ``model.backbone`` may name, as with ``--trust``. Default: none
     """
     escape_unencodable_output()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -57,18 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
             parser = _parser()
+            given, trusted_names = _split_trust(given)
             for option, value in zip_longest(given, given[1:], fillvalue=""):
                 if option == "--config" or option.startswith("--config="):
-                    _check_file(Path(option.partition("=")[2] or value))
+                    check_config_file(Path(option.partition("=")[2] or value), GROUPS)
             parsed = parser.parse_args(given)
             if world.num_ranks > 1 and parsed.subcommand not in _ON_SEVERAL_RANKS:
                 raise InputError(
                     f"{parsed.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
                     f"can {' and '.join(_ON_SEVERAL_RANKS)}"
                 )
+            settings = parsed[parsed.subcommand]
+            if trusted_names and parsed.subcommand not in _WITH_NETWORK:
+                raise InputError(f"{_TRUST} is for {', '.join(_WITH_NETWORK)}, which load a network; leave it out")
+            if getattr(settings, "trust", None):
+                raise InputError(f"trust is no setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
+            settings.trust = trusted_names or trust
             from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
 
-            result = COMMANDS[parsed.subcommand](parsed[parsed.subcommand], console)
+            result = COMMANDS[parsed.subcommand](settings, console)
     except ArgumentError as error:
         return complain(error, EXIT_USAGE)
     except RunInterrupted as error:
@@ -92,48 +103,33 @@ def read_config(path: Path) -> Config:
     Raises:
         InputError: it is wrong.
     """
-    _check_file(path)
+    check_config_file(path, GROUPS)
     try:
         return make_config(_configured("config").parse_args(["--config", str(path)]))
     except ArgumentError as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-_NULL = "tag:yaml.org,2002:null"
+def _split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line without ``--trust``, and the values of that option.
 
-
-def _check_file(path: Path) -> None:
-    """Refuse a YAML file with a duplicate key (the reader keeps only the last value, without a warning), a group without settings, or an
-    anchor inside its own value, on which the reader fails.
+    The parser also reads configurations, and a configuration must not trust itself.
 
     Raises:
-        InputError: it is such a file, or it is no text.
+        InputError: the option has no value.
     """
-
-    def check(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
-        if node in above:
-            raise InputError(f"{path}, line {node.start_mark.line + 1}: an alias of what it is part of; write it out")
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
-        for key, value in pairs:
-            where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
-            if keys.count(key.value) > 1:
-                raise InputError(f"{where} is there {keys.count(key.value)} times; leave one")
-            is_empty = not isinstance(value, yaml.MappingNode) if not above else key.value == "options" and value.tag == _NULL
-            if is_empty and (above or key.value in GROUPS):
-                raise InputError(f"{where} has no settings below it; write some, or leave the line out")
-            check(value, (*above, node))
-        for item in node.value if isinstance(node, yaml.SequenceNode) else []:
-            check(item, (*above, node))
-
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if root is not None:
-            check(root)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
-    except (OSError, yaml.YAMLError):
-        return  # who reads it will say what is wrong
+    rest: list[str] = []
+    names: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        option, has_value, value = argument.partition("=")
+        if option != _TRUST:
+            rest.append(argument)
+            continue
+        names.append(value if has_value else next(waiting, ""))
+        if not names[-1] or names[-1].startswith("-"):
+            raise InputError(f"{_TRUST} {names[-1]}: give a module, a file or a folder, such as {_TRUST} my_net")
+    return rest, names
 
 
 def _parser() -> ArgumentParser:
@@ -164,6 +160,9 @@ def _parser() -> ArgumentParser:
     heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")
     heatmap.add_argument("--crops", type=int, default=5, help="how many crops to cut out where the map is highest")
     heatmap.add_argument("--crop-px", type=int, default=256, help="their side")
+    for sub in (plan, train, evaluate, heatmap):
+        about = "module, file or folder whose classes and functions model.backbone may name; may be repeated (never in a file)"
+        sub.add_argument(_TRUST, type=str, action="append", metavar="MODULE", help=about)
 
     for name, sub in (
         ("doctor", doctor),

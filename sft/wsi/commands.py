@@ -12,6 +12,7 @@ from rich.console import Console
 import sft
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError
+from sft.common.trusted_code import Trust
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError, RunInterrupted
@@ -45,7 +46,7 @@ class CommandResult:
     num_failed: int = 0
 
 
-def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = SINGLE_RANK) -> CommandResult:
+def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = SINGLE_RANK, *, trust: Trust = ()) -> CommandResult:
     """The plan of a training step for the largest slide, or for a size.
 
     Args:
@@ -53,12 +54,13 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
         size: height and width in px, instead of the largest slide's.
         console: is told the plan.
         ranks: those that share the slide. Default: this process alone
+        trust: modules that ``model.backbone`` may name. Default: none
 
     Raises:
         BudgetError: it does not fit.
         InputError, SourceError: the configuration is wrong.
     """
-    experiment = load_experiment(config)
+    experiment = load_experiment(config, trust=trust)
     if size is not None:
         plan = plan_of_size(experiment, (size[0], size[1]), ranks)
     else:
@@ -70,7 +72,9 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
     return CommandResult(value=json.loads(plan.to_json()))
 
 
-def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = SINGLE_RANK) -> CommandResult:
+def train(
+    config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = SINGLE_RANK, trust: Trust = ()
+) -> CommandResult:
     """Train, or resume; then evaluate the best model on validation and test slides.
 
     Args:
@@ -79,6 +83,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
         is_dry: True to run all checks and print the plan without writing.
         num_draws: of the bootstrap.
         ranks: ranks that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
+        trust: modules that ``model.backbone`` may name. Default: none
 
     Returns:
         Results; with several ranks, the first has all of them.
@@ -88,7 +93,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
     """
     available_device(config.train.device)
     ranks.use_device(config.train.device)
-    experiment = load_experiment(config)
+    experiment = load_experiment(config, trust=trust)
     _check_same(experiment, ranks)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
     told = ", ".join(f"{count} {split}" for split, count in counts.items())

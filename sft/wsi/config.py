@@ -114,7 +114,8 @@ class ModelConfig:
     """Network and byte budget.
 
     Args:
-        backbone: "timm:NAME", "torchvision:NAME", "package.module:callable", or the bare name of a timm or torchvision model.
+        backbone: "timm:NAME", "torchvision:NAME", "torch.nn:LAYER", the bare name of a timm or torchvision model, or
+            "package.module:name", a class or function of a module that the command line trusts (``--trust``).
         options: arguments of the backbone's maker, such as {pretrained: true}.
         weights: file of the backbone's weights (.safetensors, or a state_dict that torch.load reads), loaded before training.
         head: gap (global average, linear layer), max (the maximum of each feature instead), attention (gated, over all positions),

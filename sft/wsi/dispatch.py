@@ -20,13 +20,13 @@ __all__ = ["COMMANDS"]
 def _plan(given: Namespace, console: Console) -> commands.CommandResult:
     config = make_config(given)
     with joined(config.ranks, plans_only=True) as ranks:
-        return commands.plan(config, given.size, console, ranks)
+        return commands.plan(config, given.size, console, ranks, trust=given.trust)
 
 
 def _train(given: Namespace, console: Console) -> commands.CommandResult:
     config = make_config(given)
     with joined(config.ranks, plans_only=given.dry_run) as ranks:
-        return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks)
+        return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks, trust=given.trust)
 
 
 def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
@@ -46,6 +46,7 @@ def _selection(given: Namespace) -> InferenceRequest:
         device=given.device,
         budget=given.budget,
         out=given.out,
+        trust=given.trust,
     )
 
 

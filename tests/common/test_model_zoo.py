@@ -119,7 +119,7 @@ def test_other_import_failures_are_reported(tmp_path: Path, monkeypatch: pytest.
         ("torch.nn:", "write package.module:callable"),
         ("torch.nn:NoSuch.Thing", r"module torch.nn has no callable 'NoSuch.Thing'"),
         ("torch:zeros", r"'torch:zeros' cannot be made .*model\.options"),
-        ("builtins:dict", "made a dict"),
+        ("builtins:dict", "returned an object of type dict"),
     ],
 )
 def test_names_of_no_model_are_refused(text: str, message: str) -> None:

@@ -51,7 +51,7 @@ def run_process(arguments: Sequence[str], death: Death | None = None) -> int:
 def _child(arguments: list[str], death: Death | None) -> None:
     import torch
 
-    from sft.wsi.cli import main
+    from tests.helpers.wsi import run_wsi as main
 
     torch.set_num_threads(1)
     if death is not None:

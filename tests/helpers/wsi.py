@@ -15,8 +15,20 @@ from torch import Tensor, nn
 
 from sft.sources import Slide
 from sft.sources.image import Pixels
+from sft.wsi.cli import main
 
-__all__ = ["TinyNet", "damage_tile", "real_pixels", "tiny_net", "tissue_places", "write_config", "write_slide", "write_table", "write_task"]
+__all__ = [
+    "TinyNet",
+    "damage_tile",
+    "real_pixels",
+    "run_wsi",
+    "tiny_net",
+    "tissue_places",
+    "write_config",
+    "write_slide",
+    "write_table",
+    "write_task",
+]
 
 _SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small-Region.svs"
 
@@ -37,6 +49,11 @@ class TinyNet(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         scores: Tensor = self.classifier(self.pool(self.features(image)).flatten(1))
         return scores
+
+
+def run_wsi(arguments: Sequence[str]) -> int:
+    """``python -m sft.wsi`` in this process, with the networks of the tests trusted; returns the exit code."""
+    return main(arguments, trust="tests")
 
 
 def tiny_net(width: int = 8) -> nn.Module:

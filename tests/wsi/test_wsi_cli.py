@@ -21,12 +21,12 @@ from PIL import Image
 
 from sft.sources import BadTile, open_image
 from sft.tissue import TissueMask
-from sft.wsi.cli import main
 from sft.wsi.data.tissue import read_area
 from sft.wsi.run.folder import RunFolder
 from sft.wsi.train.checkpoint import CheckpointFolder
 from tests.helpers.slides import SLIDE
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
+from tests.helpers.wsi import run_wsi as main
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("s5.tif", "s9.tif"):
         damage_tile(folder / name)
     config = write_config(folder / "c.yaml", table, folder / "run", train={"on_error": "skip", "epochs": 3, "monitor": "auc"})
-    command = [sys.executable, "-P", "-m", "sft.wsi", "train", "--config", str(config), "--bootstrap", "50", "--json"]
+    command = [sys.executable, "-P", "-m", "sft.wsi", "train", "--config", str(config), "--bootstrap", "50", "--json", "--trust", "tests"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 3, done.stderr
@@ -180,7 +180,7 @@ def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) ->
     from sft.wsi.model.heads import set_training
     from sft.wsi.train.experiment import load_experiment
 
-    experiment = load_experiment(read_config(trained / "run" / "config.yaml"))
+    experiment = load_experiment(read_config(trained / "run" / "config.yaml"), trust="tests")
     record, factor = experiment.records("val")[0], 16
     found = HeatmapMaker(experiment, tmp_path).saliency(record, 1, factor)
     set_training(experiment.model, training=False, freeze_norms=True)

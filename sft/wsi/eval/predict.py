@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError
+from sft.common.trusted_code import Trust
 from sft.nn import WithLoss
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_first_rows
@@ -196,6 +197,7 @@ class InferenceRequest:
         checkpoint: "best" or "last".
         device, budget: instead of the run's.
         out: folder for results.
+        trust: modules that ``model.backbone`` may name.
     """
 
     run: Path
@@ -207,6 +209,7 @@ class InferenceRequest:
     device: str | None = None
     budget: str | None = None
     out: Path | None = None
+    trust: Trust = ()
 
     def folder(self, name: str) -> Path:
         """Folder of the results: the requested one, else a folder of this name in the run's; results of the last weights go next to it.
@@ -282,12 +285,14 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
         settings = replace(config.task, classes=list(task.classes) or None)
         table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
         config = replace(config, data=replace(config.data, csv=selection.csv, slides=selection.slides))
-        experiment = load_experiment(config, table=SlideTable(records=table.records, classes=task.classes), task=task)
+        experiment = load_experiment(
+            config, table=SlideTable(records=table.records, classes=task.classes), task=task, trust=selection.trust
+        )
         records = list(table.records)
     else:
         if selection.slides is not None:
             config = replace(config, data=replace(config.data, slides=selection.slides))
-        experiment = load_experiment(config, task=task)
+        experiment = load_experiment(config, task=task, trust=selection.trust)
         if experiment.table.digest() != saved["table"]:
             raise InputError(f"{config.data.csv} has changed since the run was trained, and its splits with it. Give slides with --csv.")
         records = [r for r in experiment.table.records if selection.split in ("all", r.split)]

@@ -11,6 +11,7 @@ layers that remain must be the same in both modes: a trace cannot follow ``self.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,29 @@ import torch
 from torch import Tensor, fx, nn
 
 from sft.common.errors import InputError, SourceError
-from sft.common.model_zoo import ModelFactory, ModelName
+from sft.common.model_zoo import ModelName
+from sft.common.tensor_files import load_tensor_file
+from sft.common.trusted_code import Trust, TrustedCode
 
-__all__ = ["backbone_library", "cut_before_pooling", "load_backbone", "load_weights", "num_features"]
+__all__ = ["backbone_library", "check_backbone", "cut_before_pooling", "load_backbone", "load_weights", "num_features"]
 
 _SIZES_PX = (128, 192)
 _MAX_DEPTH = 3
 
 
-def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
+def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> nn.Module:
     """A network from an image to a feature map.
 
     Args:
-        name: "timm:NAME", "torchvision:NAME", "package.module:callable", or the bare name of a timm or torchvision model.
+        name: "timm:NAME", "torchvision:NAME", "torch.nn:LAYER", the bare name of a timm or torchvision model, or
+            "package.module:name", a class or function of a trusted module.
         options: keyword arguments of its constructor.
+        trust: modules, files or folders whose code may be run (`sft.common.trusted_code`). Default: none
 
     Raises:
-        InputError: the network does not exist, its constructor fails, or it has no feature map.
+        InputError: the network does not exist, is of a module that is not trusted, its constructor fails, or it has no feature map.
     """
-    maker = _maker(name)
+    maker = _model_name(name, trust).factory()
     if maker.library == "timm":
         return maker.make({"num_classes": 0, "global_pool": "", **options})
     options = dict(options)
@@ -51,11 +56,26 @@ def backbone_library(name: str) -> str:
     Raises:
         InputError: the network does not exist.
     """
-    return _maker(name).library
+    return _model_name(name).factory().library
 
 
-def _maker(name: str) -> ModelFactory:
-    return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).factory()
+def check_backbone(name: str, *, trust: Trust = ()) -> None:
+    """Check that a backbone is of a known library or of a trusted module; nothing is imported.
+
+    Raises:
+        InputError: it is not.
+    """
+    _model_name(name, trust).check_trust()
+
+
+def _model_name(name: str, trust: Trust = ()) -> ModelName:
+    return ModelName(
+        text=name,
+        place="model.backbone",
+        options_place="model.options",
+        libraries=("timm", "torchvision"),
+        trust=TrustedCode.of(trust),
+    )
 
 
 def num_features(backbone: nn.Module, name: str) -> int:
@@ -89,10 +109,14 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
 
             state: Any = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_tensor_file(path)
     except Exception as error:
-        raise SourceError(f"cannot read weights from {path}: {error}. Give a .safetensors file or a state_dict.") from error
-    state = state.get("state_dict", state)
+        raise SourceError(f"cannot read weights from {path}: {error} Give a .safetensors file or a state_dict.") from error
+    state = state.get("state_dict", state) if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
+        raise SourceError(
+            f"cannot read weights from {path}: it holds other values than tensors by name. Give a .safetensors file or a state_dict."
+        )
     for prefix in ("module.", "backbone."):
         if any(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}

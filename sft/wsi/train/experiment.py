@@ -16,6 +16,7 @@ import sft
 from sft.api.weight_placement import resident_bytes
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
+from sft.common.trusted_code import Trust
 from sft.sources.image import Image
 from sft.wsi.config import Config
 from sft.wsi.data.dataset import SlideDataset
@@ -24,7 +25,7 @@ from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.errors import DatasetError
 from sft.wsi.eval.metrics import is_measurable
-from sft.wsi.model.backbones import load_backbone, load_weights, num_features
+from sft.wsi.model.backbones import check_backbone, load_backbone, load_weights, num_features
 from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms, set_training
 from sft.wsi.model.tasks import Task, make_task
 from sft.wsi.run.progress import Reporter
@@ -79,19 +80,21 @@ class Experiment:
         return self.config.data.tissue == "mask" or by_table
 
 
-def load_experiment(config: Config, *, table: SlideTable | None = None, task: Task | None = None) -> Experiment:
+def load_experiment(config: Config, *, table: SlideTable | None = None, task: Task | None = None, trust: Trust = ()) -> Experiment:
     """Read the table, and make the network with its initial weights (the same for the same configuration).
 
     Args:
         config: settings.
         table: slides with splits, instead of those of the configuration. Default: `None`
         task: instead of one made for the training slides. Default: `None`
+        trust: modules, files or folders that ``model.backbone`` may name (`sft.common.trusted_code`). Default: none
 
     Raises:
         DatasetError: the table is wrong.
-        InputError: the network cannot be made.
+        InputError: the network cannot be made, or is of a module that is not trusted.
         SourceError: weights cannot be read.
     """
+    check_backbone(config.model.backbone, trust=trust)
     if table is None:
         table = read_table(config.data.csv, config.task, root=config.data.slides)
         table = assign_splits(table, config.data, config.task.kind, config.train.seed)
@@ -99,7 +102,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
         task = make_task(config.task, table.classes, [record for record in table.records if record.split == "train"])
     settings = config.model
     torch.manual_seed(counter_seed(config.train.seed, "weights"))
-    backbone = load_backbone(settings.backbone, settings.options)
+    backbone = load_backbone(settings.backbone, settings.options, trust=trust)
     if settings.weights is not None:
         load_weights(backbone, settings.weights)
     model = build_model(

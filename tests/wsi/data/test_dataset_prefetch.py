@@ -15,9 +15,9 @@ import torch
 from sft.common.errors import SourceError
 from sft.common.interval import Interval
 from sft.sources import ArrayImage, Cached, Normalized
-from sft.wsi.cli import main
 from sft.wsi.data.dataset import THREAD_NAME, SlideDataset, SlidePrefetcher, decode_ahead, decode_first_rows
 from tests.helpers.wsi import real_pixels, write_config, write_task
+from tests.helpers.wsi import run_wsi as main
 
 
 def test_what_was_begun_is_taken_and_opened_once() -> None:

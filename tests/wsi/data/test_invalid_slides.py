@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sft.wsi.cli import main
 from tests.helpers.slides import SLIDE
 from tests.helpers.wsi import real_pixels, write_config, write_slide, write_table, write_task
+from tests.helpers.wsi import run_wsi as main
 
 
 def _said(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sft.wsi.cli import main
 from sft.wsi.run.folder import RunFolder
 from tests.helpers.wsi import real_pixels, write_config, write_slide, write_table
+from tests.helpers.wsi import run_wsi as main
 
 _HEIGHT_PX, _WIDTH_PX = 1600, 160
 

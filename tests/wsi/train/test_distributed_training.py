@@ -44,7 +44,7 @@ _TOLERANCE = 1e-12
 
 def _command(rank: int, arguments: list[str], death: Death | None = None, dies: int = 0) -> tuple[int, str]:
     """The command line on a rank, in double precision: its exit code, and what it says to stderr."""
-    from sft.wsi.cli import main
+    from tests.helpers.wsi import run_wsi as main
 
     if death is not None and rank == dies:
         _arrange(death)
@@ -329,7 +329,9 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
     command = _config(tmp_path, slides, "run")
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*torchrun, "-m", "sft.wsi", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as run:
+    with subprocess.Popen(
+        [*torchrun, "-m", "sft.wsi", *command, "--trust", "tests"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+    ) as run:
         while not list((tmp_path / "run" / "checkpoints").glob("last-00000002")) and run.poll() is None:
             time.sleep(0.01)
         *_, last = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -346,6 +348,7 @@ def test_torchrun_hands_on_every_option() -> None:
     """Its parser looks at each option of ours, and refuses what begins like two of its own; `--run` does, `--folder` is its other name."""
     launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
     names = {name for action in _configured("train")._actions for name in action.option_strings}
+    names.add("--trust")
     assert {"--run", "--folder", "--config", "--ranks.bands"} <= names
     for name in sorted(names - {"--run"}):
         given = ["train", name, "x"]

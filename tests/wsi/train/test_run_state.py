@@ -17,7 +17,7 @@ from torch import nn
 
 from sft.common.errors import InputError, SourceError
 from sft.distributed.mesh import MeshShape
-from sft.wsi.cli import main, read_config
+from sft.wsi.cli import read_config
 from sft.wsi.commands import _plans
 from sft.wsi.data.table import SlideTable, file_bytes, read_table
 from sft.wsi.errors import RunFolderError
@@ -25,6 +25,7 @@ from sft.wsi.run.progress import Reporter
 from sft.wsi.train.experiment import calibrate_norms, load_experiment
 from sft.wsi.train.run_state import check_same_run, config_fingerprint, run_environment
 from tests.helpers.wsi import TinyNet, damage_tile, write_config, write_task
+from tests.helpers.wsi import run_wsi as main
 
 
 def _steps(run: Path) -> list[dict[str, str]]:
@@ -58,7 +59,7 @@ def test_norms_are_calibrated_beside_damage_that_may_be_left_out(tmp_path: Path)
     damage_tile(tmp_path / "s1.tif")
     for policy in ("skip", "raise"):
         config = read_config(write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"on_error": policy}))
-        experiment = load_experiment(config)
+        experiment = load_experiment(config, trust="tests")
         if policy == "raise":
             with pytest.raises(SourceError, match="s1"):
                 calibrate_norms(experiment, {})

@@ -22,7 +22,8 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(str(path.relative_to(_ROOT)) for path in [*_DOCS.rglob("*.md"), *(_ROOT / "examples").rglob("*.md")])
+    "page",
+    sorted(str(path.relative_to(_ROOT)) for path in [*_ROOT.glob("*.md"), *_DOCS.rglob("*.md"), *(_ROOT / "examples").rglob("*.md")]),
 )
 def test_links_lead_somewhere(page: str) -> None:
     path = _ROOT / page
@@ -58,3 +59,12 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert _run("tutorial.md", {}) == 9
     assert (tmp_path / "runs" / "first" / "summary.md").exists()
     assert list((tmp_path / "runs" / "first" / "heatmaps").rglob("*.png"))
+
+
+def test_the_readme_is_short() -> None:
+    """At most 700 words and 60 numbers, without code, pictures and link targets."""
+    text = (_ROOT / "README.md").read_text()
+    for pattern in (r"```.*?```", r"<picture>.*?</picture>", r"\]\([^)]*\)"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    assert len(text.split()) <= 700
+    assert len(re.findall(r"\d[\d,.]*", text)) <= 60

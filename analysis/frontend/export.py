@@ -51,7 +51,10 @@ _CONTROL_FLOW_REMEDY = "control flow that depends on tensor values must move out
 
 
 #: Rows of the patch table that hold while the exporter decomposes a program, and while it traces one.
-_DECOMPOSITION_PATCHES = ("stack_traces", "node_metadata", "rnn_state_shapes")
+_DECOMPOSITION_PATCHES = (
+    *("stack_traces", "tracer_stack_traces", "node_metadata"),
+    *("rnn_state_shapes", "bincount_dtype", "pooling_sizes", "buffer_hooks"),
+)
 _EXPORT_PATCHES = (
     *_DECOMPOSITION_PATCHES,
     *("batch_norm_shapes", "grid_sample_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache"),

@@ -25,10 +25,13 @@ __all__ = [
     "VALUE_FREE_FUNCTIONS",
     "SymbolicSizeTooComplexError",
     "batch_norm_shapes",
+    "bincount_with_dtype",
+    "floor_quotient",
     "gaussian_nll_loss_unchecked",
     "grid_sample_shapes",
     "limited_evaluate_expr",
     "minmax_by_comparison",
+    "no_stack_traces",
     "no_tensor_metadata",
     "rnn_state_shapes",
 ]
@@ -80,6 +83,11 @@ def minmax_by_comparison(exporter_minmax: Function) -> Function:
         return real_callable(*values, **keywords)
 
     return minmax
+
+
+def floor_quotient(rounded_quotient: Function) -> Function:
+    """``//``, which rounds down; the original also looks at the remainder, which becomes a guard on the size."""
+    return lambda x, y: x // y
 
 
 # -- shape functions --------------------------------------------------------------------------------------------------
@@ -171,12 +179,33 @@ def _without_leading_one(state: Any) -> Any:
     return state.squeeze(0) if state.dim() == 3 else state
 
 
+def bincount_with_dtype(kernel: Function) -> Function:
+    """The kernel of ``bincount`` on fake tensors with the dtype of real ones: float32 or float64 where there are weights, else int64."""
+
+    def bincount(mode: Any, func: Any, inputs: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        counts: Tensor = kernel(mode, func, inputs, weights, minlength)
+        dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+        return counts if counts.dtype == dtype else inputs.new_empty(counts.shape, dtype=dtype)
+
+    return bincount
+
+
 # -- metadata and losses -----------------------------------------------------------------------------------------------------------
 
 
 def no_tensor_metadata(original: Function) -> Function:
     """The function that finds memory formats of a node's value, without a result."""
     return lambda *arguments, **keywords: None
+
+
+def no_stack_traces(make_tracer: Function) -> Function:
+    """The constructor of the exporter's tracer, with a tracer that records no Python stacks."""
+
+    def make(tracer: Any, *arguments: Any, **keywords: Any) -> None:
+        make_tracer(tracer, *arguments, **keywords)
+        tracer.record_stack_traces = False
+
+    return make
 
 
 def gaussian_nll_loss_unchecked(

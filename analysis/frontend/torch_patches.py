@@ -12,14 +12,11 @@ Python's builtins are not replaced. The exporter replaces ``max`` and ``min`` it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import logging
 import pkgutil
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,11 +25,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 from sft.analysis.frontend import replacement_functions as functions
+from sft.analysis.frontend import switched_settings as switches
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import without_onednn, without_saved_tensor_hooks
+from sft.common.torch_internals import TORCH_RELEASE, without_onednn, without_saved_tensor_hooks
 
 __all__ = [
     "COMPOSITE_FUNCTIONS",
@@ -81,8 +78,7 @@ class Patch:
     @property
     def is_in_range(self) -> bool:
         """True where this release of torch is one that the row is for."""
-        release = _release(torch.__version__)
-        return _release(self.since) <= release and (self.until is None or release < _release(self.until))
+        return _release(self.since) <= TORCH_RELEASE and (self.until is None or _release(self.until) > TORCH_RELEASE)
 
     def locate(self) -> tuple[Any, str] | None:
         """Owner and attribute name of the target; ``None`` where this torch has no such function, or one of other parameters."""
@@ -105,81 +101,9 @@ def _release(version: str) -> tuple[int, ...]:
     return int(major), int(minor)
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _without_deterministic_algorithms() -> Iterator[None]:
-    if not torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=only_warns)
-
-
 def needs_deterministic_sums(device: torch.device) -> bool:
     """Return true where sums need an order that PyTorch's own derivatives do not keep on a device. On the CPU they keep it."""
     return device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
-
-
-@contextmanager
-def _without_global_module_hooks() -> Iterator[None]:
-    names = [f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre")]
-    contents = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in names]
-    for hooks, _ in contents:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, content in contents:
-            hooks.update(content)
-
-
-#: Loggers that also report what is raised.
-_NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
-
-
-@contextmanager
-def _quiet_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _muted_output() -> Iterator[None]:
-    with contextlib.redirect_stdout(_MutedStream(sys.stdout)), contextlib.redirect_stderr(_MutedStream(sys.stderr)):
-        yield
-
-
-class _MutedStream:
-    """A text stream that drops the writes of one thread and passes on those of other threads."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        is_muted = threading.get_ident() == self._thread or self._stream is None
-        return len(text) if is_muted else int(self._stream.write(text))
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -252,6 +176,22 @@ PATCHES: dict[str, Patch] = {
         without="What follows the states of an LSTM is captured with a dimension too many.",
         replacement=functions.rnn_state_shapes,
     ),
+    "bincount_dtype": Patch(
+        target="torch._subclasses.fake_impls.op_implementations_dict",
+        until="2.13",
+        is_required=True,
+        why="On fake tensors `bincount` has the dtype of its indices; with weights it has that of sums.",
+        without="What follows a sum of weights by class is computed in another dtype than eager PyTorch's.",
+        switch=switches.with_bincount_dtypes,
+    ),
+    "pooling_sizes": Patch(
+        target="torch._meta_registrations.div_rtn",
+        until="2.13",
+        parameters=("x", "y"),
+        why="The size of a pooled image is a rounded quotient, and the function looks at the remainder: a guard on the parity of the size.",
+        without="Networks that pool are captured again for even and odd heights and widths, at each pooling.",
+        replacement=functions.floor_quotient,
+    ),
     **{
         name: Patch(
             target=f"torch._C._nn.{name}",
@@ -272,7 +212,7 @@ PATCHES: dict[str, Patch] = {
         why="With it torch.nn.functional replaces interpolation, padding and pooling on GPUs by indexing of whole images, which does not "
         "stream. The lowering sees to the order of sums.",
         without="These operators are not computed strip by strip.",
-        switch=_without_deterministic_algorithms,
+        switch=switches.without_deterministic_algorithms,
     ),
     "onednn": Patch(
         target="torch.backends.mkldnn.enabled",
@@ -316,11 +256,27 @@ PATCHES: dict[str, Patch] = {
         without="Deep networks are captured more slowly.",
         switch=lambda: mock.patch.object(pkgutil.resolve_name("torch.fx.config"), "do_not_emit_stack_traces", True),
     ),
+    "tracer_stack_traces": Patch(
+        target="torch.fx.experimental.proxy_tensor._ModuleStackTracer.__init__",
+        until="2.12",
+        parameters=("self", "scope_root"),
+        why="Before there was a setting for it (row `stack_traces`), the exporter's tracer recorded Python stacks always.",
+        without="Deep networks are captured more slowly.",
+        replacement=functions.no_stack_traces,
+    ),
     "fake_tensor_cache": Patch(
         target="torch._dynamo.config.fake_tensor_cache_enabled",
         why="The exporter's cache of fake operators costs more than it saves: sizes are symbols, and few layers are alike.",
         without="Captures are slower.",
         switch=lambda: pkgutil.resolve_name("torch._dynamo.config").patch(fake_tensor_cache_enabled=False),
+    ),
+    # -- what a failed export leaves
+    "buffer_hooks": Patch(
+        target="torch.nn.modules.module.register_module_buffer_registration_hook",
+        until="2.13",
+        why="The exporter sees assignments to buffers by a hook of all modules, and leaves the hook where `forward` raises.",
+        without="A model whose capture has failed cannot register buffers any more.",
+        switch=switches.restored_buffer_hooks,
     ),
     # -- the caller's debugging aids
     "anomaly_mode": Patch(
@@ -339,19 +295,19 @@ PATCHES: dict[str, Patch] = {
         target="torch.nn.modules.module.register_module_forward_hook",
         why="Hooks of all modules (of a FLOP counter) would run on fake tensors.",
         without="They see calls that never happen.",
-        switch=_without_global_module_hooks,
+        switch=switches.without_global_module_hooks,
     ),
     "loggers": Patch(
         target="torch.export",
         why="The exporter logs and warns of failures that are raised as well, or retried.",
         without="Warnings about the exporter's inside on the user's terminal.",
-        switch=_quiet_loggers,
+        switch=switches.quiet_loggers,
     ),
     "output": Patch(
         target="sys.stdout",
         why="`forward` may print; it runs several times while it is captured, on tensors without values. Prints of other threads appear.",
         without="Lines that the user's program does not print itself.",
-        switch=_muted_output,
+        switch=switches.muted_output,
     ),
 }
 

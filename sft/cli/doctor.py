@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ from torch import nn
 
 from sft.api.compile import compile
 from sft.common.byte_units import format_bytes
+from sft.common.distributions import installed_version
 from sft.common.installation import DISTRIBUTION, install_command
 from sft.common.memory import measure_peak
 from sft.planner.options import Options
@@ -38,7 +38,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         "system": platform.platform(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "devices": [_device(device) for device in _devices()],
     }
     failed = [device for device in report["devices"] if not device["self_check"]["ok"]]
@@ -58,13 +58,6 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
 
 def _install_hint(name: str) -> str:
     return f"not installed; {install_command(_PACKAGES[name])}" if _PACKAGES[name] else "not installed"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[torch.device]:

@@ -194,7 +194,7 @@ class ModelFactory:
             model = self.function(**options)
         except Exception as error:  # foreign code: any exception is possible
             raise self.name.error(
-                f" cannot be made ({type(error).__name__}: {error}). Check the name and {self.name.options_place}."
+                f" cannot be made ({type(error).__name__}: {' '.join(str(error).split())}). Check the name and {self.name.options_place}."
             ) from error
         if not isinstance(model, nn.Module):
             raise self.name.error(f" returned an object of type {type(model).__name__}. Name a callable that returns an nn.Module.")

@@ -7,8 +7,9 @@ All other modules import them from here, so that a change of torch shows in one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "MODE_DECORATOR_MODULE",
     "REGISTER_PYTREE_NODE",
     "SET_GRAD_ENABLED",
+    "TORCH_RELEASE",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
@@ -38,6 +40,7 @@ __all__ = [
     "current_dispatch_modes",
     "disable_current_modes",
     "disable_torch_function",
+    "fsdp_reset",
     "has_autocast_kernel",
     "has_dispatch_mode",
     "is_batched_tensor",
@@ -55,6 +58,9 @@ __all__ = [
     "without_onednn",
     "without_saved_tensor_hooks",
 ]
+
+#: Major and minor number of the installed torch.
+TORCH_RELEASE: tuple[int, int] = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]  # of two numbers
 
 #: The autograd function by which non-reentrant checkpoints keep their inputs, up to torch 2.12; it computes nothing.
 CHECKPOINT_NOOP: Any = getattr(checkpoint, "_NoopSaveInputs", None)
@@ -189,3 +195,69 @@ def will_engine_execute(node: Any) -> bool:
         RuntimeError: the node is a leaf of ``torch.autograd.grad``.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+# -- FSDP -------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_reset(model: Any) -> Callable[[], None] | None:
+    """The function that resets ``fully_shard`` after a failed pass; ``None`` where this torch has none and its state is not known here.
+
+    ``reset_iter_state`` is public from torch 2.13 on. The state of 2.11 and 2.12 has the same parts, and is reset in the same way.
+
+    Args:
+        model: the root module of ``fully_shard``.
+    """
+    reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
+    if reset is None and (2, 11) <= TORCH_RELEASE < (2, 13):
+        return partial(_reset_fsdp_iteration, model._get_fsdp_state())
+    return reset
+
+
+def _reset_fsdp_iteration(root: Any) -> None:
+    stream, communication, iteration = root._device_handle.current_stream(), root._comm_ctx, root._state_ctx
+
+    def wait_for(work: Any) -> None:
+        if getattr(work, "event", None) is not None:
+            stream.wait_event(work.event)
+
+    wait_for(communication.all_gather_state)
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):  # torch 2.12
+        for scattered in communication.reduce_scatter_states:
+            wait_for(scattered)
+        communication.reduce_scatter_states.clear()
+    else:
+        wait_for(communication.reduce_scatter_state)
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for state in iteration.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                _reset_fsdp_group(group, stream, wait_for)
+    iteration.iter_forward_root = None
+    iteration.post_backward_final_callback_queued = False
+
+
+def _reset_fsdp_group(group: Any, stream: Any, wait_for: Callable[[Any], None]) -> None:
+    if group._all_gather_result is not None:
+        if group._all_gather_result.all_gather_event is not None:
+            stream.wait_event(group._all_gather_result.all_gather_event)
+        if hasattr(group._all_gather_result.all_gather_work, "wait"):
+            group._all_gather_result.all_gather_work.wait()
+        group._all_gather_result = None
+    if group._post_reduce_event is not None:
+        stream.wait_event(group._post_reduce_event)
+        group._post_reduce_event = None
+    wait_for(group._all_reduce_state)
+    group._all_reduce_state = None
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+        group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()

@@ -22,6 +22,7 @@ from torch import nn
 
 from sft.analysis.frontend.trace_context import is_sharded
 from sft.common.errors import InputError, UnsupportedError
+from sft.common.torch_internals import fsdp_reset
 
 __all__ = ["ShardSizes", "ShardedWeights", "local_bytes"]
 
@@ -170,8 +171,9 @@ class ShardedWeights:
 
     def _reset_after_failure(self) -> None:
         """Reset FSDP after a failure; otherwise it would wait for the end of the aborted pass."""
-        if hasattr(self._model, "reset_iter_state"):
-            self._model.reset_iter_state()
+        reset = fsdp_reset(self._model)
+        if reset is not None:
+            reset()
         else:
             self._failure = (
                 f"a step of this model failed, and fully_shard of torch {torch.__version__} cannot go on after that; "

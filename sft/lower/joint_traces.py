@@ -69,6 +69,10 @@ _OVERALLOCATING_OPS = {aten.im2col.default: _with_exact_storage(aten.im2col.out)
 #: (operator, result) pairs of which ATen allocates one element more than the result has: the bag of each index.
 _PADDED_RESULTS = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
 
+#: (operator, result) pairs in the dtype in which ATen sums elements of the first operand: the log-sum-exp of each query. The fake kernels
+#: of torch 2.11 and 2.12 return float32 for operands of any dtype, half the bytes for float64.
+_SUM_RESULTS = frozenset({(aten._scaled_dot_product_flash_attention_for_cpu.default, 1)})
+
 
 def resolve_target(target: str) -> Any:
     """The ATen overload of a node's target.
@@ -240,8 +244,9 @@ class TraceBuilder:
                 continue
             if (target, position) in _PADDED_RESULTS:
                 shape = (shape[0] + 1,)
+            dtype = _sum_dtype(recorded.arguments[0].dtype) if (target, position) in _SUM_RESULTS else tensor.dtype
             shared = storages.get(storage_id(tensor))
-            results.append(TracedResult(self._new(tensor, shared), shape, tensor.dtype, shared))
+            results.append(TracedResult(self._new(tensor, shared), shape, dtype, shared))
         if target is aten.t.default and results[0] is not None:
             self._transposed[results[0].index] = arguments[0].index
         target, has_many = _OVERALLOCATING_OPS.get(target, target), recorded.has_many
@@ -307,6 +312,11 @@ def _unwrap_single(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[
         return tensor
 
     return unwrapped
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ATen's kernels for the CPU sum elements of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:

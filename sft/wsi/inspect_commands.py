@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections import Counter
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 
 from sft.common.byte_units import format_bytes
+from sft.common.distributions import installed_version
 from sft.common.errors import InputError, SftError
 from sft.common.installation import install_command
 from sft.sources import open_image
@@ -44,10 +44,7 @@ def doctor(console: Console) -> CommandResult:
     report: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
     extras = {name: extra for extra, names in _OPTIONAL.items() for name in names}
     for name in (*_NEEDED, *extras):
-        try:
-            report[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            report[name] = None
+        report[name] = installed_version(name)
     missing = [name for name in _NEEDED if report[name] is None]
     report["threads"] = torch.get_num_threads()
     report["cuda"] = torch.version.cuda

@@ -47,7 +47,7 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["packages"]["torch"]
+    assert found["packages"]["torch"] == torch.__version__
     assert all(device["self_check"]["ok"] for device in found["devices"])
     assert main(["doctor"]) == 0
     assert "self-check" in capsys.readouterr().out

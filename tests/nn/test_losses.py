@@ -248,12 +248,13 @@ def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str)
     assert_exact(seeded(Coded), image(2, 3, 12, 15), options=sft.Options(tile=(4, None)), steps=1)
 
 
-def test_counts_next_to_a_loss() -> None:
-    """Their number is known from the model alone."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_counts_next_to_a_loss(dtype: torch.dtype) -> None:
+    """Their number is known from the model alone; sums of weights have a dtype of their own."""
 
     def loss(y: Tensor, labels: Tensor) -> Any:
         confusion = torch.bincount(3 * y.argmax(1).flatten() + labels.flatten(), minlength=9)
-        shares = torch.bincount(labels.flatten(), weights=y.detach().amax(1).flatten(), minlength=3)
+        shares = torch.bincount(labels.flatten(), weights=(4 * y.detach().amax(1).flatten()).to(dtype), minlength=3)
         return F.cross_entropy(y, labels), confusion, shares / shares.sum()
 
     model, x, labels = seeded(lambda: nn.Conv2d(3, 3, 3, padding=1)), image(2, 3, 14, 12), torch.randint(0, 3, (2, 14, 12))

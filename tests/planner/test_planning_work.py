@@ -171,7 +171,7 @@ def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch,
     if not directly:
         monkeypatch.setattr("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None)
     found = []
-    for patches in (("stack_traces", "node_metadata"), ()):
+    for patches in (("stack_traces", "tracer_stack_traces", "node_metadata"), ()):
         with monkeypatch.context() as without:
             skip_patch(without, *patches)
             made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)

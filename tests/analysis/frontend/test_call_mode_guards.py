@@ -160,6 +160,21 @@ def test_registrations_in_forward_are_refused_by_name_and_undone(kind: str) -> N
     torch.testing.assert_close(sft.compile(model, _SHAPE)(x), expected)
 
 
+def test_a_refused_model_registers_buffers() -> None:
+    """The exporter's hook on registrations of buffers is gone, whatever `forward` failed of."""
+
+    class Branching(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if y.sum() > 0 else -y
+
+    model = Branching(3, 4, 3)
+    with pytest.raises(sft.UnsupportedError):
+        sft.compile(model, _SHAPE)
+    model.register_buffer("w", torch.ones(4))
+    assert torch.equal(model.get_buffer("w"), torch.ones(4))
+
+
 def _replaced(model: Any) -> None:
     model.conv.weight = nn.Parameter(model.conv.weight * 2)
 

@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table, decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -26,6 +28,7 @@ import sft
 from sft.analysis.frontend.capture import capture
 from sft.analysis.frontend.torch_patches import COMPOSITE_FUNCTIONS, MODE_SWITCHES, PATCHES, Patch, apply_patches
 from sft.analysis.frontend.trace_context import COMPUTE_DEVICES
+from sft.common.torch_internals import without_onednn
 from sft.lower.op_recorder import ArgumentSpec, record_ops
 from tests.helpers.torch_patches import skip_patch
 
@@ -197,11 +200,41 @@ def _keeps_max_of_sizes() -> bool:
 
 
 def _states_of_lstms_have_another_rank() -> bool:
+    """As captures decompose them: the call of oneDNN, which takes their place on the CPU, has the right states."""
     lstm, x = nn.LSTM(3, 4), torch.zeros(2, 5, 3)
     weights, states = [p.detach() for p in lstm.parameters()], [torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)]
     arguments = (states, weights, True, 1, 0.0, False, False, False)
-    expected, found = torch.lstm(x, *arguments), decomposition_table[torch.ops.aten.lstm.input](x, *arguments)
-    return [value.shape for value in expected] != [value.shape for value in found]
+    with without_onednn():
+        expected, decomposed = torch.lstm(x, *arguments), decomposition_table[torch.ops.aten.lstm.input](x, *arguments)
+    return [value.shape for value in expected] != [value.shape for value in decomposed]
+
+
+def _sums_by_class_have_the_dtype_of_classes() -> bool:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        counts = torch.bincount(torch.zeros(5, dtype=torch.int64), weights=torch.zeros(5, dtype=torch.float64), minlength=3)
+    return counts.dtype != torch.float64
+
+
+def _pooling_guards_the_parity() -> bool:
+    exported = _exported(nn.MaxPool2d(2), is_symbolic=True)
+    sizes = [size for node in exported.graph.nodes if node.op == "placeholder" for size in node.meta["val"].shape]
+    environments = {id(size.node.shape_env): size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
+    return any("Mod" in str(guard.expr) for environment in environments.values() for guard in environment.guards)
+
+
+def _failed_exports_leave_a_hook() -> bool:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError
+
+    hooks = vars(nn.modules.module)["_global_buffer_registration_hooks"]
+    before = dict(hooks)
+    try:
+        with pytest.raises(ValueError):
+            _exported(_Then(fail))
+        return bool(hooks != before)
+    finally:
+        hooks.clear()
+        hooks.update(before)
 
 
 def _composites_are_captured_in_half() -> bool:
@@ -253,6 +286,12 @@ def _evaluates_long_sizes() -> bool:
             return x if total == 5 else x * 2
 
     return "mul" in str(_exported(Asks(), is_symbolic=True).graph)
+
+
+def _tracers_know_no_setting() -> bool:
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr("torch.fx.config.do_not_emit_stack_traces", True, raising=False)
+        return _nodes_have("stack_trace")
 
 
 def _nodes_have(key: str) -> bool:
@@ -339,6 +378,8 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "autograd_function_apply": _exports_autograd_functions,
     "exporter_minmax": _keeps_max_of_sizes,
     "rnn_state_shapes": _states_of_lstms_have_another_rank,
+    "bincount_dtype": _sums_by_class_have_the_dtype_of_classes,
+    "pooling_sizes": _pooling_guards_the_parity,
     **dict.fromkeys(COMPOSITE_FUNCTIONS, _composites_are_captured_in_half),
     "einsum": _einsum_of_two_types_is_refused,
     "deterministic_algorithms": _switches_determinism,
@@ -350,7 +391,9 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "size_complexity_limit": _evaluates_long_sizes,
     "node_metadata": lambda: _nodes_have("tensor_meta"),
     "stack_traces": lambda: _nodes_have("stack_trace"),
+    "tracer_stack_traces": _tracers_know_no_setting,
     "fake_tensor_cache": lambda: _is_switched(lambda: bool(torch._dynamo.config.fake_tensor_cache_enabled), "fake_tensor_cache"),
+    "buffer_hooks": _failed_exports_leave_a_hook,
     "anomaly_mode": _switches_anomaly_mode,
     "saved_tensor_hooks": _switches_hooks,
     "global_module_hooks": _switches_hooks,

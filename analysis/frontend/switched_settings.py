@@ -1,0 +1,128 @@
+"""Contexts that switch settings of torch and Python during a capture; :mod:`sft.analysis.frontend.torch_patches` says which, and why.
+
+Each context sets back what it has switched. Settings of the whole process hold for other threads as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pkgutil
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft.analysis.frontend.replacement_functions import bincount_with_dtype
+
+__all__ = [
+    "muted_output",
+    "quiet_loggers",
+    "restored_buffer_hooks",
+    "with_bincount_dtypes",
+    "without_deterministic_algorithms",
+    "without_global_module_hooks",
+]
+
+
+@contextmanager
+def without_deterministic_algorithms() -> Iterator[None]:
+    """Switch ``torch.use_deterministic_algorithms`` off."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=only_warns)
+
+
+@contextmanager
+def without_global_module_hooks() -> Iterator[None]:
+    """Remove the forward and backward hooks of all modules."""
+    names = [f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre")]
+    contents = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in names]
+    for hooks, _ in contents:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in contents:
+            hooks.update(content)
+
+
+#: Loggers that also report what is raised.
+_NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quiet_loggers() -> Iterator[None]:
+    """Mute the exporter's loggers and all warnings."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def muted_output() -> Iterator[None]:
+    """Drop what this thread prints."""
+    with contextlib.redirect_stdout(_MutedStream(sys.stdout)), contextlib.redirect_stderr(_MutedStream(sys.stderr)):
+        yield
+
+
+@contextmanager
+def restored_buffer_hooks() -> Iterator[None]:
+    """Remove the hooks on registrations of buffers that were added inside."""
+    hooks = vars(nn.modules.module)["_global_buffer_registration_hooks"]
+    before = dict(hooks)
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(before)
+
+
+@contextmanager
+def with_bincount_dtypes() -> Iterator[None]:
+    """Give ``bincount`` on fake tensors the dtype that it has on real ones."""
+    kernels = pkgutil.resolve_name("torch._subclasses.fake_impls").op_implementations_dict
+    operator = torch.ops.aten.bincount.default
+    original = kernels[operator]
+    kernels[operator] = bincount_with_dtype(original)
+    try:
+        yield
+    finally:
+        kernels[operator] = original
+
+
+class _MutedStream:
+    """A text stream that drops the writes of one thread and passes on those of other threads."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        is_muted = threading.get_ident() == self._thread or self._stream is None
+        return len(text) if is_muted else int(self._stream.write(text))
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

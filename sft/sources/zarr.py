@@ -139,6 +139,13 @@ class ZarrImage(FileImage[_ZarrLevels]):
             raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
         if any(array.dtype != np.uint8 for array in handle.arrays):
             raise SourceError(f"cannot use {self.path} as an image: it holds {first.dtype}, pixels are uint8. Convert it.")
+        unknown = sorted(axis for axis in self.at if axis not in axes or axis in _IMAGE_AXES)
+        if unknown:
+            others = [axis for axis in axes if axis not in _IMAGE_AXES]
+            raise InputError(
+                f"cannot use {self.path} as an image: at={self.at!r} names {', '.join(map(repr, unknown))}, and one index is chosen along "
+                f"{', '.join(map(repr, others)) or 'no axis'} (its axes are {axes!r}). Correct at."
+            )
         for axis, extent in zip(axes, first.shape, strict=True):
             if axis not in _IMAGE_AXES and not 0 <= self.at.get(axis, 0 if extent == 1 else -1) < extent:
                 raise InputError(f"cannot use {self.path} as an image: axis {axis!r} has {extent} entries. Choose one: at={{{axis!r}: 0}}.")

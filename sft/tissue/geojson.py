@@ -6,25 +6,39 @@ resolution it is the same mask.
 *In*: a FeatureCollection, a list of features (QuPath's older exports), one feature, or a bare geometry; Polygon, MultiPolygon and
 GeometryCollection, holes included. Lines and points have no area and are left out. Outlines that cross themselves, as drawn by hand, are
 split where they do (shapely's make_valid).
+
+*Classes.* QuPath derives classes from a base class: ``Tumor: Positive`` is a ``Positive`` kind of ``Tumor``. Its exports have the full name
+(``"classification": {"name": "Tumor: Positive"}``) or the parts (``{"names": ["Tumor", "Positive"]}``). A feature is selected by its full
+name and by each part, so ``Tumor`` selects all tumour, ``Tumor: Positive`` that part of it. The name of the annotation itself
+(``properties.name``) selects it as well.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sft.common.atomic_files import atomic_write
-from sft.common.errors import SourceError
+from sft.common.errors import InputError, SourceError
 from sft.sources.image import missing_extra
 from sft.tissue.mask import TissueMask
 from sft.tissue.polygons import Polygon, Regions
 
 __all__ = ["mask_outline", "read_geojson", "write_geojson"]
+
+#: Classes that an error lists.
+_MAX_LISTED = 20
+#: Between a class and the class derived from it.
+_SEPARATOR = ": "
+#: What JSON of another structure raises.
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 
 
 def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *, name: str = "Tissue") -> None:
@@ -52,25 +66,70 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
         part.write_text(text, encoding="utf-8")
 
 
-def read_geojson(path: str | os.PathLike[str], *, names: Sequence[str] | None = None) -> Regions:
+def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | None = None, required: bool = True) -> Regions:
     """Read polygons in px of level 0.
 
     Args:
         path: of the file.
-        names: classes that count; features without a class are left out then. Default: `None` (all)
+        names: classes that count, such as ``["Tumor", "Stroma: Positive"]``; a base class includes the classes derived from it. Features
+            without a class are left out then. Default: `None` (all)
+        required: False to accept names that no feature of the file has. Default: `True`
 
     Raises:
+        InputError: a name that no feature has; the message lists those that there are.
         SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
     """
     shapely = _import_shapely(f"read {path}")
-    polygons: list[Polygon] = []
+    selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        for geometry in _geometries(content, names):
-            polygons += _polygons(shapely.make_valid(shapely.geometry.shape(geometry)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, shapely.errors.ShapelyError) as error:
+        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8"))))
+        chosen = [feature for feature in features if selected is None or not feature.selectors.isdisjoint(selected)]
+        shapes = [feature.geometry and shapely.make_valid(shapely.geometry.shape(feature.geometry)) for feature in chosen]
+    except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
         raise SourceError(f"cannot read {path} as GeoJSON: {type(error).__name__}: {error}. Export it again.") from error
-    return Regions(polygons)
+    polygons = [_polygons(shape) if shape else [] for shape in shapes]
+    if selected is not None and required:
+        with_area = frozenset[str]().union(*(feature.selectors for feature, pieces in zip(chosen, polygons, strict=True) if pieces))
+        _check_names(path, selected, features, with_area)
+    return Regions([polygon for pieces in polygons for polygon in pieces])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Feature:
+    """A geometry with its names.
+
+    Attributes:
+        geometry: GeoJSON; None for a feature without one.
+        label: its class, otherwise its name; None for a feature without either.
+        selectors: all names that select it.
+    """
+
+    geometry: Any
+    label: str | None
+    selectors: frozenset[str]
+
+
+def _check_names(path: str | os.PathLike[str], names: Set[str], features: Sequence[_Feature], with_area: Set[str]) -> None:
+    """Refuse names that no feature with an area has; a file without features has none to compare.
+
+    Raises:
+        InputError: such a name, or no name at all.
+    """
+    if not names:
+        raise InputError(f"cannot read {path} with names=[]: it selects nothing. Name classes, or leave names out to read all.")
+    missing = sorted(names - with_area)
+    if not features or not missing:
+        return
+    is_known = any(missing[0] in feature.selectors for feature in features)
+    why = f"no feature called {missing[0]!r} has an area" if is_known else f"no feature is called {', '.join(map(repr, missing))}"
+    counts = Counter(feature.label for feature in features)
+    listed = [f"{'(no class)' if label is None else repr(label)} ({count})" for label, count in counts.most_common(_MAX_LISTED)]
+    if len(counts) > _MAX_LISTED:
+        listed.append(f"and {len(counts) - _MAX_LISTED} more")
+    raise InputError(
+        f"cannot read {path} with names={sorted(names)!r}: {why}. Its {len(features)} features are {', '.join(listed)}. Correct the name; "
+        "required=False accepts files that lack it."
+    )
 
 
 def mask_outline(mask: TissueMask) -> Regions:
@@ -89,24 +148,36 @@ def mask_outline(mask: TissueMask) -> Regions:
     return Regions([[ring * step for ring in polygon] for polygon in _polygons(joined)])
 
 
-def _geometries(content: Any, names: Sequence[str] | None) -> Iterator[Any]:
+def _features(content: Any) -> Iterator[_Feature]:
+    """All features of a file; a bare geometry is a feature without a name."""
     if isinstance(content, list):
-        for part in content:
-            yield from _geometries(part, names)
+        for item in content:
+            yield from _features(item)
     elif content["type"] == "FeatureCollection":
-        yield from _geometries(content["features"], names)
+        yield from _features(content["features"])
     elif content["type"] == "Feature":
-        if content["geometry"] is not None and (names is None or _class_of(content) in names):
-            yield content["geometry"]
+        properties = content.get("properties") or {}
+        classes, name = _class_names(properties.get("classification")), properties.get("name")
+        names = (name,) if isinstance(name, str) and name else ()
+        derived = tuple(_SEPARATOR.join(classes[:count]) for count in range(len(classes), 0, -1))  # the full name first
+        label = next(iter((*derived, *names)), None)
+        yield _Feature(geometry=content["geometry"], label=label, selectors=frozenset((*derived, *classes, *names)))
     else:
-        yield content
+        yield _Feature(geometry=content, label=None, selectors=frozenset())
 
 
-def _class_of(feature: Any) -> str | None:
-    properties = feature.get("properties") or {}
-    classification = properties.get("classification") or {}
-    name: str | None = classification.get("name") if isinstance(classification, dict) else classification
-    return name
+def _class_names(classification: Any) -> tuple[str, ...]:
+    """Names of a class, the base class first.
+
+    >>> _class_names({"name": "Tumor: Positive"}), _class_names({"names": ["Tumor", "Positive"]})
+    (('Tumor', 'Positive'), ('Tumor', 'Positive'))
+    >>> _class_names("Stroma"), _class_names(None)
+    (('Stroma',), ())
+    """
+    if isinstance(classification, dict):
+        classification = classification.get("names") or classification.get("name")
+    names = [classification] if isinstance(classification, str) else classification or ()
+    return tuple(part.strip() for name in names for part in str(name).split(_SEPARATOR) if part.strip())
 
 
 def _polygons(geometry: Any) -> list[Polygon]:

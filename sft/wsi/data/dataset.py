@@ -218,8 +218,8 @@ class SlideDataset:
         if area is None:
             return slide.image, None
         area = rescale_area(area, slide.image, slide.scale)
-        box = None if self._config.data.tissue == "none" else area_bounding_box(area, slide.image)
-        return Masked(slide.image, area) if self._paints(record) else slide.image, box
+        box = area_bounding_box(area, slide.image)  # a mask without tissue would paint the whole slide
+        return Masked(slide.image, area) if self._paints(record) else slide.image, None if self._config.data.tissue == "none" else box
 
     def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
         """Tissue area in px of the largest level; None for a run without masks."""

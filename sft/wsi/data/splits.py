@@ -45,6 +45,11 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
         problems += [f"class {name!r} has no training slide" for index, name in enumerate(table.classes) if index not in seen]
         if len(table.classes) < 2:
             problems.append(f"one class ({', '.join(table.classes)}) leaves nothing to learn; give two or more")
+    if kind == "multilabel" and training:
+        # A fold may lack a rare class; a class that no slide of the table has is a misspelt name.
+        known = [record.target for record in records if record.target]
+        absent = [name for index, name in enumerate(table.classes) if not any(target[index] for target in known)]
+        problems += [f"class {name!r} of task.classes is the label of no slide; correct the name, or leave it out" for name in absent]
     if kind in ("cox", "hazard") and training and not any(record.target and record.target[1] for record in training):
         problems.append("no training slide has an event; survival cannot be learnt from censored slides alone")
     if problems:

@@ -127,7 +127,10 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
         x, y = max(0, math.floor(left)), max(0, math.floor(top))
         box = Box(x=x, y=y, w=min(image.width_px, math.ceil(right)) - x, h=min(image.height_px, math.ceil(bottom)) - y)
     if box is None or min(box.w, box.h) < 1:
-        raise InputError(f"cannot crop {image!r} to its tissue: the mask has none there. Mend the mask, or leave the slide out.")
+        raise InputError(
+            f"cannot crop {image!r} to its tissue, or mask it: the mask has none there. Mend the mask (its units are px of the largest "
+            "level), or leave the slide out."
+        )
     return box
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,22 @@ def test_label_maps_are_cropped_and_turned_with_their_slide(slide: tuple[SlideRe
     labels.rows(Interval(0, labels.shape[2]), out)
     assert labels.shape[2:] == (image.height_px, image.width_px)
     assert np.array_equal(out[0, 0].numpy(), _whole(image)[..., 0] < 200)
+
+
+@pytest.mark.parametrize("content", ["empty", "elsewhere", "lines", "black"])
+@pytest.mark.parametrize("tissue", ["none", "crop", "mask"])
+def test_a_mask_without_tissue_is_refused(content: str, tissue: str, slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+    """The slide would be painted over as a whole, and train as pure background."""
+    record, pixels = slide
+    mask = tmp_path / ("mask.png" if content == "black" else "mask.geojson")
+    far = [[[9000, 0], [9100, 0], [9100, 90], [9000, 0]]]
+    if content == "black":
+        PillowImage.fromarray(np.zeros(pixels.shape[:2], np.uint8)).save(mask)
+    else:
+        geometry = {"type": "Polygon", "coordinates": far} if content == "elsewhere" else {"type": "LineString", "coordinates": far[0]}
+        features = [] if content == "empty" else [{"type": "Feature", "geometry": geometry, "properties": {}}]
+        mask.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+    assert "the mask has none there" in str(_feed(tmp_path, tissue=tissue).check(replace(record, mask=mask)))
 
 
 def test_negative_labels_are_found_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:

@@ -313,6 +313,16 @@ def test_folds_share_no_patient_are_stratified_and_cover_every_slide_once() -> N
     assert sorted(tested) == sorted(record.name for record in table.records)
 
 
+def test_a_class_that_no_slide_has_is_refused() -> None:
+    """A misspelt name in task.classes would be an output that is never positive."""
+    table = _made(9, 1)
+    several = SlideTable(
+        records=tuple(replace(record, target=(*(record.target or ()), 1.0, 0.0)) for record in table.records), classes=("a", "b", "tumuor")
+    )
+    with pytest.raises(DatasetError, match=r"class 'tumuor' of task\.classes is the label of no slide"):
+        assign_splits(several, DataConfig(csv=Path("t.csv")), "multilabel", seed=0)
+
+
 def test_shares_of_the_patients_and_too_few_of_them() -> None:
     config = DataConfig(csv=Path("t.csv"), val_fraction=0.25, test_fraction=0.2)
     found = assign_splits(_made(20, 2), config, "classification", seed=0)

@@ -18,7 +18,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-oracles test-zoo test-torch test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ format: $(READY) ## Rewrite the code in the house format
 fuzz: $(READY) ## Random networks against eager PyTorch, for MINUTES (10) minutes
 	PYTHONPATH=$(CURDIR) $(BIN)/python -P tests/fuzz.py --minutes $(or $(MINUTES),10)
 
+floors: $(READY) ## Memory floors of small networks against the committed table (tests/floors)
+	$(BIN)/python -P tests/floors/__main__.py
+
 bench: $(READY) ## Run the benchmarks
 	$(BIN)/python benchmarks/run.py
 
@@ -77,8 +80,9 @@ test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) time
 		tests/runtime/test_offload.py tests/torch_runtime/test_streamed_cuts.py \
 		-k "test_any_"
 
-test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
+test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, and their memory floors, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
+	$(ZOO_BIN)/python -P tests/floors/__main__.py --set zoo
 
 $(TORCH_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-torch-$(VERSION)

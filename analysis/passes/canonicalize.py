@@ -26,14 +26,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import sympy as sp
-
 from sft.analysis.ir.graph import Graph, Node, Ref, map_refs
 from sft.analysis.ir.ops import DIMENSION_ARGUMENTS, ELEMENTWISE
 from sft.analysis.ir.symbolic import same_shape
 from sft.analysis.ir.targets import ELEMENTWISE_LOSSES
+from sft.analysis.passes.assignments import ASSIGNMENTS, INDEXED, rewrite_assignment, rewrite_indexed
+from sft.analysis.passes.constants import add_constant_image_like
+from sft.analysis.passes.decompose_axis_reductions import AXIS_POOLINGS, AXIS_REDUCTIONS, rewrite_axis_pool, rewrite_axis_reduction
 from sft.analysis.passes.decompose_losses import LABEL_LOSSES, decompose_whole_loss, rewrite_elementwise_loss, rewrite_label_loss
 from sft.analysis.passes.decompose_norms import LAYER_NORMS, rewrite_layer_norm
+from sft.analysis.passes.decompose_pads import PADS, rewrite_pad, rewrite_roll
 from sft.analysis.passes.decompose_products import MATRIX_PRODUCTS, rewrite_linear, rewrite_product
 from sft.analysis.passes.decompose_reductions import (
     ADAPTIVE_POOLINGS,
@@ -44,14 +46,7 @@ from sft.analysis.passes.decompose_reductions import (
     rewrite_softmax,
 )
 from sft.analysis.passes.decompose_windows import rewrite_windows
-from sft.analysis.passes.elementwise import (
-    add_spatial_side_input,
-    is_constant,
-    make_constant_image,
-    rewrite_elementwise,
-    unexpanded,
-    varies_spatially,
-)
+from sft.analysis.passes.elementwise import add_spatial_side_input, rewrite_elementwise, unexpanded, varies_spatially
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import EXPANDS, PERMUTES, RESHAPES, LayoutTracker, TrackedImage
 
@@ -178,7 +173,7 @@ def _put_on_images(
     return True
 
 
-# -- shapes and padding -------------------------------------------------------------------------------------------------
+# -- shapes -------------------------------------------------------------------------------------------------
 
 
 def _rewrite_expand(tracker: LayoutTracker, node: Node) -> bool:
@@ -219,23 +214,7 @@ def _rewrite_unpool(tracker: LayoutTracker, node: Node) -> bool:
     return tracker.put(unpooled, DimLayout((*DimLayout.plain(3).groups, ())))
 
 
-def _rewrite_pad(tracker: LayoutTracker, node: Node) -> bool:
-    """Padding of an image that the model holds in another order of dimensions (channels last)."""
-    image = tracker.images[node.operands[0]]
-    image_shape, flat, rank = tracker.shape(image.node), node.argument("pad"), len(image.layout.groups)
-    amounts = ((rank - 1 - index, (flat[2 * index], flat[2 * index + 1])) for index in range(len(flat) // 2))
-    padded = [(image.layout.image_dim(dim), pair) for dim, pair in amounts if pair != (0, 0)]
-    axes = range(len(image_shape) - tracker.axes.count, len(image_shape))
-    if image.layout.is_plain or not all(dim in axes for dim, _ in padded):
-        return False
-    pairs = [dict(padded).get(dim, (0, 0)) for dim in axes]
-    shape = (*image_shape[: axes.start], *(low + image_shape[dim] + high for dim, (low, high) in zip(axes, pairs, strict=True)))
-    pad = tuple(amount for pair in reversed(pairs) for amount in pair)
-    arguments = (("self", Ref(image.node)), ("pad", pad), *(pair for pair in node.arguments if pair[0] not in ("self", "pad")))
-    return tracker.put(replace(node, shape=shape, arguments=arguments), image.layout)
-
-
-# -- labels and assignments ---------------------------------------------------------------------------------------------
+# -- labels ---------------------------------------------------------------------------------------------
 
 
 def _rewrite_one_hot(tracker: LayoutTracker, node: Node) -> bool:
@@ -251,53 +230,11 @@ def _rewrite_one_hot(tracker: LayoutTracker, node: Node) -> bool:
 
 def _rewrite_scatter(tracker: LayoutTracker, node: Node) -> bool:
     """Scatter of values by labels; a constant that they are scattered into becomes an image like the labels."""
-    _make_constant_image_like(tracker, node.argument("self").name, tracker.images.get(node.argument("index").name))
+    name, labels = node.argument("self").name, tracker.images.get(node.argument("index").name)
+    image = add_constant_image_like(tracker, name, labels)
+    if image is not None:
+        tracker.images[name] = image
     return _rewrite_along_dims(tracker, node)
-
-
-def _make_constant_image_like(tracker: LayoutTracker, name: str, like: TrackedImage | None) -> None:
-    """Turn a constant of the size of an image into an image; other values stay unchanged."""
-    constant = tracker.nodes.get(name)
-    if name in tracker.images or like is None or constant is None or not is_constant(constant):
-        return
-    like_shape, shape = tracker.shape(like.node), constant.shape
-    if len(shape) != tracker.axes.rank or len(like_shape) != tracker.axes.rank or not like.layout.is_plain:
-        return
-    if same_shape((like_shape[0], *like_shape[2:]), (shape[0], *shape[2:])):
-        filled = make_constant_image(f"{name}__filled", constant, tracker.nodes[like.node], shape[1])
-        tracker.nodes[filled.name] = filled
-        tracker.images[name] = TrackedImage(filled.name, like.layout)
-
-
-def _rewrite_channel_assignment(tracker: LayoutTracker, node: Node) -> bool:
-    """Assignment of an image to some channels of another (``slice_scatter``, ``select_scatter``)."""
-    name, source = node.argument("self").name, tracker.images.get(node.argument("src").name)
-    _make_constant_image_like(tracker, name, source)
-    image = tracker.images.get(name)
-    if image is None or source is None:
-        return False
-    shape = tracker.shape(image.node)
-    dim = image.layout.image_dim(node.argument("dim", 0))
-    if dim is None or not 1 <= dim < len(shape) - tracker.axes.count:
-        return False
-    selects = node.target == "aten.select_scatter.default"
-    if source.layout != (image.layout.without([dim]) if selects else image.layout):
-        return False
-    bounds = [node.argument(key) for key in (("index",) if selects else ("start", "end", "step"))]
-    if any(isinstance(number, sp.Basic) for number in (shape[dim], *bounds)):
-        return False  # the number of channels depends on the image's size
-    if selects:
-        channels = range(bounds[0] % shape[dim], bounds[0] % shape[dim] + 1)
-    else:
-        channels = range(*slice(*bounds).indices(shape[dim]))
-    arguments = (
-        ("self", Ref(image.node)),
-        ("src", Ref(source.node)),
-        ("dim", dim),
-        *(("start", channels.start), ("stop", channels.stop), ("step", channels.step)),
-        ("selects", selects),
-    )
-    return tracker.put(replace(node, target="sft.assign_channels", shape=shape, arguments=arguments), image.layout)
 
 
 def _rewrite_table(*rows: tuple[Iterable[str], _Rewrite]) -> dict[str, tuple[_Rewrite, ...]]:
@@ -315,6 +252,7 @@ _REWRITES = _rewrite_table(
     (RESHAPES, LayoutTracker.reshape),
     (ELEMENTWISE, rewrite_elementwise),
     (REDUCTIONS, rewrite_reduction),
+    (AXIS_REDUCTIONS, rewrite_axis_reduction),
     (SOFTMAXES, rewrite_softmax),
     (DIMENSION_ARGUMENTS, _rewrite_along_dims),
     (ELEMENTWISE_LOSSES, rewrite_elementwise_loss),
@@ -323,12 +261,15 @@ _REWRITES = _rewrite_table(
     (LAYER_NORMS, rewrite_layer_norm),
     (("aten.max_unpool2d.default",), _rewrite_unpool),
     (ADAPTIVE_POOLINGS, rewrite_global_pool),
+    (AXIS_POOLINGS, rewrite_axis_pool),
     (_WINDOWS, rewrite_windows),
-    (("aten.pad.default",), _rewrite_pad),
+    (PADS, rewrite_pad),
+    (("aten.roll.default",), rewrite_roll),
     (EXPANDS, _rewrite_expand),
     (MATRIX_PRODUCTS, rewrite_product),
     (("aten.broadcast_tensors.default",), _rewrite_broadcast),
     (("aten.one_hot.default",), _rewrite_one_hot),
     (("aten.scatter.value", "aten.scatter.src"), _rewrite_scatter),
-    (("aten.slice_scatter.default", "aten.select_scatter.default"), _rewrite_channel_assignment),
+    (ASSIGNMENTS, rewrite_assignment),
+    (INDEXED, rewrite_indexed),
 )

@@ -39,6 +39,7 @@ __all__ = [
     "rewrite_global_pool",
     "rewrite_reduction",
     "rewrite_softmax",
+    "select_statistic",
     "widen_half",
 ]
 
@@ -170,10 +171,10 @@ def _decompose_minmax(sequence: NodeSequence, reduction: _ImageReduction, *, lar
         return None
     arguments = (("self", Ref(image.name)), ("largest", largest), ("axes", reduction.num_axes))
     statistics = sequence.add("extremes", "sft.minmax", (*reduction.lead, 2), arguments, "float64")
-    return _select_statistic(sequence, statistics, 0, image.dtype)
+    return select_statistic(sequence, statistics, 0, image.dtype)
 
 
-def _select_statistic(sequence: NodeSequence, value: Node, index: int, dtype: str, suffix: str = "value") -> Node:
+def select_statistic(sequence: NodeSequence, value: Node, index: int, dtype: str, suffix: str = "value") -> Node:
     """One of several global values, cast from the fp64 that holds counts and indices."""
     arguments = (("self", Ref(value.name)), ("dim", len(value.shape) - 1), ("index", index))
     column = sequence.add(suffix, "aten.select.int", value.shape[:-1], arguments, value.dtype)
@@ -186,7 +187,7 @@ def _decompose_argmax(sequence: NodeSequence, reduction: _ImageReduction) -> Nod
         return None
     arguments = (("self", Ref(reduction.image.name)), ("axes", reduction.num_axes))
     statistics = sequence.add("peak", "sft.argmax", (*reduction.lead, 2), arguments, "float64")
-    return _select_statistic(sequence, statistics, reduction.node.argument("result", 0), reduction.node.dtype)
+    return select_statistic(sequence, statistics, reduction.node.argument("result", 0), reduction.node.dtype)
 
 
 def _decompose_vector_norm(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:

@@ -1,4 +1,4 @@
-"""Decomposition of windows and borders: ``unfold``/``fold``, transposed convolutions, circular padding.
+"""Decomposition of windows: ``unfold``/``fold``, and transposed convolutions.
 
 *Unfold and fold.* torch has the windows of an image as columns of a matrix, ``[N, C * kh * kw, windows]``, in row-major order. That is
 again an image, with one pixel per window and the pixels of a window as channels, so these stream:
@@ -21,14 +21,6 @@ The number of multiplications is that of the operator itself; along the other ax
 computes in single precision: products rounded before their sum would deviate by more than the operator's own rounding, and before a ReLU
 could change sign. (Products of half-precision numbers are exact in TF32, too.) Rows that do not overlap (a kernel of 2 with a stride of 2)
 need no decomposition: each output row has a single input row.
-
-*Circular padding of rows.* The rows above the image are its last ones, which a sweep reads at its end. They are few, so they become a
-global value::
-
-    y = pad(x, circular)               ->      r = sft.border_rows(x)          # the last low rows, then the first high ones
-                                               y = sft.circular_pad(x, r)      # streamed in the next sweep
-
-``pad`` along the other axes, of which a strip holds all, follows if they are padded too.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ from sft.analysis.ir.symbolic import divide_extent, same_shape
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import LayoutTracker
 
-__all__ = ["decompose_circular_pads", "decompose_transposed_convolutions", "rewrite_windows"]
+__all__ = ["decompose_transposed_convolutions", "rewrite_windows"]
 
 
 def _decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], DimLayout] | None:
@@ -233,46 +225,6 @@ _ARGUMENT_NAMES = {"kernel_size": "kernel"}
 def _without_rows(value: Any, neutral: int, count: int) -> tuple[Any, ...]:
     """An argument for each axis, with the neutral value for the rows."""
     return (neutral, *(symbolic_axis_entry(value, axis) for axis in range(1, count)))
-
-
-def decompose_circular_pads(graph: Graph) -> Graph:
-    """Replace every circular padding of an image's rows by its decomposition."""
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        nodes += _decompose_circular_pad(node, graph) if _wraps_rows(node, graph) else [node]
-    return replace(graph, nodes=tuple(nodes))
-
-
-def _wraps_rows(node: Node, graph: Graph) -> bool:
-    if node.target != "aten.pad.default" or node.argument("mode") != "circular" or len(node.shape) != graph.axes.rank:
-        return False
-    flat = node.argument("pad")
-    return len(flat) == 2 * graph.axes.count and any(flat[-2:]) and min(flat) >= 0
-
-
-def _decompose_circular_pad(node: Node, graph: Graph) -> list[Node]:
-    count, flat = graph.axes.count, node.argument("pad")
-    image, (low, high) = graph[node.argument("self").name], flat[-2:]
-    lead, (rows, *further) = image.shape[:-count], graph.axes.of(image.shape)
-    amounts = (("low", low), ("high", high), ("axes", count))
-    border = replace(
-        node,
-        name=f"{node.name}__border",
-        target="sft.border_rows",
-        shape=(*lead, low + high, *further),
-        arguments=(("self", Ref(image.name)), *amounts),
-    )
-    rows_only = not any(flat[:-2])
-    wrapped = replace(
-        node,
-        name=node.name if rows_only else f"{node.name}__wrapped",
-        target="sft.circular_pad",
-        shape=(*lead, rows + low + high, *further),
-        arguments=(("self", Ref(image.name)), ("border", Ref(border.name)), *amounts),
-    )
-    if rows_only:
-        return [border, wrapped]
-    return [border, wrapped, replace(node, arguments=(("self", Ref(wrapped.name)), ("pad", (*flat[:-2], 0, 0)), *node.arguments[2:]))]
 
 
 def rewrite_windows(tracker: LayoutTracker, node: Node) -> bool:

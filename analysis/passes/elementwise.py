@@ -7,8 +7,7 @@ image and broadcasts to them is aligned:
 * a *spatial side input* varies along height or width without being an image: position embeddings, coordinate grids, weights for each
   pixel. It stays resident. ``sft.spatial_side_input`` makes an image of it: each strip reads the matching slice as a view, repeated where
   the side input has one entry and the image has many. Its gradient is the strips', summed over broadcast dimensions;
-* a constant of the image's size (``x.new_zeros(x.shape)``, ``torch.ones(1, 1, height, width)``) is never stored at full size:
-  ``sft.constant_image`` creates a strip of it where one is read.
+* a constant of the image's size is never stored at full size (:mod:`sft.analysis.passes.constants`).
 
 Example, for an image with channels last and a position embedding ``[1, height, width, C]``::
 
@@ -26,34 +25,17 @@ from typing import Any
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Node, Ref, map_refs
 from sft.analysis.ir.symbolic import broadcast_shapes, same_shape
+from sft.analysis.passes.constants import constant_of, make_constant_image
 from sft.analysis.passes.layout import DimLayout
-from sft.analysis.passes.layout_tracker import EXPANDS, LayoutTracker, TrackedImage
+from sft.analysis.passes.layout_tracker import LayoutTracker, TrackedImage
 
 __all__ = [
     "add_spatial_side_input",
-    "is_constant",
-    "make_constant_image",
     "make_spatial_side_input",
     "rewrite_elementwise",
     "unexpanded",
     "varies_spatially",
 ]
-
-#: Factories of constants, and their value where it is not an argument.
-_CONSTANT_FACTORIES = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
-
-
-def is_constant(node: Node) -> bool:
-    """True if all elements of a value are one known number."""
-    return node.target in _CONSTANT_FACTORIES
-
-
-def make_constant_image(name: str, constant: Node, image: Node, channels: Any) -> Node:
-    """The node ``name``: a constant with ``channels`` channels and the size of an image with one dimension of channels."""
-    value = constant.argument("fill_value", _CONSTANT_FACTORIES[constant.target])
-    arguments = (("self", Ref(image.name)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
-    shape = (image.shape[0], channels, *image.shape[2:])
-    return replace(constant, name=name, target="sft.constant_image", shape=shape, arguments=arguments)
 
 
 def varies_spatially(shape: Sequence[Any], layout: DimLayout, first_axis: int) -> bool:
@@ -107,6 +89,9 @@ def rewrite_elementwise(tracker: LayoutTracker, node: Node) -> bool:
     # An image with one row or column is read in full for all strips of a larger one.
     widest = max(images, key=lambda image: sum(extent != 1 for extent in tracker.axes.of(tracker.shape(image.node))))
     is_outer = any(_is_narrow(tracker, widest, image) for image in images)  # the outer product of a row and a column
+    full = _image_of_size(tracker, broadcast_shapes(image_shapes, rank)) if is_outer else None
+    if full is not None:
+        widest, is_outer = full, False
     aligned: dict[str, str] = {}
     for name in dict.fromkeys(node.operands):
         base = name if name in tracker.images else unexpanded(tracker, name)
@@ -136,6 +121,16 @@ def _is_narrow(tracker: LayoutTracker, image: TrackedImage, widest: TrackedImage
     """True if an image has one row or column where another one has more."""
     extents = (tracker.axes.of(tracker.shape(each.node)) for each in (image, widest))
     return any(extent == 1 != other for extent, other in zip(*extents, strict=True))
+
+
+def _image_of_size(tracker: LayoutTracker, shape: Sequence[Any]) -> TrackedImage | None:
+    """The latest image with the batch and the extents of a shape, and with as many dimensions; ``None`` if there is none."""
+    size = (shape[0], *tracker.axes.of(shape))
+    for image in reversed(tracker.images.values()):
+        known = tracker.shape(image.node)
+        if len(known) == len(shape) and (known[0], *tracker.axes.of(known)) == size:
+            return image
+    return None
 
 
 def _add_narrow_side_input(tracker: LayoutTracker, reader: Node, name: str, widest: TrackedImage) -> str | None:
@@ -171,19 +166,11 @@ def add_spatial_side_input(tracker: LayoutTracker, reader: Node, name: str, imag
     side = make_spatial_side_input(f"{reader.name}__{name}", tracker.nodes[name], image.layout, image_node, tracker.axes)
     if side is None:
         return None
-    constant = _before_expansions(tracker, name)
-    if is_constant(constant) and len(image_node.shape) == tracker.axes.rank:
-        side = make_constant_image(side.name, constant, image_node, side.shape[1])
+    constant = constant_of(tracker.nodes, name)
+    if constant is not None and len(image_node.shape) == tracker.axes.rank:
+        side = make_constant_image(side.name, tracker.nodes[name], constant, image_node, side.shape[1], tracker.axes)
     tracker.nodes[side.name] = replace(side, module_path=reader.module_path)
     return side.name
-
-
-def _before_expansions(tracker: LayoutTracker, name: str) -> Node:
-    """The value before all expansions, also those to more dimensions."""
-    node = tracker.nodes[name]
-    while node.target in EXPANDS:
-        node = tracker.nodes[node.argument("self").name]
-    return node
 
 
 def unexpanded(tracker: LayoutTracker, name: str) -> str:

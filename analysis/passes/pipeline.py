@@ -6,7 +6,8 @@ from sft.analysis.ir.grad_reachability import clone_updated_buffers
 from sft.analysis.ir.graph import Graph
 from sft.analysis.passes.canonicalize import canonicalize
 from sft.analysis.passes.decompose_norms import decompose_norms
-from sft.analysis.passes.decompose_windows import decompose_circular_pads, decompose_transposed_convolutions
+from sft.analysis.passes.decompose_pads import decompose_circular_pads
+from sft.analysis.passes.decompose_windows import decompose_transposed_convolutions
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.passes.positional_rng import make_rng_positional
 

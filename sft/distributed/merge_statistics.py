@@ -61,9 +61,10 @@ def _merge_logsumexp(total: Tensor, part: Tensor) -> Tensor:
 
 #: Merge functions, by the reduction's name in the operator table.
 MERGES: dict[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("sum", "mean", "fixed_size_avg_pool", "spatial_contraction", "border_rows"), _add),
+    **dict.fromkeys(("sum", "mean", "fixed_size_avg_pool", "spatial_contraction", "border_rows", "axis_sum"), _add),
     "moments": _merge_moments,
     "minmax": _merge_minmax,
+    "axis_minmax": _merge_minmax,
     "argmax": _merge_argmax,
     "logsumexp": _merge_logsumexp,
 }
@@ -77,7 +78,7 @@ def merge_statistics(kind: str, parts: Sequence[Tensor], *, largest: bool = True
         parts: running reductions (fp64) in the order of the bands; the first is overwritten with the result.
         largest: of ``"extremes"``, True for maxima.
     """
-    options = {"largest": largest} if kind == "minmax" else {}
+    options = {"largest": largest} if kind in ("minmax", "axis_minmax") else {}
     total = parts[0]
     for part in parts[1:]:
         total = MERGES[kind](total, part, **options)

@@ -77,7 +77,10 @@ class PadSpec(Operator):
         if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
             return [f"{node.label}: this circular padding of rows is not decomposed; pad an image [N, C, ...] by at least 0"]
         if any(flat[2 * graph.axes.count :]):
-            return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
+            return [
+                f"{node.label}: pads the batch, or channels by a number that depends on the image's size ({flat}); only channels and the "
+                "image's axes can be padded in strips, so join samples outside the compiled model"
+            ]
         if mode != "constant" and any(amount < 0 for amount in flat if isinstance(amount, int)):  # symbolic ones are known at a size
             return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
         return []
@@ -112,10 +115,17 @@ class BorderRowsSpec(Operator):
 
     name: str = "border_rows"
     role: Role = "reduce"
+    is_sized: bool = True
     backward_reads: tuple[bool, bool] = (False, False)
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0, 1, None, *range(3, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rows, count = graph.axes.of(graph[node.operands[0]].shape)[ROWS], max(node.argument("low"), node.argument("high"))
+        if isinstance(rows, int) and count > rows:
+            return [f"{node.label}: {count} rows wrap round an image of {rows}"]
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +136,8 @@ class ChannelPadSpec(Operator):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, axes = node.argument("pad"), graph.axes
-        if any(flat[: 2 * axes.count]) or len(flat) > 2 * (len(node.shape) - 1):
-            return [f"{node.label}: pads more than channels ({flat}); pad channels and the image's axes one after the other"]
+        if any(flat[: 2 * axes.count]) or any(flat[2 * (len(node.shape) - 1) :]) or any(not isinstance(amount, int) for amount in flat):
+            return [f"{node.label}: pads more than channels ({flat})"]
         return []
 
 

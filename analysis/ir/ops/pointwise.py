@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sft.analysis.ir.graph import Graph, Node
+from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.base import Operator
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DetachSpec",
     "FrozenNormSpec",
     "GatherChannelsSpec",
+    "IndexChannelsSpec",
     "PerPixelSpec",
     "PointwiseSpec",
     "RandomOpSpec",
@@ -109,6 +110,26 @@ class GatherChannelsSpec(ChannelwiseSpec):
         if untiled:
             return [f"{node.label}: operand {untiled[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
         return ChannelwiseSpec.problems(self, node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexChannelsSpec(Operator):
+    """Lookup or assignment of channels by an index tensor: ``x[:, [2, 1, 0]]``, ``index_copy``."""
+
+    name: str = "per_pixel"
+    keeps_channels: bool = False
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rank, indices = len(graph[node.operands[0]].shape), node.argument("indices")
+        dims = [dim for dim, index in enumerate(indices) if index is not None] if indices is not None else [node.argument("dim") % rank]
+        names = tuple(refs_in(node.argument("index", indices)))
+        if len(dims) != 1 or not 1 <= dims[0] < rank - graph.axes.count or len(graph[names[0]].shape) != 1 or names[0] in streamed:
+            return [f"{node.label}: an index along dimension {tuple(dims)} of {rank}; only one list of channels stays within a strip"]
+        if graph[names[0]].dtype == "bool":
+            return [f"{node.label}: a mask of channels, whose number depends on values; give their numbers"]
+        numbers = {name for name in node.operands if all(extent == 1 for extent in graph[name].shape)}
+        untiled = [name for name in node.operands if name not in streamed and name != names[0] and name not in numbers]
+        return [f"{node.label}: operand {untiled[0]} is not an image in strips, unlike the one that is indexed"] if untiled else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,21 @@ from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, Role
 
-__all__ = ["STATISTICS", "ArgMaxSpec", "LogSumExpSpec", "MeanSpec", "MinMaxSpec", "MomentsSpec", "SpatialContractionSpec", "SumSpec"]
+__all__ = [
+    "STATISTICS",
+    "ArgMaxSpec",
+    "AxisMinMaxSpec",
+    "AxisSumSpec",
+    "LogSumExpSpec",
+    "MeanSpec",
+    "MinMaxSpec",
+    "MomentsSpec",
+    "SpatialContractionSpec",
+    "SumSpec",
+]
 
 #: Operators with statistics of different kinds along their last dimension (mean, variance): never images, independent of their extents.
-STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.minmax", "sft.argmax"})
+STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.minmax", "sft.axis_minmax", "sft.argmax"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,21 @@ class MeanSpec(SumSpec):
                 return [f"{node.label}: pools to {size}; only a single pixel streams, use AdaptiveAvgPool{axes.count}d(1)"]
             return []
         return SumSpec.problems(self, node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSumSpec(_ReductionSpec):
+    """Sum or mean over some axes of the image."""
+
+    name: str = "axis_sum"
+    backward_reads: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisMinMaxSpec(_ReductionSpec):
+    """Largest or smallest element along some axes of the image, and its number of occurrences."""
+
+    name: str = "axis_minmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from sft.analysis.ir.ops.pointwise import (
     DetachSpec,
     FrozenNormSpec,
     GatherChannelsSpec,
+    IndexChannelsSpec,
     PerPixelSpec,
     PointwiseSpec,
     RandomOpSpec,
@@ -33,7 +34,17 @@ from sft.analysis.ir.ops.pointwise import (
 )
 from sft.analysis.ir.ops.pool_indices import UNPOOLINGS, MaxPoolIndicesSpec, MaxUnpoolSpec
 from sft.analysis.ir.ops.rearrange import Col2imSpec, Im2colSpec, PixelShuffleSpec, PixelUnshuffleSpec
-from sft.analysis.ir.ops.reductions import ArgMaxSpec, LogSumExpSpec, MeanSpec, MinMaxSpec, MomentsSpec, SpatialContractionSpec, SumSpec
+from sft.analysis.ir.ops.reductions import (
+    ArgMaxSpec,
+    AxisMinMaxSpec,
+    AxisSumSpec,
+    LogSumExpSpec,
+    MeanSpec,
+    MinMaxSpec,
+    MomentsSpec,
+    SpatialContractionSpec,
+    SumSpec,
+)
 from sft.analysis.ir.ops.resampling import (
     AdaptiveAvgPoolSpec,
     AdaptiveMaxPoolSpec,
@@ -45,6 +56,7 @@ from sft.analysis.ir.ops.resampling import (
 from sft.analysis.ir.ops.target_lists import (
     CHANNEL_FUNCTIONS,
     CHANNEL_REDUCTIONS,
+    INDEX_OPS,
     NONDIFFERENTIABLE_OPS,
     PER_PIXEL_OPS,
     UNARY_OPS,
@@ -113,6 +125,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten._native_batch_norm_legit_no_training.default": FrozenNormSpec(),
     "sft.moments": MomentsSpec(),
     "sft.minmax": MinMaxSpec(),
+    "sft.axis_sum": AxisSumSpec(),
+    "sft.axis_minmax": AxisMinMaxSpec(),
     "sft.argmax": ArgMaxSpec(),
     "sft.logsumexp": LogSumExpSpec(),
     "sft.contract_pixels": SpatialContractionSpec(),
@@ -135,6 +149,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.{name}.int": ChannelwiseSpec() for name in ("softmax", "log_softmax", "select")},
     **{f"aten.{name}.default": ChannelwiseSpec() for name in (*CHANNEL_FUNCTIONS, "linalg_vector_norm")},
     "sft.assign_channels": AssignChannelsSpec(),
+    "sft.pad_channels": _CHANNELS,
+    **dict.fromkeys(INDEX_OPS, IndexChannelsSpec()),
     "aten.stack.default": ChannelwiseSpec(adds=True),
     "aten.slice.Tensor": (ChannelwiseSpec(), SliceSpec()),
     "aten.pad.default": (PadSpec(), ChannelPadSpec()),

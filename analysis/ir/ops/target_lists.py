@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "CHANNEL_FUNCTIONS",
     "CHANNEL_REDUCTIONS",
+    "INDEX_OPS",
     "NONDIFFERENTIABLE_OPS",
     "PER_PIXEL_OPS",
     "UNARY_OPS",
@@ -165,7 +166,17 @@ CHANNEL_REDUCTIONS = (
 )
 
 #: Per-pixel functions of channels that keep their number or set it by an argument.
-CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "index_select", "sort", "argsort", "topk")
+CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "sort", "argsort", "topk")
+
+#: Operators with an index tensor, and the argument with the values that they write, if any.
+INDEX_OPS = {
+    "aten.index.Tensor": None,
+    "aten.index_select.default": None,
+    "aten.index_put.default": "values",
+    "aten.index_copy.default": "source",
+    "aten.index_add.default": "source",
+    "aten.index_fill.int_Scalar": None,
+}
 
 _POLYNOMIAL_OPS = ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w")
 

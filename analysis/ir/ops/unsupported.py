@@ -21,7 +21,7 @@ _UNSUPPORTED_REASONS = {
         ("slice_scatter", "select_scatter"),
         "assigns rows, columns or samples; assign channels, or use torch.where",
     ),
-    "roll": "moves rows from one border to the other; pad and crop, or roll before the compiled model",
+    "roll": "rolls the batch, or the flattened image; roll along the image's axes, or before the compiled model",
     "sft.repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",
     "repeat": "repeats an image in another order of dimensions than [N, channels, ...]; repeat its channels before it is permuted",
     "repeat_interleave": "repeats rows, or samples; resize with F.interpolate, or torch.cat channels",

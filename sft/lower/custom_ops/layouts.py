@@ -13,6 +13,7 @@ __all__ = [
     "constant_image",
     "copy_as",
     "expand_channels",
+    "pad_channels",
     "pixel_shuffle",
     "pixel_unshuffle",
     "rearrange",
@@ -84,9 +85,24 @@ def spatial_side_input(self: Tensor, like: Tensor, split: Sequence[int], order: 
     return image.expand(like.shape[0], *image.shape[1:first], *like.shape[first:])
 
 
-def constant_image(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
+def constant_image(self: Tensor, channels: int, value: float, dtype: str, axes: int) -> Tensor:
     """An image of ``channels`` channels filled with one value, as large as ``self``."""
-    return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
+    return self.new_full((self.shape[0], channels, *self.shape[self.dim() - axes :]), value, dtype=getattr(torch, dtype))
+
+
+def pad_channels(self: Tensor, dim: int, low: int, high: int, mode: str) -> Tensor:
+    """Channels of an image padded by reflection, replication or wrapping, with at least 0 channels on each side."""
+    extent = self.shape[dim]
+    if mode == "reflect":
+        before, after = self.narrow(dim, 1, low).flip(dim), self.narrow(dim, extent - 1 - high, high).flip(dim)
+    elif mode == "replicate":
+        sizes = list(self.shape)
+        before, after = (
+            self.narrow(dim, at, 1).expand(*sizes[:dim], count, *sizes[dim + 1 :]) for at, count in ((0, low), (extent - 1, high))
+        )
+    else:
+        before, after = self.narrow(dim, extent - low, low), self.narrow(dim, 0, high)
+    return torch.cat([before, self, after], dim)
 
 
 def assign_channels(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: int, selects: bool) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 __all__ = [
     "affine",
     "argmax",
+    "axis_minmax",
+    "axis_sum",
     "channel_norm",
     "channel_rms_norm",
     "contract_pixels",
@@ -121,6 +123,20 @@ def minmax(self: Tensor, largest: bool, axes: int) -> Tensor:
     value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
     count = (self == value).sum(dims)
     return torch.stack([value.flatten(-axes).squeeze(-1).double(), count.double()], -1)
+
+
+def axis_sum(self: Tensor, reduced: Sequence[int], divides: bool, keepdim: bool, axes: int) -> Tensor:
+    """Sum, or (``divides``) mean, over some of the axes."""
+    dims = [self.dim() - axes + axis for axis in reduced]
+    return self.mean(dims, keepdim) if divides else self.sum(dims, keepdim)
+
+
+def axis_minmax(self: Tensor, largest: bool, reduced: Sequence[int], axes: int) -> Tensor:
+    """The largest or smallest element along some of the axes, and its number of occurrences, in fp64."""
+    dims = [self.dim() - axes + axis for axis in reduced]
+    value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
+    count = (self == value).sum(dims)
+    return torch.stack([value.squeeze(dims).double(), count.double()], -1)
 
 
 def argmax(self: Tensor, axes: int) -> Tensor:

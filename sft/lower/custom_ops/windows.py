@@ -23,9 +23,12 @@ def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], fact
 
 
 def border_rows(self: Tensor, low: int, high: int, axes: int) -> Tensor:
-    """The last ``low`` rows of an image followed by its first ``high``."""
+    """The last ``low`` rows of an image followed by its first ``high``; of an image with fewer rows, which repeat."""
     dim = self.dim() - axes
-    return torch.cat([self.narrow(dim, self.shape[dim] - low, low), self.narrow(dim, 0, high)], dim)
+    rows = self.shape[dim]
+    if max(low, high) > rows:
+        return torch.cat([self.narrow(dim, row % rows, 1) for row in (*range(-low, 0), *range(high))], dim)
+    return torch.cat([self.narrow(dim, rows - low, low), self.narrow(dim, 0, high)], dim)
 
 
 def circular_pad(self: Tensor, border: Tensor, low: int, high: int, axes: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sft.analysis.ir.graph import Node
 from sft.analysis.ir.ops import CASTS
 from sft.lower.context import SegmentInfo
+from sft.lower.rules.axis_reductions import AxisMinMaxRule, AxisSumRule
 from sft.lower.rules.base import Rule
 from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
 from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, SpatialSideInputRule
@@ -49,6 +50,8 @@ _RULES: dict[str, Rule] = {
     "sum": SumRule(),
     "mean": MeanRule(),
     "minmax": MinMaxRule(),
+    "axis_sum": AxisSumRule(),
+    "axis_minmax": AxisMinMaxRule(),
     "argmax": ArgMaxRule(),
     "logsumexp": LogSumExpRule(),
     "spatial_contraction": SpatialContractionRule(),

@@ -14,7 +14,7 @@ from sft.lower.program import Slot
 from sft.lower.rules.base import AdditivePart, ReductionRule
 from sft.lower.rules.reductions import as_single_pixel, spatial_dims
 
-__all__ = ["ArgMaxRule", "MinMaxRule", "strip_starts"]
+__all__ = ["ArgMaxRule", "MinMaxRule", "merge_minmax", "strip_starts"]
 
 aten = torch.ops.aten
 
@@ -38,15 +38,15 @@ class MinMaxRule(ReductionRule):
         lead = strip.shape[: axes[0]]
         pixel = (*lead, *[1] * len(axes))
         value = builder.call(aten.amax.default if largest else aten.amin.default, strip, axes, True, shape=pixel, dtype=strip.dtype)
-        ones = self._occurrences(ctx, strip, value)
+        ones = self.occurrences(ctx, strip, value)
         count = builder.call(aten.sum.dim_IntList, ones, axes, shape=lead, dtype=wide)
         flat = builder.call(aten.view.default, value, list(lead), shape=lead, view_of=value)
         running = builder.port("partial", ctx.node.name, (*lead, 2), torch.float64)
         scratch_bytes = _NUM_STATISTICS * running.num_bytes
-        return builder.call(_merge_minmax, running, flat, count, largest, writes=running, scratch_bytes=scratch_bytes)
+        return builder.call(merge_minmax, running, flat, count, largest, writes=running, scratch_bytes=scratch_bytes)
 
     @staticmethod
-    def _occurrences(ctx: NodeContext, strip: Slot, value: Slot) -> Slot:
+    def occurrences(ctx: NodeContext, strip: Slot, value: Slot) -> Slot:
         """A mask of the elements equal to the value: one or zero."""
         builder, wide = ctx.builder, accumulation_dtype(strip.dtype)
         same = builder.call(aten.eq.Tensor, strip, value, shape=strip.shape, dtype=torch.bool)
@@ -57,7 +57,7 @@ class MinMaxRule(ReductionRule):
         strip = ctx.strip(next(refs_in(image)))
         value, count = (_column(ctx, ctx.global_slot(ctx.node.name), index) for index in (0, 1))
         share = builder.call(aten.div.Tensor, _column(ctx, grad, 0), count, shape=count.shape, dtype=torch.float64)
-        gradient = self._occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
+        gradient = self.occurrences(ctx, strip, as_single_pixel(ctx, builder.cast(value, strip.dtype)))
         builder.call(aten.mul_.Tensor, gradient, as_single_pixel(ctx, builder.cast(share, gradient.dtype)), writes=gradient)
         ctx.add_grad(image, gradient, owned=True)
 
@@ -103,7 +103,7 @@ def _column(ctx: NodeContext, slot: Slot, index: int) -> Slot:
     return ctx.builder.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
-def _merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) -> None:
+def merge_minmax(running: Tensor, value: Tensor, count: Tensor, largest: bool) -> None:
     """Merge a strip's minima or maxima into the accumulator."""
     old, old_count = running.unbind(-1)
     value = value.to(running.dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import sft
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import chain, image, seeded
-from tests.helpers.operator_cases import AroundFunction
+from tests.helpers.operator_cases import AroundFunction, assert_streams
 from tests.helpers.plans import assert_tiled
 from tests.helpers.tilings import tiled_options
 
@@ -82,3 +84,31 @@ def test_in_single_precision_the_rows_are_the_same() -> None:
     model, x = nn.CircularPad2d((1, 2, 2, 1)), image(1, 3, 9, 7).float()
     net = sft.compile(model, (1, 3, 9, 7), options=sft.Options(tile=(2, None)))
     assert bool((net(x) == model(x)).all())
+
+
+_ROLLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "down": lambda x: x.roll(2, 2),
+    "up": lambda x: x.roll(-3, 2),
+    "along both axes": lambda x: x.roll((-4, 1), (2, 3)),
+    "to the left, channels last": lambda x: x.movedim(1, -1).roll((-2, 2), (2, 1)).movedim(-1, 1),
+    "channels as well": lambda x: x.roll((1, 3), (1, 2)),
+    "twice along one axis": lambda x: x.roll((1, -3, 1), (2, 3, 2)),
+    "by nothing": lambda x: x.roll((0, 2), (2, 3)),
+    "further than the image": lambda x: x.roll((15, -11), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", _ROLLS)
+def test_rolls_are_circular_paddings(name: str) -> None:
+    model = seeded(lambda: AroundFunction(_ROLLS[name], axes=2))
+    assert_exact(model, image(2, 3, 13, 10), options=sft.Options(tile=(4, 3), state_every=2), steps=1)
+    assert_streams(model, (2, 3, 24, 20))
+
+
+def test_a_roll_of_a_smaller_image_than_the_captured_one() -> None:
+    """The shift exceeds the rows of the second image, which then are repeated."""
+    model = seeded(lambda: AroundFunction(lambda x: x.roll((6, -6), (2, 3)), axes=2))
+    net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(3, None)))
+    for size in ((20, 18), (4, 5), (9, 7)):
+        x = image(1, 3, *size)
+        torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from sft.analysis.tiling.position_grid import PositionGrid as PositionGrid
     from sft.api.check import CheckReport as CheckReport
     from sft.api.check import check as check
+    from sft.api.check import position_grids as position_grids
     from sft.api.compile import compile as compile
     from sft.api.compile import plan as plan
     from sft.api.pareto import TradeoffRow as TradeoffRow
     from sft.api.pareto import pareto as pareto
-    from sft.api.position_grids import position_grids as position_grids
     from sft.common.byte_units import format_bytes as format_bytes
     from sft.common.byte_units import parse_bytes as parse_bytes
     from sft.common.errors import BudgetError as BudgetError
@@ -57,10 +57,9 @@ else:
         "sft",
         {
             "sft.analysis.tiling.position_grid": "PositionGrid",
-            "sft.api.check": "CheckReport check",
+            "sft.api.check": "CheckReport check position_grids",
             "sft.api.compile": "compile plan",
             "sft.api.pareto": "TradeoffRow pareto",
-            "sft.api.position_grids": "position_grids",
             "sft.common.byte_units": "format_bytes parse_bytes",
             "sft.common.errors": "BudgetError InputError InternalError RankError SftError SkipSlideError SourceError UnsupportedError",
             "sft.common.memory": "Peak measure_peak",

@@ -182,7 +182,8 @@ class ImageFacts:
     tiles_px: tuple[Size | None, ...]  #: (width, height) of a compressed tile of each level
     num_channels: int
     mpp: tuple[float, float] | None = None  #: micrometres per px of level 0, (x, y)
-    background: tuple[int, ...] = WHITE  #: one number a channel
+    background: tuple[int, ...] = WHITE  #: of pixels that are not stored, one number a channel
+    nodata: float | None = None  #: value of pixels without data, as the file has it
 
     def __post_init__(self) -> None:
         assert len(self.level_dimensions) == len(self.tiles_px) >= 1
@@ -309,8 +310,13 @@ class FileImage(LevelledImage, Generic[Handle]):
 
     @property
     def background(self) -> tuple[int, ...]:
-        """Colour of pixels that were not recorded."""
+        """Colour of pixels that are not stored: missing tiles of a TIFF, missing chunks of a Zarr array."""
         return self.facts.background
+
+    @property
+    def nodata(self) -> float | None:
+        """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
+        return self.facts.nodata
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:

@@ -139,7 +139,7 @@ def _open_tiff(path: Path, policy: OnError, num_threads: int | None, *, may_fall
     image = TiffImage(path, num_threads=num_threads)
     try:
         _ = image.facts
-        if may_fall_back and vendor is not None and image.has_missing_tiles:
+        if may_fall_back and vendor is not None and image.has_missing_tiles and not image.is_geotiff:
             return Slide(path)
     except SourceError as error:
         is_ours = isinstance(error, NotTiledError) or _MISSING in str(error)

@@ -7,7 +7,8 @@ OpenSlide knows every scanner's format, but a plain handle has five habits that 
 - One corrupt tile latches a handle into error: every later read of good tiles fails too.  The handle is dropped on failure, so the next
   read opens a fresh one and only the bad place stays bad.
 - Missing pixels are transparent, and dropping the alpha channel turns them black.  They are composited over the slide's own background
-  colour (white where the file names none).  Sparse formats have such pixels inside the slide too.
+  colour (white where the file names none; in a GeoTIFF the value of `sft.sources.tiff.metadata`).  Sparse formats have such pixels inside
+  the slide too.
 - Positions are given in pixels of the largest level whatever level is read.  Here they are pixels of the level that is read.
 - Errors name neither the file nor the place.  Here every failure is a ``SourceError`` that says path, level and rectangle.
 
@@ -28,6 +29,7 @@ import numpy as np
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
 from sft.sources.image import LevelledImage, Pixels, check_region, read_strips
+from sft.sources.tiff.metadata import read_geo_tags
 
 __all__ = ["Slide"]
 
@@ -63,8 +65,9 @@ class _SlideFacts:
     level_dimensions: tuple[tuple[int, int], ...]  #: (width, height) of each level, in px
     level_downsamples: tuple[float, ...]  #: px of level 0 per px of each level
     mpp: tuple[float, float] | None  #: micrometres per px of level 0, (x, y)
-    background: tuple[int, int, int]  #: colour of pixels that the scanner did not record, RGB
+    background: tuple[int, int, int]  #: colour of pixels that are not stored, RGB
     tiles_px: tuple[tuple[int, int] | None, ...]  #: (width, height) of the compressed tiles of each level; None where the file does not say
+    nodata: float | None = None  #: value of pixels without data, as the file has it
 
 
 class Slide(LevelledImage):
@@ -147,8 +150,13 @@ class Slide(LevelledImage):
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """RGB colour of pixels that the scanner did not record."""
+        """RGB colour of pixels that are not stored."""
         return self._read_facts().background
+
+    @property
+    def nodata(self) -> float | None:
+        """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
+        return self._read_facts().nodata
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
@@ -212,12 +220,14 @@ class Slide(LevelledImage):
                 raise InputError(
                     f"cannot use level {self.level} of slide {self.path}: it has levels 0 to {num_levels - 1}. Choose one of them."
                 )
+            tags = read_geo_tags(self.path)
             self._facts = _SlideFacts(
                 level_dimensions=tuple(handle.level_dimensions),
                 level_downsamples=tuple(handle.level_downsamples),
                 mpp=_parse_mpp(handle.properties),
-                background=_parse_colour(handle.properties.get("openslide.background-color")),
+                background=_parse_colour(handle.properties.get("openslide.background-color"), tags.missing_value),
                 tiles_px=tuple(_parse_tile(handle.properties, level) for level in range(num_levels)),
+                nodata=tags.nodata,
             )
         return self._facts
 
@@ -258,9 +268,9 @@ def _parse_tile(properties: Mapping[str, str], level: int) -> tuple[int, int] | 
     return (width, height) if min(width, height) > 0 else None
 
 
-def _parse_colour(text: str | None) -> tuple[int, int, int]:
+def _parse_colour(text: str | None, missing: int | None) -> tuple[int, int, int]:
     if text is None:
-        return _WHITE
+        return _WHITE if missing is None else (missing, missing, missing)
     red, green, blue = bytes.fromhex(text)
     return red, green, blue
 

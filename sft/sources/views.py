@@ -90,6 +90,12 @@ class RasterView(LevelledImage):
         return background
 
     @property
+    def nodata(self) -> float | None:
+        """Value of pixels without data, as the file has it; None where it has none."""
+        nodata: float | None = getattr(self.image, "nodata", None)
+        return nodata
+
+    @property
     def bad_tiles(self) -> tuple[Any, ...]:
         """The `sft.sources.BadTile`s that were filled with the background so far."""
         tiles: tuple[Any, ...] = getattr(self.image, "bad_tiles", ())

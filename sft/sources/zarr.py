@@ -2,9 +2,9 @@
 
 An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
 are inferred, or given, as for any array. A chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the
-array's fill value: Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted drive, a cleaned folder)
-is detected: each read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects it: Zstandard (the
-default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
+array's fill value, which is the background: Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted
+drive, a cleaned folder) is detected: each read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects
+it: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
             tiles_px=tuple(_size(array.chunks, axes) for array in handle.arrays),
             num_channels=num_channels,
             mpp=handle.mpp,
-            background=(255,) * num_channels,
+            background=(int(first.fill_value or 0),) * num_channels,
         )
 
     def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:

@@ -44,6 +44,8 @@ class DataConfig:
         test_fraction: share of the patients for testing, likewise.
         mask_values: for segmentation: index of the class for each value of the label maps, such as {0: 0, 255: 1} for masks of 0 and
             255; 255 as index: ignored. Default: values are class indices, 255 is ignored.
+        background: colour of painted background, three numbers of 0 to 255; default: that of the slide's file (white for scanners, the
+            fill value of a Zarr array).
     """
 
     csv: Path
@@ -56,6 +58,7 @@ class DataConfig:
     val_fraction: float = 0.2
     test_fraction: float = 0.0
     mask_values: dict[int, int] | None = None
+    background: list[int] | None = None
 
     def __post_init__(self) -> None:
         _refuse_nulls("data", self)
@@ -64,6 +67,8 @@ class DataConfig:
             problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
         if self.host_budget is not None:
             problems += _not_bytes("data.host_budget", self.host_budget)
+        if self.background is not None and (len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background)):
+            problems.append(f"data.background {self.background}: give three numbers of 0 to 255, such as [255, 255, 255]")
         if self.num_folds is not None and self.num_folds < 3:
             problems.append(f"data.num_folds {self.num_folds}: give at least 3, one for testing, one for validation and one to train on")
         if self.fold and self.num_folds is None:

@@ -192,7 +192,7 @@ class SlideDataset:
             small, factor = make_thumbnail(slide.whole, _STAIN_PX)
             area = self._area(record, slide)
             if area is not None and self._paints(record):
-                small = paint_outside(small, area, factor, slide.whole.background)
+                small = paint_outside(small, area, factor, self._background or slide.whole.background)
             fitted_to = fit_reinhard if self._config.augment.stain == "reinhard" else fit_macenko
             self._stains[record.name] = fitted_to(small, record.name)
         return self._stains[record.name]
@@ -219,7 +219,8 @@ class SlideDataset:
             return slide.image, None
         area = rescale_area(area, slide.image, slide.scale)
         box = area_bounding_box(area, slide.image)  # a mask without tissue would paint the whole slide
-        return Masked(slide.image, area) if self._paints(record) else slide.image, None if self._config.data.tissue == "none" else box
+        image = Masked(slide.image, area, background=self._background) if self._paints(record) else slide.image
+        return image, None if self._config.data.tissue == "none" else box
 
     def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
         """Tissue area in px of the largest level; None for a run without masks."""
@@ -233,6 +234,11 @@ class SlideDataset:
 
     def _has_tissue_mask(self, record: SlideRecord) -> bool:
         return record.mask is not None and self._config.task.kind != "segmentation"
+
+    @property
+    def _background(self) -> tuple[int, ...] | None:
+        colour = self._config.data.background
+        return None if colour is None else tuple(colour)
 
     def _paints(self, record: SlideRecord) -> bool:
         return self._config.data.tissue == "mask" or self._has_tissue_mask(record)

@@ -19,6 +19,7 @@ from sft.sources import Cached, open_image
 from sft.sources.image import Image, Pixels
 from sft.tissue import Regions, TissueMask, find_tissue, write_geojson
 from sft.wsi.cli import read_config
+from sft.wsi.config import DataConfig
 from sft.wsi.data.augment import Augmentation
 from sft.wsi.data.dataset import SlideDataset
 from sft.wsi.data.table import SlideRecord
@@ -144,6 +145,18 @@ def test_a_mask_without_tissue_is_refused(content: str, tissue: str, slide: tupl
         features = [] if content == "empty" else [{"type": "Feature", "geometry": geometry, "properties": {}}]
         mask.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
     assert "the mask has none there" in str(_feed(tmp_path, tissue=tissue).check(replace(record, mask=mask)))
+
+
+def test_the_background_of_masked_slides_may_be_chosen(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+    record, pixels = slide
+    mask = np.zeros(pixels.shape[:2], np.uint8)
+    mask[40:, 40:] = 1
+    PillowImage.fromarray(mask).save(tmp_path / "mask.png")
+    record = replace(record, mask=tmp_path / "mask.png")
+    image = _feed(tmp_path, background=[9, 8, 7]).image(record)
+    assert (image.read(0, 0, 8, 8) == (9, 8, 7)).all() and np.array_equal(image.read(60, 60, 8, 8), pixels[60:68, 60:68])
+    with pytest.raises(InputError, match=r"data\.background .*: give three numbers of 0 to 255"):
+        DataConfig(csv=Path("t.csv"), background=[0, 256, 0])
 
 
 def test_negative_labels_are_found_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:

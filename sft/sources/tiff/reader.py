@@ -15,17 +15,12 @@ bit for bit, for every file that both read. Four points need care:
   misread is refused with a `SourceError`: sample types other than uint8, channels other than colours and alpha, further images of the same
   size, pixels in another file.
 
-Tiles that a scanner left out (zero bytes) have the background colour.
-
-The resolution in micrometres per pixel is read as OpenSlide does: Aperio writes it into the description and leaves the resolution tags to
-chance; OME has it in its XML; other writers use the tags.
+Tiles that are not stored (zero bytes) have the background colour: white, or in a GeoTIFF the value of `sft.sources.tiff.metadata`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import struct
 import weakref
 from collections.abc import Callable
@@ -33,71 +28,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import SourceError
-from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, missing_extra, valid_mpp
+from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, missing_extra
 from sft.sources.jpeg import jpeg_decoder
 from sft.sources.thread_pool import for_each, resolve_threads
+from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_mpp
 
-__all__ = ["NotTiledError", "TiffImage", "read_mpp"]
-
-_UNIT_UM = {2: 25_400.0, 3: 10_000.0}  # inch, centimetre
-_OME_UM = {"µm": 1.0, "μm": 1.0, "um": 1.0, "pm": 1e-6, "Å": 1e-4, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "dm": 1e5, "m": 1e6}
-_OME_UM |= {"thou": 25.4, "in": 25_400.0, "ft": 304_800.0}
-
-
-def read_mpp(tiff: Any, page: Any) -> tuple[float, float] | None:
-    """Micrometres per pixel of a page, (x, y); None where the file does not say, or says nonsense.
-
-    Args:
-        tiff: a ``tifffile.TiffFile``.
-        page: its largest level.
-    """
-    if tiff.is_svs:
-        match = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
-        value = _number(match[1]) if match else None
-        return valid_mpp(value, value)
-    if tiff.is_ome:
-        sizes = _ome_sizes(tiff.ome_metadata)
-        if None not in sizes:  # where OME has sizes of a unit of no length ("pixel"), the tags are a program's defaults
-            return valid_mpp(*(size * _OME_UM.get(unit, math.nan) for size, unit in filter(None, sizes)))
-    unit_um = _UNIT_UM.get(int(page.tags.valueof(296, 2)))
-    resolutions = [page.tags.valueof(tag) for tag in (282, 283)]
-    if unit_um is None or any(value is None or value[0] == 0 or value[1] == 0 for value in resolutions):
-        return None
-    x, y = (unit_um * denominator / numerator for numerator, denominator in resolutions)
-    return valid_mpp(x, y)
-
-
-def _ome_sizes(text: str | None) -> list[tuple[float, str] | None]:
-    """The size of a pixel along x and y, and its unit, where OME says so."""
-    try:
-        root = ElementTree.fromstring(text or "")
-    except ElementTree.ParseError:
-        return [None]
-    pixels = next((element for element in root.iter() if element.tag.endswith("}Pixels")), None)
-    if pixels is None:
-        return [None]
-    sizes = [(_number(pixels.get(f"PhysicalSize{axis}")), pixels.get(f"PhysicalSize{axis}Unit", "µm")) for axis in "XY"]
-    return [None if not size else (size, unit) for size, unit in sizes]
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
-
+__all__ = ["NotTiledError", "TiffImage"]
 
 _JPEG = 7
 _YCBCR = 6
 #: photometric interpretations by number of samples
 _PHOTOMETRIC = {1: (1,), 3: (2, _YCBCR)}
 _APERIO_YCBCR = 33003
+#: bit of the kind of a page (NewSubfileType) that makes it a mask of another
+_MASK_PAGE = 4
 #: planar configuration: a plane for each channel
 _PLANAR = 2
 #: extra samples that are alpha, multiplied into the colours or not
@@ -135,8 +84,11 @@ class _TiffLevel:
 class _TiffHandle:
     """An open file. Reads carry their position, so threads share it; the file closes with the last reference."""
 
-    def __init__(self, path: Path, levels: tuple[_TiffLevel, ...], mpp: tuple[float, float] | None, num_channels: int) -> None:
-        self.path, self.levels, self.mpp, self.num_channels = path, levels, mpp, num_channels
+    def __init__(
+        self, path: Path, levels: tuple[_TiffLevel, ...], mpp: tuple[float, float] | None, num_channels: int, tags: GeoTags
+    ) -> None:
+        self.path, self.levels, self.mpp, self.num_channels, self.tags = path, levels, mpp, num_channels, tags
+        self.background = WHITE[:num_channels] if tags.missing_value is None else (tags.missing_value,) * num_channels
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self.descriptor)
 
@@ -171,6 +123,11 @@ class TiffImage(FileImage[_TiffHandle]):
         """True if some tiles were not recorded; they have the background colour."""
         return any(bool((level.sizes == 0).any()) for level in self._handle().levels)
 
+    @property
+    def is_geotiff(self) -> bool:
+        """True for a GeoTIFF, whose missing tiles are those of GDAL."""
+        return self._handle().tags.is_geo
+
     def check_complete(self) -> None:
         """Refuse a truncated file before the first read.
 
@@ -199,7 +156,7 @@ class TiffImage(FileImage[_TiffHandle]):
                 pages = _level_pages(self.path, tiff)
                 levels = tuple(_level(page, _decoder(page)) for page in pages)
                 mpp = read_mpp(tiff, pages[0])
-                return _TiffHandle(self.path, levels, mpp, pages[0].samplesperpixel)
+                return _TiffHandle(self.path, levels, mpp, pages[0].samplesperpixel, read_geo_tags(self.path))
         except (SourceError, ImportError):
             raise
         except Exception as error:
@@ -214,7 +171,8 @@ class TiffImage(FileImage[_TiffHandle]):
             tiles_px=tuple((level.tile_width_px, level.tile_height_px) for level in handle.levels),
             num_channels=handle.num_channels,
             mpp=handle.mpp,
-            background=WHITE[: handle.num_channels],
+            background=handle.background,
+            nodata=handle.tags.nodata,
         )
 
     def _read(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
@@ -238,7 +196,7 @@ class TiffImage(FileImage[_TiffHandle]):
         position = down * wanted.num_across + across
         size = int(wanted.sizes[position])
         if size == 0:
-            target[:] = WHITE[: handle.num_channels]
+            target[:] = handle.background
             return
         try:
             data = handle.read(size, int(wanted.offsets[position]))
@@ -271,6 +229,7 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         remedy = "Use OpenSlide, or convert it" if foreign else "Convert it"  # what is in strips OpenSlide does not read, either
         raise NotTiledError(f"cannot decode {path} by tiles: {what}. {remedy} to a tiled TIFF.")
     _check_directories(path, tiff)
+    _refuse_masks(path, tiff)
     if tiff.is_ome:
         series = tiff.series[0]
         if len(series.levels[0].pages) != 1:  # no other reader would see more than the first, either
@@ -318,6 +277,21 @@ def _check_directories(path: Path, tiff: Any) -> None:
         raise SourceError(
             f"cannot open {path} ({file.size} bytes): behind {len(tiff.pages)} images it lists another at byte {place}, where there is "
             "none. It is cut short or damaged; compare its size with the original and copy it again."
+        )
+
+
+def _refuse_masks(path: Path, tiff: Any) -> None:
+    """Refuse a file with an internal mask, whose invalid pixels would count as the image's.
+
+    Raises:
+        SourceError: it has one.
+    """
+    masks = [page for page in tiff.pages if int(page.subfiletype) & _MASK_PAGE]
+    if masks:
+        raise SourceError(
+            f"cannot read {path}: it has an internal mask of valid pixels ({masks[0].imagewidth} x {masks[0].imagelength} px), which is "
+            "not read, so invalid pixels would count. Write a copy without it (gdal_translate -mask none), with its invalid pixels set to "
+            "the background; or give the mask of the copy to sft.tissue.Masked."
         )
 
 

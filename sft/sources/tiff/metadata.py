@@ -1,0 +1,152 @@
+"""Metadata of a TIFF: the value of tiles that are not stored, and the resolution.
+
+A sparse GeoTIFF leaves out tiles without data. GDAL reads them as the value of ``GDAL_NODATA`` (tag 42113, text), and as 0 without that
+tag; slide scanners mean glass, which is white. Which of the two a file is follows from its tags: one with ``GDAL_NODATA`` or with
+GeoKeys (tag 34735) is a GeoTIFF. The tags are read here, without a library, so that every reader of a file has the same value.
+
+The resolution in micrometres per pixel is read as OpenSlide does: Aperio writes it into the description and leaves the resolution tags to
+chance; OME has it in its XML; other writers use the tags.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from xml.etree import ElementTree
+
+from sft.sources.image import valid_mpp
+
+__all__ = ["GeoTags", "read_geo_tags", "read_mpp"]
+
+_GEO_KEYS, _NODATA = 34735, 42113
+#: Byte orders by the first two bytes of a file.
+_ORDERS = {b"II": "<", b"MM": ">"}
+#: Bytes of a text that is believed to be a number.
+_MAX_TEXT_BYTES = 64
+_MAX_TAGS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeoTags:
+    """Facts of a TIFF about pixels without data, from the tags of its first image.
+
+    >>> GeoTags(is_geo=True, nodata=-9999.0).missing_value, GeoTags(is_geo=True, nodata=None).missing_value, GeoTags().missing_value
+    (0, 0, None)
+
+    Attributes:
+        is_geo: True if the file is a GeoTIFF.
+        nodata: value of pixels without data, as the file has it; None if it has none.
+    """
+
+    is_geo: bool = False
+    nodata: float | None = None
+
+    @property
+    def missing_value(self) -> int | None:
+        """Value of the uint8 pixels of a tile that is not stored, as GDAL rounds and clamps it; None for a file of a scanner."""
+        if self.nodata is None:
+            return 0 if self.is_geo else None
+        clamped = 0.0 if math.isnan(self.nodata) else min(max(self.nodata, 0.0), 255.0)
+        return math.floor(clamped + 0.5)
+
+
+def read_geo_tags(path: Path) -> GeoTags:
+    """The georeferencing tags of a file; those of no GeoTIFF for other and for damaged files, which their reader reports."""
+    try:
+        with path.open("rb") as file:
+            return _read_tags(file)
+    except (OSError, struct.error, ValueError):
+        return GeoTags()
+
+
+def _read_tags(file: BinaryIO) -> GeoTags:
+    order = _ORDERS.get(file.read(2))
+    if order is None:
+        return GeoTags()
+    (version,) = struct.unpack(f"{order}H", file.read(2))
+    if version == 43:  # BigTIFF: 8 bytes for each offset and count
+        file.seek(8)
+        count_form, entry_form, offset_form = "Q", "HHQ8s", "Q"
+    elif version == 42:
+        count_form, entry_form, offset_form = "H", "HHI4s", "I"
+    else:
+        return GeoTags()
+    (directory,) = _unpack(file, order + offset_form)
+    file.seek(directory)
+    (num_tags,) = _unpack(file, order + count_form)
+    is_geo, nodata = False, None
+    for _ in range(min(num_tags, _MAX_TAGS)):
+        tag, _, count, value = _unpack(file, order + entry_form)
+        is_geo |= tag == _GEO_KEYS
+        if tag == _NODATA and 0 < count <= _MAX_TEXT_BYTES:
+            place = file.tell()
+            if count > len(value):
+                file.seek(struct.unpack(order + offset_form, value)[0])
+                value = file.read(count)
+                file.seek(place)
+            nodata = _nodata(value[:count])
+    return GeoTags(is_geo=is_geo or nodata is not None, nodata=nodata)
+
+
+def _unpack(file: BinaryIO, form: str) -> tuple[Any, ...]:
+    return struct.unpack(form, file.read(struct.calcsize(form)))
+
+
+def _nodata(text: bytes) -> float | None:
+    """A number as GDAL writes it, with ``nan`` and ``inf``; None for other text."""
+    try:
+        return float(text.split(b"\0")[0].decode("ascii").strip())
+    except ValueError:
+        return None
+
+
+_UNIT_UM = {2: 25_400.0, 3: 10_000.0}  # inch, centimetre
+_OME_UM = {"µm": 1.0, "μm": 1.0, "um": 1.0, "pm": 1e-6, "Å": 1e-4, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "dm": 1e5, "m": 1e6}
+_OME_UM |= {"thou": 25.4, "in": 25_400.0, "ft": 304_800.0}
+
+
+def read_mpp(tiff: Any, page: Any) -> tuple[float, float] | None:
+    """Micrometres per pixel of a page, (x, y); None where the file does not say, or says nonsense.
+
+    Args:
+        tiff: a ``tifffile.TiffFile``.
+        page: its largest level.
+    """
+    if tiff.is_svs:
+        match = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
+        value = _number(match[1]) if match else None
+        return valid_mpp(value, value)
+    if tiff.is_ome:
+        sizes = _ome_sizes(tiff.ome_metadata)
+        if None not in sizes:  # where OME has sizes of a unit of no length ("pixel"), the tags are a program's defaults
+            return valid_mpp(*(size * _OME_UM.get(unit, math.nan) for size, unit in filter(None, sizes)))
+    unit_um = _UNIT_UM.get(int(page.tags.valueof(296, 2)))
+    resolutions = [page.tags.valueof(tag) for tag in (282, 283)]
+    if unit_um is None or any(value is None or value[0] == 0 or value[1] == 0 for value in resolutions):
+        return None
+    x, y = (unit_um * denominator / numerator for numerator, denominator in resolutions)
+    return valid_mpp(x, y)
+
+
+def _ome_sizes(text: str | None) -> list[tuple[float, str] | None]:
+    """The size of a pixel along x and y, and its unit, where OME says so."""
+    try:
+        root = ElementTree.fromstring(text or "")
+    except ElementTree.ParseError:
+        return [None]
+    pixels = next((element for element in root.iter() if element.tag.endswith("}Pixels")), None)
+    if pixels is None:
+        return [None]
+    sizes = [(_number(pixels.get(f"PhysicalSize{axis}")), pixels.get(f"PhysicalSize{axis}Unit", "µm")) for axis in "XY"]
+    return [None if not size else (size, unit) for size, unit in sizes]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

@@ -10,11 +10,14 @@ import os
 import sys
 import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from sft.api import memory_limits
+from sft.common.free_memory import FreeMemory
 from tests.slow import SAMPLED, SLOW
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
@@ -29,6 +32,9 @@ pytest.register_assert_rewrite("tests.helpers.exactness")
 
 # Times that one test measures must not be there for the next, nor in the user's own files.
 os.environ["SFT_CACHE_DIR"] = ""
+
+# budget="auto", the default, is 11 GiB on every machine; tests of it replace this again.
+patch.object(memory_limits, "free_host_memory", lambda: FreeMemory(free_bytes=25 * 2**29, total_bytes=2**34)).start()
 
 # Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine.
 torch.set_num_threads(1)

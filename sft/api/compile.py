@@ -11,6 +11,7 @@ from sft.api.check import check_capturable
 from sft.api.compiled_module import CompiledModule, wrap_module
 from sft.api.engine import Engine
 from sft.api.inputs import InputShape, dtypes_of, examples_of, input_grads_of, shapes_of
+from sft.api.memory_limits import AUTO, is_automatic, planned_device_type, resolve_limits
 from sft.api.outputs import OutputArgument, resolve_output
 from sft.api.weight_placement import available_device, check_can_stream
 from sft.common.byte_units import parse_bytes
@@ -21,9 +22,6 @@ from sft.planner.plan import Plan
 from sft.torch_runtime.streamed_parameters import StreamedParameters
 
 __all__ = ["compile", "plan"]
-
-#: Memory of a small GPU.
-DEFAULT_BUDGET = "11GiB"
 
 
 def compile(
@@ -50,9 +48,11 @@ def compile(
             integer type, and a requested gradient if it requires one. Alternatively the input itself, if it is to be read in strips (an
             array, a slide, a source): the plan is then for inputs that are never resident.
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
-            if ``optimizer`` is given, inputs, outputs, and all memory of the step. Default: `None` (11 GiB, or the budget of a given
-            ``plan``).
-        device: device of the computation, to which the model is moved. Default: the model's device.
+            if ``optimizer`` is given, inputs, outputs, and all memory of the step. Or ``"auto"``: what the device has free, less a margin,
+            read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default: `None` (the budget of a given
+            ``plan``, otherwise ``"auto"``).
+        device: device of the computation, to which the model is moved; for a model on the meta device, the kind of device to plan for
+            (``"cpu"`` or ``"cuda"``), which need not be in this machine. Default: the model's device.
         optimizer: its state counts in the budget: the present state, or before its first step the projected one. Alternatively the bytes
             of the state.
         output: destination of the outputs of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
@@ -99,12 +99,15 @@ def compile(
     examples = examples_of(input_shape)
     shapes = () if examples else shapes_of(input_shape)
     if budget is None:
-        budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
-    budget_bytes = parse_bytes(budget)
+        budget = AUTO if plan is None else plan.budget_bytes
+    if not is_automatic(budget):
+        budget = parse_bytes(budget)  # a mistake is reported before the model moves
     if (options or Options()).streams_weights:
         check_can_stream(resolved_mesh, None)
-    if device is not None:
+    device_type = planned_device_type(model, device)
+    if device is not None and not device_type:
         _move_to_device(model, available_device(device), options or Options())
+    budget_bytes, limits = resolve_limits(model, options or Options(), optimizer, budget=budget, device_type=device_type)
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
@@ -113,6 +116,7 @@ def compile(
         plan=plan,
         destination=destination,
         mesh=resolved_mesh,
+        limits=limits,
     )
     net = wrap_module(model, engine)
     if examples:
@@ -127,7 +131,7 @@ def plan(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: float | str = DEFAULT_BUDGET,
+    budget: float | str | None = None,
     options: Options | None = None,
     **compile_arguments: Any,
 ) -> Plan:

@@ -187,6 +187,7 @@ def _copy_settings(engine: Engine) -> dict[str, Any]:
         "destination": settings.destination,
         "mesh": settings.mesh,
         "backend": settings.backend,
+        "limits": settings.limits,
     }
 
 

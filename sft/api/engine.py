@@ -21,6 +21,7 @@ from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, signature_of
 from sft.api.inputs import InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, resolve_inputs
+from sft.api.memory_limits import MemoryLimits
 from sft.api.outputs import HostOutputs, OutputDestination
 from sft.api.pipeline import PreparedPlan
 from sft.api.plan_cache import PlanCache
@@ -79,6 +80,7 @@ class Engine:
         destination: destination of outputs.
         mesh: the ranks that share an image.
         backend: replaces the backend that the options select.
+        limits: limits that no argument states as a number.
 
     Attributes:
         settings: the arguments, with the model's sharding.
@@ -100,6 +102,7 @@ class Engine:
         destination: OutputDestination | None = None,
         mesh: LiveMesh | MeshShape | None = None,
         backend: Backend | None = None,
+        limits: MemoryLimits | None = None,
     ) -> None:
         self.model = model
         self.rank_context: RankContext | None = None
@@ -107,6 +110,11 @@ class Engine:
         self.last_reading: Reading | None = None
         self.last_skipping: Skipping | None = None
         self._active_graphs = ActiveGraphs()
+        limits = limits or MemoryLimits()
+        if limits.budget_note and isinstance(mesh, LiveMesh):
+            self.rank_context = RankContext(mesh, self._device(ModuleSnapshot(model)))
+            own_bytes, budget_bytes = budget_bytes, self.rank_context.minimum(budget_bytes)
+            limits = limits.on_ranks(own_bytes, budget_bytes, mesh.shape.num_ranks)
         self.settings = CompileSettings(
             budget_bytes=budget_bytes,
             options=options,
@@ -117,6 +125,7 @@ class Engine:
             backend=backend,
             sharding=ShardedWeights.of(model),
             backward_context=_backward_context(weakref.ref(self)),
+            limits=limits,
         )
         self.plan_cache = PlanCache(model, self.settings)
         if options.streams_weights:

@@ -114,7 +114,9 @@ def prepare(
 ) -> PreparedPlan:
     """Build the user's plan, and allocate host memory and CUDA graphs for its region."""
     problem, region, device = fitted.problem, fitted.projected.region, signature.device
-    plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=DeviceRates(device.type))
+    rates = DeviceRates(settings.device_type(device))
+    plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=rates)
+    plan = replace(plan, **_origin(plan, settings, device))
     if fitted.seconds is not None:
         timeline = plan.timeline.measured(fitted.seconds)
         plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
@@ -151,13 +153,29 @@ def prepare_on_mesh(
         outputs_in_bands=settings.destination.in_bands,
         synchronized=synchronized_moments(model, problem.sized.graph, settings.mesh),
     )
-    rates = DeviceRates(signature.device.type)
+    rates = DeviceRates(settings.device_type(signature.device))
     plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes, rates=rates)
     plan = replace(plan, mesh=projected.mesh, flops=sum(rank.flops for rank in projected.mesh.ranks))
+    plan = replace(plan, **_origin(plan, settings, signature.device))
     region = projected.planned.region
     if isinstance(settings.mesh, LiveMesh):
         region = projected.bands.region(settings.mesh.band, settings.backward_context)
     return PreparedPlan(plan, region, specialized.captured, problem.sized.graph.constant_outputs)
+
+
+def _origin(plan: Plan, settings: CompileSettings, device: torch.device) -> dict[str, Any]:
+    """Fields of a plan about the device that it is for, and about limits that were read from the machine.
+
+    Raises:
+        BudgetError: the host lacks the memory that the plan takes.
+    """
+    limits = settings.limits
+    limits.check_host(plan.host_bytes)
+    return {
+        "device_type": settings.device_type(device),
+        "budget_note": limits.budget_note,
+        "host_note": limits.host_note if plan.host_bytes else "",
+    }
 
 
 def _recordable_graphs(

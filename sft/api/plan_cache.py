@@ -62,7 +62,8 @@ class PlanCache:
 
     def for_request(self, budget_bytes: int, options: Options) -> PlanCache:
         """An empty plan cache for another budget and other options, which shares the captures."""
-        other = PlanCache(self.model, replace(self.settings, budget_bytes=budget_bytes, options=options, plan=None))
+        limits = replace(self.settings.limits, budget_note="")
+        other = PlanCache(self.model, replace(self.settings, budget_bytes=budget_bytes, options=options, plan=None, limits=limits))
         other.captures, other._shared = self.captures, self._shared
         return other
 

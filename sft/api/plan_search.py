@@ -22,6 +22,7 @@ from sft.analysis.frontend.capture import tensor_attribute
 from sft.api.call_signature import CallSignature
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
+from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import OverheadEstimator
@@ -78,6 +79,29 @@ class PlanSearch:
             InputError: the given plan is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
+        fitted = self._fit_overhead(problem)
+        if self._fits_free_host(fitted.projected):
+            return fitted
+        # A limit slows the search down, so it is set only where a plan without one exceeds it.
+        limits = self.settings.limits
+        limited = replace(problem.resources, host_budget_bytes=limits.host_bytes)
+        try:
+            return self._fit_overhead(replace(problem, resources=limited))
+        except BudgetError as error:
+            host_bytes = fitted.projected.projection.host_bytes
+            raise BudgetError(
+                f"{error} With {format_bytes(host_bytes)} of the host's memory this budget would do, but {limits.host_note}.",
+                needed_bytes=error.needed_bytes,
+            ) from None
+
+    def _fits_free_host(self, projected: ProjectedPlan) -> bool:
+        """True if the options limit the host memory, or a plan takes no more of it than is free."""
+        limit = self.settings.limits.host_bytes
+        is_limited = self.settings.options.host_budget is not None or self.settings.plan is not None
+        return is_limited or limit is None or projected.projection.host_bytes <= limit
+
+    def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
+        """Find a plan that fits together with the memory that the device takes in addition to tensors."""
         device = self.signature.device
         if not _has_device_overhead(device):
             return self._fit_projected(problem)
@@ -97,7 +121,8 @@ class PlanSearch:
         problem, options, device = fitted.problem, self.settings.options, self.signature.device
         rivals: Sequence[ProjectedPlan] = ()
         if self.settings.plan is None:
-            rivals = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
+            timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
+            rivals = [rival for rival in timed if self._fits_free_host(rival)]
         estimator = None
         if _has_device_overhead(device):
             estimator = overhead_estimator(self.model, problem, device, cuda_graphs=options.cuda_graphs)
@@ -158,7 +183,7 @@ class PlanSearch:
 
     def _new_plan(self, problem: PlanningProblem) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
-        settings, device_type = self.settings, self.signature.device.type
+        settings, device_type = self.settings, self.settings.device_type(self.signature.device)
         try:
             return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, device_type))
         except BudgetError as error:

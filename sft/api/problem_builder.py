@@ -54,6 +54,7 @@ def build_problem(
     """
     captured, phases = specialized.captured, specialized.phases
     graph, device, options = phases.graph, signature.device, settings.options
+    device_type = settings.device_type(device)
     sized = SizedGraph(
         phases=phases,
         requires_grad=_values_with_grad(model, signature, phases, captured.capture),
@@ -66,9 +67,9 @@ def build_problem(
         resident_bytes=resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients),
         from_source=frozenset(name for name, is_read in zip(graph.inputs, signature.from_source, strict=True) if is_read),
         outputs_on_host=settings.destination.on_host,
-        on_host=device.type in ("cpu", "meta"),
+        on_host=device_type in ("cpu", "meta"),
         host_budget_bytes=settings.host_budget_bytes(device),
-        link=DeviceRates(device.type).link(options.link_bytes_per_second),
+        link=DeviceRates(device_type).link(options.link_bytes_per_second),
         skips_repeats=settings.skips_repeats,
         deterministic=signature.deterministic,
         backend=settings.backend or backend_for(options.backend, device, table_folders()),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from sft.api.memory_limits import MemoryLimits
 from sft.api.outputs import OutputDestination
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape
@@ -35,6 +36,7 @@ class CompileSettings:
         backend: replaces the backend that the options select.
         sharding: the sharded weights, if any.
         backward_context: context of backward passes on a mesh, in which all ranks fail together.
+        limits: limits that no argument states as a number.
     """
 
     budget_bytes: int
@@ -46,6 +48,7 @@ class CompileSettings:
     backend: Backend | None = None
     sharding: ShardedWeights | None = None
     backward_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    limits: MemoryLimits = field(default_factory=MemoryLimits)
 
     @property
     def mesh_shape(self) -> MeshShape | None:
@@ -64,11 +67,15 @@ class CompileSettings:
         folder = self.options.host_folder
         return HostAllocator(None if folder is None else Path(folder))
 
+    def device_type(self, device: torch.device) -> str:
+        """Kind of device that a plan for a model on ``device`` is made for; a model on the meta device may be planned for another one."""
+        return self.limits.device_type or device.type
+
     def host_budget_bytes(self, device: torch.device) -> int | None:
-        """Host bytes that a plan may use; ``None`` is no limit.
+        """Host bytes that the options allow a plan; ``None`` if they set no limit.
 
         On the CPU, device memory is host memory, so offloading saves no memory unless the options request it.
         """
         options = self.options
         is_requested = options.host_budget is not None or options.host_folder is not None or options.uses_host
-        return 0 if device.type == "cpu" and not is_requested else options.host_budget_bytes
+        return 0 if self.device_type(device) == "cpu" and not is_requested else options.host_budget_bytes

@@ -84,6 +84,11 @@ class RankContext:
         if differing:
             raise InputError(f"bands {differing} of this image differ from band {self.mesh.band} ({value}); {remedy}")
 
+    def minimum(self, value: int) -> int:
+        """The least of the values of all ranks of the mesh."""
+        local = torch.tensor([value], dtype=torch.int64, device=self.device)
+        return min(int(remote) for remote in self.transport.all_gather("mesh", local))
+
     def broadcast_seed(self, seed: torch.Tensor) -> torch.Tensor:
         """The seed of the first band of this image, so that all bands draw rows of one mask."""
         shared = seed.to(self.device)  # a seed on the host is filled in place

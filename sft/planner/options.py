@@ -54,8 +54,9 @@ class Options:
         state_slots: keep at most so many states of a sweep, and restore the remaining ones (Revolve).
         batch_tile: batch elements per sweep.
         host_budget: most bytes of host memory for values that leave the device during a step, a number or as ``"64GiB"``; 0 forbids
-            offloading. The default has no limit; but on the CPU, where device and host share memory, values leave only if this,
-            ``host_folder`` or the strategy allows it.
+            offloading. The default is what the host has free when the model is compiled, less a margin (without a limit for a model on the
+            meta device that is planned for a GPU elsewhere); but on the CPU, where device and host share memory, values leave only if
+            this, ``host_folder`` or the strategy allows it. A plan that takes more than the host has free is refused.
         link_bandwidth: bytes per second between device and host in each direction, a number or as ``"24GB"``; copies are planned with it.
             The default is the nearest power of ten, 1e10.
         host_folder: a folder for values that leave the device during a step, in place of host memory: in unnamed files, which the system

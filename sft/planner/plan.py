@@ -167,6 +167,10 @@ class Plan:
         mesh: for a plan over several ranks, the bytes, FLOPs and messages of each rank. The numbers above are then those of the rank with
             the largest peak, except ``flops``, which sums all bands of an image.
         search_limits: thresholds of the search that made the plan, not compared; ``None`` in plans of older releases.
+        device_type: kind of device that the plan is made for, not compared: ``"cpu"``, ``"cuda"``; ``"meta"`` for a model on the meta
+            device without a named device, which is rated as on a GPU; empty in plans of older releases.
+        budget_note: origin of an automatic budget, not compared; empty for a budget in bytes.
+        host_note: origin of the limit of the host's memory, not compared; empty if the plan takes none of it.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -192,6 +196,9 @@ class Plan:
     overhead_bytes: int = 0
     mesh: MeshPlan | None = None
     search_limits: SearchLimits | None = field(default=None, compare=False)
+    device_type: str = field(default="", compare=False)
+    budget_note: str = field(default="", compare=False)
+    host_note: str = field(default="", compare=False)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
@@ -249,8 +256,9 @@ class Plan:
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
         values = asdict(self)
-        if self.search_limits is None:
-            del values["search_limits"]  # a plan of an older release keeps its text
+        added = ("search_limits", "device_type", "budget_note", "host_note")
+        for name in (name for name in added if not values[name]):
+            del values[name]  # a plan of an older release keeps its text
         return json.dumps({"format": _FORMAT, **values}, indent=2)
 
     @classmethod

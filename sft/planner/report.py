@@ -45,13 +45,13 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
     host = f", {num_on_host} output(s) on the host" if num_on_host else ""
     lines = [
         f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}",
-        f"  budget            {format_bytes(plan.budget_bytes):>12}",
+        f"  budget            {format_bytes(plan.budget_bytes):>12}{_in_brackets(plan.budget_note)}",
         f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
         *_weights_lines(plan),
         *_overhead_lines(plan),
-        *([f"  host              {format_bytes(plan.host_bytes):>12}  for values that leave the device"] if plan.host_bytes else []),
+        *_host_lines(plan),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
     if plan.skips_repeats:
@@ -78,6 +78,17 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
     if plan.notes:
         lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
+
+
+def _in_brackets(note: str) -> str:
+    return f"  ({note})" if note else ""
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    """Line of the host's memory."""
+    if not plan.host_bytes:
+        return []
+    return [f"  host              {format_bytes(plan.host_bytes):>12}  for values that leave the device{_in_brackets(plan.host_note)}"]
 
 
 def _overhead_lines(plan: Plan) -> list[str]:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sft
+from sft.api import memory_limits
+from sft.common.free_memory import FreeMemory
 from sft.distributed import all_reduce as sums
 from tests.helpers.band_checks import check_bands, mesh_of
 from tests.helpers.models import Branches, ConvNet, Residual, image, seeded
@@ -301,3 +303,19 @@ def test_every_split_of_four_ranks(four: Ranks, num_replicas: int, synchronized:
 def test_bands_that_own_no_row_of_small_images(four: Ranks) -> None:
     # 9 rows become 5, 2 and 1: three of four bands own nothing of the last one, and wait.
     four.run(partial(check_bands, num_ranks=4, steps=1), 1, Deep, (2, 3, 9, 8), sft.Options(tile=(2, None)))
+
+
+def _automatic_budget(rank: int, free_gib: tuple[float, ...]) -> tuple[int, str, bool]:
+    free = FreeMemory(free_bytes=int(free_gib[rank] * 2**30), total_bytes=2**34)
+    with patch.object(memory_limits, "free_host_memory", lambda: free):
+        net = sft.compile(seeded(lambda: Vgg(norm=False)), (1, 3, 32, 24), mesh=mesh_of(1, 2))
+    net(image(1, 3, 32, 24))
+    return net.plan.budget_bytes, net.plan.budget_note, net.plan.mesh is not None
+
+
+def test_ranks_agree_on_an_automatic_budget(pair: Ranks) -> None:
+    """The least that one of them has, so that all of them make the same plan."""
+    found = pair.run(_automatic_budget, (12.5, 10.8))
+    assert [budget for budget, _, _ in found] == [sft.parse_bytes("9.5GiB")] * 2
+    assert found[0][1] == "budget auto: 9.50 GiB, the least of 2 ranks" and "of 10.80 GiB free" in found[1][1]
+    assert all(is_split for _, _, is_split in found)

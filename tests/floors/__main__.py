@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -32,6 +35,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="networks to measure, such as 'timm/*net*' (default: all)")
     parser.add_argument("--write", action="store_true", help="write the table and its page instead of comparing")
     parser.add_argument("--missing", action="store_true", help="measure networks without a row only")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="processor seconds after which a network is left out (default: no limit)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     path = TABLES[arguments.set]
@@ -40,7 +46,12 @@ def main() -> int:
         is_selected = arguments.only is None or any(fnmatch(name, pattern) for pattern in arguments.only)
         if not is_selected or (arguments.missing and name in committed):
             continue
-        measured[name] = _measured(network)
+        try:
+            with _time_limit(arguments.seconds):
+                measured[name] = _measured(network)
+        except _OutOfTimeError:
+            print(f"{name}: left out, planning takes more than {arguments.seconds:.0f} s", flush=True)
+            continue
         print(f"{name}: {_line(measured[name])}", flush=True)
         if arguments.write:
             committed = {**read_table(path), name: measured[name]}
@@ -52,6 +63,25 @@ def main() -> int:
     if arguments.write:
         PAGE.write_text(page({name: read_table(file) for name, file in TABLES.items()}))
     return int(bool(failures))
+
+
+class _OutOfTimeError(BaseException):
+    """The time limit of a network; no handler of exceptions on the way may take it for a refusal."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `_OutOfTimeError` when the process has computed for so many seconds; 0 for no limit."""
+
+    def stop(*_: object) -> None:
+        raise _OutOfTimeError
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _measured(network: Network) -> NetworkFloors:

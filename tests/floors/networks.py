@@ -121,7 +121,9 @@ _FACTORS, _LARGEST = {1: 16, 2: 8, 3: 4}, 1024
 def zoo_networks() -> dict[str, Network]:
     """The cases of the zoo, at several times the size on which they are compared with eager PyTorch."""
     from tests.zoo.models import CASES
+    from tests.zoo.warm import warm_up
 
+    warm_up()  # the packages' imports, also of a torchvision for another torch
     networks = {}
     for case in CASES:
         factor = _FACTORS[len(case.shape) - 2] if len(case.shape) < 5 or case.shape[1] == 1 else 1

@@ -35,9 +35,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="networks to measure, such as 'timm/*net*' (default: all)")
     parser.add_argument("--write", action="store_true", help="write the table and its page instead of comparing")
     parser.add_argument("--missing", action="store_true", help="measure networks without a row only")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="processor seconds after which a network is left out"
-    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="processor seconds after which a network is left out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     path = TABLES[arguments.set]

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sft.common.errors import InputError
+from sft.common.problem_lists import some_names
 
 __all__ = ["dataclass_from_dict", "parse_json_object"]
 
@@ -59,7 +60,9 @@ def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
     missing = [f.name for f in fields(cls) if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
     unknown = sorted(set(data).difference(types))
     if missing or unknown:
-        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has the unknown {', '.join(map(repr, unknown))}"] * bool(unknown)
+        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has the unknown {some_names([*map(_shorten, unknown)])}"] * bool(
+            unknown
+        )
         raise InputError(f"{place or cls.__name__} {' and '.join(wrong)}")
     return cls(**{name: _parse_value(types[name], item, f"{place}.{name}".lstrip(".")) for name, item in data.items()})
 

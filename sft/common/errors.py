@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sft.common.problem_lists import first_problems
+
 __all__ = ["BudgetError", "InputError", "InternalError", "RankError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
 
 
@@ -19,14 +21,16 @@ class UnsupportedError(SftError):
     """The model contains an operator, or a variant of one, without an exact rule.
 
     Args:
-        problems: one line per operator: module path, operator, and remedy.
+        problems: one line per operator: module path, operator, and remedy; the message has the first twenty.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         # Pickles of version 0.1.0 pass the finished message.
         is_message = isinstance(problems, str)
-        super().__init__(problems if is_message else "this model cannot be compiled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
+        super().__init__(
+            problems if is_message else "this model cannot be compiled exactly:\n" + "\n".join(f"  - {p}" for p in first_problems(problems))
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)

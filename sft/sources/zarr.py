@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sft.common.errors import InputError, SourceError
+from sft.common.problem_lists import some_names
 from sft.sources.host_arrays import Layout, resolve_layout
 from sft.sources.image import FileImage, ImageFacts, Pixels, Size, missing_extra, valid_mpp
 
@@ -101,7 +102,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
         if not multiscales:
             raise SourceError(
                 f"cannot use {self.path} as an image: it is a Zarr group without OME multiscales. Give the path of one of its arrays: "
-                f"{', '.join(sorted(node.keys())) or 'it has none'}."
+                f"{some_names(sorted(node.keys())) or 'it has none'}."
             )
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])

@@ -38,7 +38,7 @@ _MAX_LISTED = 20
 #: Between a class and the class derived from it.
 _SEPARATOR = ": "
 #: What JSON of another structure raises.
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 
 
 def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *, name: str = "Tissue") -> None:
@@ -82,7 +82,7 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
     shapely = _import_shapely(f"read {path}")
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
     try:
-        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8"))))
+        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)))
         chosen = [feature for feature in features if selected is None or not feature.selectors.isdisjoint(selected)]
         shapes = [feature.geometry and shapely.make_valid(shapely.geometry.shape(feature.geometry)) for feature in chosen]
     except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
@@ -92,6 +92,11 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
         with_area = frozenset[str]().union(*(feature.selectors for feature, pieces in zip(chosen, polygons, strict=True) if pieces))
         _check_names(path, selected, features, with_area)
     return Regions([polygon for pieces in polygons for polygon in pieces])
+
+
+def _refuse_constant(text: str) -> float:
+    """Refuse NaN and Infinity, which are no JSON: a polygon with such a corner would be an empty one."""
+    raise ValueError(f"{text} is no number of JSON")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 import sft
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError
+from sft.common.problem_lists import some_names
 from sft.common.trusted_code import Trust
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
@@ -179,7 +180,7 @@ def heatmap(
     loaded = load_trained(selection, console, SINGLE_RANK)
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
-        raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
+        raise InputError(f"--names {some_names(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
     folder = selection.folder("heatmaps")
     maker = HeatmapMaker(loaded.experiment, folder)
     outputs = output_numbers(loaded.experiment, classes)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError
+from sft.common.problem_lists import first_problems
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
@@ -390,4 +391,4 @@ def _refuse_nulls(group: str, config: Any) -> None:
 def _refuse(problems: Any) -> None:
     messages = list(problems)
     if messages:
-        raise InputError("; ".join(messages))
+        raise InputError("; ".join(first_problems(messages)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sft.common.errors import InputError, SftError, SourceError
+from sft.common.problem_lists import first_problems
 
 __all__ = ["DatasetError", "RunFolderError", "RunInterrupted", "TrainingError"]
 
@@ -14,13 +15,13 @@ class DatasetError(InputError):
 
     Args:
         where: path of the table.
-        problems: one line each, with the remedy.
+        problems: one line each, with the remedy; the message has the first twenty.
     """
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        count = f"{len(self.problems)} problem" + ("s" if len(self.problems) > 1 else "")
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
+        count = f"{len(self.problems):,} problem" + ("s" if len(self.problems) > 1 else "")
+        super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in first_problems(self.problems)))
 
     def __reduce__(self) -> tuple[type[DatasetError], tuple[str, tuple[str, ...]]]:
         return DatasetError, (str(self).split(":", 1)[0], self.problems)

@@ -218,6 +218,13 @@ def test_a_mask_through_geojson_is_itself(tmp_path: Path, seed: int, density: fl
     assert regions.scaled(1 / downsample, 1 / downsample).area_px == pytest.approx(regions.area_px / downsample**2)
 
 
+@pytest.mark.parametrize("corner", ["NaN", "Infinity", "1e999", "9" * 400, "9" * 5000, "[" * 100_000])
+def test_corners_that_are_no_numbers(tmp_path: Path, corner: str) -> None:
+    (tmp_path / "t.geojson").write_text(f'{{"type": "Polygon", "coordinates": [[[0, 0], [4, 0], [{corner}, 4], [0, 0]]]}}')
+    with pytest.raises(SourceError, match="as GeoJSON"):
+        read_geojson(tmp_path / "t.geojson")
+
+
 def test_the_real_mask_through_geojson(tmp_path: Path, real: TissueMask) -> None:
     write_geojson(tmp_path / "tissue.geojson", real)
     regions = read_geojson(tmp_path / "tissue.geojson")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,7 +112,7 @@ def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed:
     folds = [0] * len(records)
     splitter = StratifiedGroupKFold(n_splits=num_folds, shuffle=True, random_state=seed)
     strata = _strata(records, kind)
-    if max(strata.count(stratum) for stratum in set(strata)) < num_folds:
+    if max(Counter(strata).values()) < num_folds:
         strata = [""] * len(records)  # none has a slide for each fold
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a class with fewer slides than folds: some folds lack it, which is no mistake

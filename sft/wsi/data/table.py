@@ -12,17 +12,20 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from sft.common.problem_lists import some_names
+from sft.common.process_lock import gc_paused
 from sft.wsi.config import TaskConfig, TaskKind
+from sft.wsi.data.table_files import TableFiles
 from sft.wsi.errors import DatasetError
 from sft.wsi.run.files import safe_name
 
@@ -61,9 +64,11 @@ _SPLITS: Mapping[str, Split] = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "tune": "val",
     "test": "test", "testing": "test", "holdout": "test",
 }  # fmt: skip
-_EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _MAX_BYTES = 256 * 2**20
+_MAX_ROWS = 2_000_000
+#: More labels are names or values, and a row of a multilabel table would have as many targets.
+_MAX_CLASSES = 10_000
 _WHOLE = re.compile("-?[0-9]+")
 #: Sums of squares of numbers below this are numbers, too.
 _LARGEST = 1e100
@@ -147,6 +152,11 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
     Raises:
         DatasetError: all problems of the table.
     """
+    with gc_paused():  # a row is some objects, and the collector would visit all of them again and again
+        return _read(path, task, root, needs_targets)
+
+
+def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) -> SlideTable:
     header, rows = _parse(path)
     problems: list[str] = []
     columns = _columns(header, task.kind, needs_targets, problems)
@@ -161,6 +171,11 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
     if not cells and not problems:
         problems.append("no slides; add a row for each")
     classes = _classes(task, [cell.get("label", "") for _, cell in cells])
+    if len(classes) > _MAX_CLASSES:
+        problems.append(
+            f"{len(classes):,} different labels are no classes ({some_names(classes)}); give their column, or task.kind regression"
+        )
+        raise DatasetError(str(path), problems)
     if task.classes is None:
         problems += [
             f"line {number}: label {cell['label']!r} is what programs write for one that is missing; leave the cell empty, or "
@@ -168,20 +183,23 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
             for number, cell in cells
             if classes and any(part.strip().lower() in _MISSING for part in cell.get("label", "").split(";"))
         ]
-    records = [_record(number, cell, task.kind, classes, path, root, needs_targets, problems) for number, cell in cells]
-    records = _name_records(records, problems)
+    files = TableFiles(path, root)
+    numbers = {name: index for index, name in enumerate(classes)}
+    records = [_record(number, cell, task.kind, numbers, files, needs_targets, problems) for number, cell in cells]
+    _check_files(cells, files, problems)
     _check_patients(records, problems)
     if problems:
         raise DatasetError(str(path), problems)
-    return SlideTable(records=tuple(records), classes=classes)
+    return SlideTable(records=tuple(_name_records(records)), classes=classes)
 
 
 def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > _MAX_BYTES:
-            raise DatasetError(str(path), [f"{num_bytes} bytes are no table of slides; give the CSV file"])
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise DatasetError(str(path), [f"more than {_MAX_BYTES} bytes are no table of slides; give the CSV file"])
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise DatasetError(str(path), [f"cannot be read: {error.strerror}; check the path"]) from error
     except UnicodeDecodeError as error:
@@ -192,9 +210,12 @@ def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     delimiter = max(",;\t", key=first.count)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        lines = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        rows = ((reader.line_num, row) for row in reader if any(cell.strip() for cell in row))
+        lines = list(islice(rows, _MAX_ROWS + 2))
     except csv.Error as error:
         raise DatasetError(str(path), [f"line {reader.line_num}: {error}; close the quotes"]) from error
+    if len(lines) > _MAX_ROWS + 1:
+        raise DatasetError(str(path), [f"more than {_MAX_ROWS:,} rows are no table of slides; give the CSV file"])
     if not lines:
         raise DatasetError(str(path), ["empty; write a header and a row for each slide"])
     return [cell.strip() for cell in lines[0][1]], lines[1:]
@@ -213,10 +234,10 @@ def _columns(header: Sequence[str], kind: TaskKind, needs_targets: bool, problem
     if needs_targets:
         needed += ["time"] if kind in ("cox", "hazard") else ["mask"] if kind == "segmentation" else ["label"]
         if kind in ("cox", "hazard") and not {"event", "censored"} & set(columns):
-            problems.append(f"no column event (1: it happened, 0: censored); columns are {', '.join(header)}")
+            problems.append(f"no column event (1: it happened, 0: censored); columns are {some_names(header)}")
     for name in needed:
         if name not in columns:
-            problems.append(f"no column {name} (or {', '.join(ALIASES[name][1:4])}, ...); columns are {', '.join(header)}")
+            problems.append(f"no column {name} (or {', '.join(ALIASES[name][1:4])}, ...); columns are {some_names(header)}")
     return columns
 
 
@@ -237,18 +258,20 @@ def _record(
     number: int,
     cell: Mapping[str, str],
     kind: TaskKind,
-    classes: tuple[str, ...],
-    table: Path,
-    root: Path | None,
+    classes: Mapping[str, int],
+    files: TableFiles,
     needs_targets: bool,
     problems: list[str],
 ) -> SlideRecord:
     def add(text: str) -> None:
         problems.append(f"line {number}: {text}")
 
-    path = _locate(cell["slide"], "slide", table, root, add)
-    mask = _locate(cell["mask"], "mask", table, root, add) if cell.get("mask") else None
-    if kind == "segmentation" and needs_targets and mask is None and not cell.get("mask"):
+    slide = files.locate(cell["slide"], "slide")
+    mask = files.locate(cell["mask"], "mask") if cell.get("mask") else None
+    for file in (slide, mask):
+        if file is not None and file.problem:
+            add(file.problem)
+    if kind == "segmentation" and needs_targets and mask is None:
         add(f"slide {cell['slide']!r} has no mask; give the file of its label map")
     split = None
     if cell.get("split"):
@@ -263,43 +286,17 @@ def _record(
         mpp = None
     return SlideRecord(
         name=cell["slide"],
-        path=path or Path(cell["slide"]),
+        path=slide.path,
         target=_target(cell, kind, classes, needs_targets, add),
         patient=cell.get("patient") or "",
         split=split,
         mpp=mpp,
-        mask=mask,
+        mask=None if mask is None else mask.path,
         row=number,
     )
 
 
-def _locate(text: str, what: str, table: Path, root: Path | None, add: _Add) -> Path | None:
-    """File named by a cell, or None after recording the problem."""
-    if not text:
-        add(f"no {what}; give its file")
-        return None
-    given, base = Path(text), Path(os.path.abspath(root or table.parent))
-    path = Path(os.path.normpath(base / given))
-    if (root is not None or not given.is_absolute()) and not path.is_relative_to(base):
-        add(f"{what} {text!r} is outside of {base}; move it there, or give another --data.slides")
-        return None
-    if not os.path.exists(path):  # and not Path.exists, which raises where a name is too long for one
-        fits = [fit for extension in _EXTENSIONS if os.path.exists(fit := path.with_name(path.name + extension))]
-        if len(fits) != 1:
-            why = f"could be {', '.join(fit.name for fit in fits)}" if fits else "is missing"
-            add(f"{what} {path} {why}; check the name and --data.slides")
-            return None
-        path = fits[0]
-    if path.is_file() and path.stat().st_size == 0:
-        add(f"{what} {path} has no bytes; copy it again")
-        return None
-    if not os.access(path, os.R_OK):
-        add(f"{what} {path} may not be read; change its permissions")
-        return None
-    return path
-
-
-def _target(cell: Mapping[str, str], kind: TaskKind, classes: tuple[str, ...], needed: bool, add: _Add) -> tuple[float, ...] | None:
+def _target(cell: Mapping[str, str], kind: TaskKind, classes: Mapping[str, int], needed: bool, add: _Add) -> tuple[float, ...] | None:
     if kind == "segmentation":
         return ()
     if kind in ("cox", "hazard"):
@@ -318,9 +315,9 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: tuple[str, ...], n
     text = cell.get("label", "")
     if kind == "multilabel" and "label" in cell:
         parts = {part.strip() for part in text.split(";") if part.strip()}
-        unknown = sorted(parts - set(classes))
+        unknown = sorted(parts - classes.keys())
         if unknown:
-            add(f"label {', '.join(unknown)} is none of {', '.join(classes)}")
+            add(f"label {some_names(unknown)} is none of {some_names(classes)}")
         return tuple(float(name in parts) for name in classes)
     if not text:
         if needed:
@@ -330,9 +327,9 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: tuple[str, ...], n
         value = _number(text, "label", add)
         return None if value is None else (value,)
     if text not in classes:
-        add(f"label {text!r} is none of {', '.join(classes)}")
+        add(f"label {text!r} is none of {some_names(classes)}")
         return None
-    return (float(classes.index(text)),)
+    return (float(classes[text]),)
 
 
 def _number(text: str, what: str, add: _Add) -> float | None:
@@ -348,54 +345,41 @@ def _number(text: str, what: str, add: _Add) -> float | None:
     return value
 
 
-def _name_records(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRecord]:
-    """Give each slide a name that is a file name; refuse duplicate files."""
-    lines: dict[object, int] = {}
-    for record in records:
-        file = _file_identity(record.path)
-        if file in lines:
-            problems.append(f"line {record.row}: slide {record.path.name} is on line {lines[file]} already; leave one")
-        lines.setdefault(file, record.row)
+def _check_files(cells: Sequence[tuple[int, Mapping[str, str]]], files: TableFiles, problems: list[str]) -> None:
+    """Refuse duplicate files."""
+    lines: dict[tuple[int, int] | str, int] = {}
+    for number, cell in cells:
+        if not cell["slide"]:
+            continue
+        file = files.locate(cell["slide"], "slide")
+        first = lines.setdefault(file.identity, number)
+        if first != number:
+            problems.append(f"line {number}: slide {file.path.name} is on line {first} already; leave one")
+
+
+def _name_records(records: Sequence[SlideRecord]) -> list[SlideRecord]:
+    """Give each slide a name that is a file name; a slide without a patient is one of its own."""
     stems = Counter(safe_name(record.path.stem) for record in records)
     named, taken = [], set[str]()
     for record in records:
-        name = safe_name(record.path.stem if stems[safe_name(record.path.stem)] == 1 else record.name)
+        stem = safe_name(record.path.stem)
+        name = stem if stems[stem] == 1 else safe_name(record.name)
         while name in taken:
             name = f"{name}-{record.row}"
         taken.add(name)
-        named.append(
-            SlideRecord(
-                name=name,
-                path=record.path,
-                target=record.target,
-                patient=record.patient or name,
-                split=record.split,
-                mpp=record.mpp,
-                mask=record.mask,
-                row=record.row,
-            )
-        )
+        named.append(replace(record, name=name, patient=record.patient or name))
     return named
-
-
-def _file_identity(path: Path) -> object:
-    """Identity of a file, equal for all paths and links to it."""
-    try:
-        facts = path.stat()
-    except OSError:
-        return path
-    return (facts.st_dev, facts.st_ino) if facts.st_ino else path.resolve()
 
 
 def _check_patients(records: Sequence[SlideRecord], problems: list[str]) -> None:
     splits: dict[str, dict[Split, int]] = {}
     for record in records:
-        if record.split is not None:
+        if record.split is not None and record.patient:
             splits.setdefault(record.patient, {}).setdefault(record.split, record.row)
     for patient, rows in splits.items():
         if len(rows) > 1:
             where = ", ".join(f"{split} (line {row})" for split, row in rows.items())
             problems.append(f"patient {patient!r} is in {where}; keep a patient in one split")
     without = [str(record.row) for record in records if record.split is None]
-    if splits and without:
+    if len(without) not in (0, len(records)):
         problems.append(f"line {', '.join(without[:10])}: no split, while other lines have one; fill the column, or leave it out")

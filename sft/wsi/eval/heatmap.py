@@ -31,6 +31,7 @@ import sft
 from sft.common.array_types import Float32Array
 from sft.common.byte_units import format_bytes
 from sft.common.errors import InputError
+from sft.common.problem_lists import some_names
 from sft.sources.image import Image, Pixels
 from sft.sources.sink import allocate_blocks, free_space_text
 from sft.wsi.data.dataset import SlideFrame
@@ -366,7 +367,7 @@ def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[
         return [1] if experiment.task.kind == "classification" and len(classes) == 2 else list(range(experiment.task.num_outputs))
     unknown = [name for name in names if name not in classes]
     if unknown:
-        raise InputError(f"--classes {', '.join(unknown)}: the model's are {', '.join(classes) or 'none'}")
+        raise InputError(f"--classes {some_names(unknown)}: the model's are {some_names(classes) or 'none'}")
     return [classes.index(name) for name in names]
 
 

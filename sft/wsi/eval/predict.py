@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sft.api.weight_placement import available_device
 from sft.common.errors import InputError
+from sft.common.problem_lists import first_problems
 from sft.common.trusted_code import Trust
 from sft.nn import WithLoss
 from sft.wsi.config import Config, ModelConfig
@@ -309,7 +310,7 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     with Reporter(console, 0) as reporter:
         loaded.failed |= check_records(experiment, records, ranks, reporter)
     if loaded.failed and config.train.on_error != "skip":
-        raise InputError("; ".join(loaded.failed.values()))
+        raise InputError("; ".join(first_problems([*loaded.failed.values()])))
     return loaded
 
 

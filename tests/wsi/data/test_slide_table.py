@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -404,3 +405,81 @@ def test_masks_of_several_images(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has 2 images of 64 x 48 px\. Give the one"):
         read_mask(stack)
     assert np.array_equal(read_mask(pyramid), mask)
+
+
+def _long_table(folder: Path, rows: list[str], head: str = "slide,label", **task: Any) -> DatasetError:
+    """The error of a table with these rows and one slide, ``a.tif``."""
+    (folder / "a.tif").write_bytes(b"slide")
+    (folder / "long.csv").write_text("\n".join([head, *rows]) + "\n")
+    with pytest.raises(DatasetError) as caught:
+        read_table(folder / "long.csv", TaskConfig(**task))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("row", "head", "count", "first"),
+    [
+        ("a.tif,x", "slide,label", 2999, "line 3: slide a.tif is on line 2 already"),
+        ("m{0}.tif,x", "slide,label", 3000, "line 2: slide "),
+        ("{0}/m.tif,x", "slide,label", 3000, "line 2: slide "),
+        ("../m{0}.tif,x", "slide,label", 3000, "line 2: slide '../m0.tif' is outside of"),
+        ("a.tif,", "slide,label", 5999, "line 2: slide 'a.tif' has no label"),
+        ("a.tif,x,y", "slide,label", 3000, "line 2: 3 cells under 2 columns"),
+        ("a.tif,x,0.5,here", "slide,label,mpp,split", 5999, "line 2: split 'here' is none of"),
+        ("a.tif,x,-1", "slide,label,mpp", 5999, "line 2: mpp -1 is no number"),
+    ],
+)
+def test_long_lists_of_problems_end(tmp_path: Path, row: str, head: str, count: int, first: str) -> None:
+    error = _long_table(tmp_path, [row.format(number) for number in range(3000)], head)
+    lines = str(error).splitlines()
+    assert len(error.problems) == count and len(lines) == 22
+    assert f"{count:,} problems" in lines[0] and lines[1].startswith(f"  - {first}") and lines[-1] == f"  - and {count - 20:,} more"
+
+
+def test_a_name_is_looked_up_once_and_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work on the file system does not grow with repeated names, nor with the extensions that a name may have."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        real = getattr(os, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            calls[name] += str(tmp_path) in str(arguments[0])
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(os, name, counted)
+
+    for name in ("stat", "listdir", "access"):
+        count(name)
+    _long_table(tmp_path, ["a.tif,x"] * 500)
+    repeated = Counter(calls)
+    calls.clear()
+    _long_table(tmp_path, [f"m{number},x" for number in range(500)])
+    assert max(repeated["stat"], repeated["listdir"], repeated["access"]) <= 5, repeated
+    assert calls["listdir"] == 1 and calls["stat"] <= 505 and calls["access"] <= 5, calls
+
+
+def test_labels_that_are_no_classes(tmp_path: Path) -> None:
+    rows = [f"a.tif,label{number}" for number in range(10_001)]
+    for kind in ("classification", "multilabel"):
+        error = _long_table(tmp_path, rows, kind=kind)
+        assert error.problems[0].startswith("10,001 different labels are no classes (label0, label1, ")
+    error = _long_table(tmp_path, ["a.tif,x"], classes=[f"c{number}" for number in range(500)])
+    assert error.problems[0].endswith("c19, and 480 more")
+    header = ",".join(["slide", *(f"column{number}" for number in range(500))])
+    assert "column18, and 481 more" in _long_table(tmp_path, ["a.tif" + "," * 500], header).problems[0]
+
+
+def test_more_rows_than_slides_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.wsi.data.table._MAX_ROWS", 100)
+    assert _long_table(tmp_path, ["a.tif,x"] * 100).problems[0].startswith("line 3: slide a.tif")
+    assert _long_table(tmp_path, ["a.tif,x"] * 101).problems == ("more than 100 rows are no table of slides; give the CSV file",)
+    monkeypatch.setattr("sft.wsi.data.table._MAX_BYTES", 64)
+    assert "more than 64 bytes" in _long_table(tmp_path, ["a.tif,x"] * 50).problems[0]
+    with pytest.raises(DatasetError, match="more than 64 bytes"):
+        read_table(Path("/dev/zero"), TaskConfig())
+
+
+def test_devices_are_no_slides(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tif")
+    assert "pipe.tif is neither a file nor a folder" in _long_table(tmp_path, ["pipe.tif,x"]).problems[0]

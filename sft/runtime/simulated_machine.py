@@ -30,6 +30,16 @@ class MemoryCounter:
         self.peak_bytes = 0
         self.flops = 0
 
+    def allocate(self, num_bytes: int) -> Any:
+        """Count a buffer; the result identifies its memory, if the counter distinguishes addresses."""
+        self.live_bytes += num_bytes if self.block is None else self.block(num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return None
+
+    def free(self, num_bytes: int, address: Any) -> None:
+        """Count a buffer no longer."""
+        self.live_bytes -= num_bytes if self.block is None else self.block(num_bytes)
+
     def record_peak(self, num_bytes: int) -> None:
         """Raise the peak to ``num_bytes`` above the live bytes, for memory that is allocated and freed within one operation."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
@@ -38,12 +48,11 @@ class MemoryCounter:
 class SimulatedBuffer:
     """Buffer that has a size and no data; its bytes are live until its last reference is dropped."""
 
-    __slots__ = ("_base", "_memory", "num_bytes")
+    __slots__ = ("_address", "_base", "_memory", "num_bytes")
 
     def __init__(self, memory: MemoryCounter, num_bytes: int, base: SimulatedBuffer | None = None) -> None:
         self._memory, self.num_bytes, self._base = memory, num_bytes, base
-        memory.live_bytes += num_bytes if memory.block is None else memory.block(num_bytes)
-        memory.record_peak(0)
+        self._address = memory.allocate(num_bytes)
 
     def view(self) -> SimulatedBuffer:
         """View without bytes of its own that keeps this buffer alive."""
@@ -56,15 +65,12 @@ class SimulatedBuffer:
 
     def resize(self, num_bytes: int) -> None:
         """Free the bytes (0), or allocate them again."""
-        memory = self._memory
-        before, after = (self.num_bytes, num_bytes) if memory.block is None else (memory.block(self.num_bytes), memory.block(num_bytes))
-        memory.live_bytes += after - before
+        self._memory.free(self.num_bytes, self._address)
         self.num_bytes = num_bytes
-        memory.record_peak(0)
+        self._address = self._memory.allocate(num_bytes)
 
     def __del__(self) -> None:
-        memory = self._memory
-        memory.live_bytes -= self.num_bytes if memory.block is None else memory.block(self.num_bytes)
+        self._memory.free(self.num_bytes, self._address)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from sft.common.errors import InputError, SftError, SourceError
 from sft.common.installation import install_command
 
 __all__ = [
+    "MAX_SLIDE_MPP",
     "WHITE",
     "FileImage",
     "Image",
@@ -45,6 +46,7 @@ __all__ = [
     "Pixels",
     "Raster",
     "Size",
+    "StatedResolution",
     "check_level",
     "check_region",
     "missing_extra",
@@ -184,6 +186,7 @@ class ImageFacts:
     mpp: tuple[float, float] | None = None  #: micrometres per px of level 0, (x, y)
     background: tuple[int, ...] = WHITE  #: of pixels that are not stored, one number a channel
     nodata: float | None = None  #: value of pixels without data, as the file has it
+    mpp_note: str = ""  #: reason against a resolution that the file states
 
     def __post_init__(self) -> None:
         assert len(self.level_dimensions) == len(self.tiles_px) >= 1
@@ -309,6 +312,11 @@ class FileImage(LevelledImage, Generic[Handle]):
         return self.facts.mpp
 
     @property
+    def mpp_note(self) -> str:
+        """Reason against a resolution that the file states; empty if it states a credible one, or none."""
+        return self.facts.mpp_note
+
+    @property
     def background(self) -> tuple[int, ...]:
         """Colour of pixels that are not stored: missing tiles of a TIFF, missing chunks of a Zarr array."""
         return self.facts.background
@@ -386,6 +394,38 @@ def valid_mpp(x: float | None, y: float | None) -> tuple[float, float] | None:
     ((0.25, 0.25), None, None, None)
     """
     return (x, y) if x is not None and y is not None and all(isfinite(value) and value > 0 for value in (x, y)) else None
+
+
+#: The coarsest resolution of a slide's largest level, in µm/px: that of a 0.5x overview. Programs write 72 dpi (353 µm/px) by default.
+MAX_SLIDE_MPP = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedResolution:
+    """Resolution that a file states for its largest level, as far as it is credible.
+
+    >>> StatedResolution.of(0.25, 0.25).mpp, StatedResolution.of(None, 0.25).note
+    ((0.25, 0.25), '')
+    >>> StatedResolution.of(25_400 / 72, 25_400 / 72)
+    StatedResolution(mpp=None, note='the file states 352.778 µm/px (72 dpi), the default of a program and not the resolution of a slide')
+
+    Attributes:
+        mpp: micrometres per px, (x, y); None where the file states none, or none that is credible.
+        note: reason against a stated value; empty otherwise.
+    """
+
+    mpp: tuple[float, float] | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, x: float | None, y: float | None) -> StatedResolution:
+        """The resolution of stated values, which may be missing, zero or infinite."""
+        mpp = valid_mpp(x, y)
+        if mpp is None or max(mpp) <= MAX_SLIDE_MPP:
+            return cls(mpp=mpp)
+        size = f"{mpp[0]:g}" if mpp[0] == mpp[1] else f"{mpp[0]:g} x {mpp[1]:g}"
+        dpi = f"{25_400 / max(mpp):.4g} dpi"
+        return cls(note=f"the file states {size} µm/px ({dpi}), the default of a program and not the resolution of a slide")
 
 
 def missing_extra(purpose: str, extra: str, error: Exception) -> SourceError:

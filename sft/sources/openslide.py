@@ -28,7 +28,7 @@ import numpy as np
 
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
-from sft.sources.image import LevelledImage, Pixels, check_region, read_strips
+from sft.sources.image import LevelledImage, Pixels, StatedResolution, check_region, read_strips
 from sft.sources.tiff.metadata import read_geo_tags
 
 __all__ = ["Slide"]
@@ -64,7 +64,7 @@ class _SlideFacts:
 
     level_dimensions: tuple[tuple[int, int], ...]  #: (width, height) of each level, in px
     level_downsamples: tuple[float, ...]  #: px of level 0 per px of each level
-    mpp: tuple[float, float] | None  #: micrometres per px of level 0, (x, y)
+    resolution: StatedResolution  #: of level 0
     background: tuple[int, int, int]  #: colour of pixels that are not stored, RGB
     tiles_px: tuple[tuple[int, int] | None, ...]  #: (width, height) of the compressed tiles of each level; None where the file does not say
     nodata: float | None = None  #: value of pixels without data, as the file has it
@@ -138,10 +138,13 @@ class Slide(LevelledImage):
     def mpp(self) -> tuple[float, float] | None:
         """Micrometres per px, (x, y); None where the file does not say."""
         facts = self._read_facts()
-        if facts.mpp is None:
-            return None
-        downsample = facts.level_downsamples[self.level]
-        return facts.mpp[0] * downsample, facts.mpp[1] * downsample
+        mpp, downsample = facts.resolution.mpp, facts.level_downsamples[self.level]
+        return None if mpp is None else (mpp[0] * downsample, mpp[1] * downsample)
+
+    @property
+    def mpp_note(self) -> str:
+        """Reason against a resolution that the file states; empty if it states a credible one, or none."""
+        return self._read_facts().resolution.note
 
     @property
     def level_tiles_px(self) -> tuple[tuple[int, int] | None, ...]:
@@ -224,7 +227,7 @@ class Slide(LevelledImage):
             self._facts = _SlideFacts(
                 level_dimensions=tuple(handle.level_dimensions),
                 level_downsamples=tuple(handle.level_downsamples),
-                mpp=_parse_mpp(handle.properties),
+                resolution=_parse_mpp(handle.properties),
                 background=_parse_colour(handle.properties.get("openslide.background-color"), tags.missing_value),
                 tiles_px=tuple(_parse_tile(handle.properties, level) for level in range(num_levels)),
                 nodata=tags.nodata,
@@ -252,12 +255,11 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
     return handle
 
 
-def _parse_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
+def _parse_mpp(properties: Mapping[str, str]) -> StatedResolution:
     try:
-        mpp = float(properties["openslide.mpp-x"]), float(properties["openslide.mpp-y"])
+        return StatedResolution.of(float(properties["openslide.mpp-x"]), float(properties["openslide.mpp-y"]))
     except (KeyError, ValueError):
-        return None
-    return mpp if min(mpp) > 0 else None
+        return StatedResolution()
 
 
 def _parse_tile(properties: Mapping[str, str], level: int) -> tuple[int, int] | None:

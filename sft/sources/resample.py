@@ -67,9 +67,10 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
         raise InputError(f"cannot read {image} at mpp {mpp!r}: give one number, which holds in x and in y.")
     (wanted, _) = resolve_mpp(float(mpp), "mpp")
     if image.mpp is None:
+        why = RasterView(image).mpp_note or "the file does not say its resolution"
         raise InputError(
-            f"cannot read {image} at {wanted:g} µm/px: the file does not say its resolution. Say what a pixel of its largest level "
-            "measures: slide_mpp=0.25 (40x), 0.5 (20x), ... as the scanner has it."
+            f"cannot read {image} at {wanted:g} µm/px: {why}. Say what a pixel of its largest level measures: slide_mpp=0.25 (40x), 0.5 "
+            "(20x), ... as the scanner has it."
         )
     best: tuple[int, tuple[Fraction, Fraction]] | None = None
     for level in RasterView(image).exact_levels:

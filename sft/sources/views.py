@@ -90,6 +90,12 @@ class RasterView(LevelledImage):
         return background
 
     @property
+    def mpp_note(self) -> str:
+        """Reason against a resolution that the file states; empty if it states a credible one, or none."""
+        note: str = getattr(self.image, "mpp_note", "")
+        return note
+
+    @property
     def nodata(self) -> float | None:
         """Value of pixels without data, as the file has it; None where it has none."""
         nodata: float | None = getattr(self.image, "nodata", None)

@@ -77,7 +77,10 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
             {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
         ]
         values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
-        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False, soft_wrap=True)
+        note = f" ({info.mpp_note}: give it in the column mpp of the table)" if info.mpp_note else ""
+        console.print(
+            f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}", markup=False, highlight=False, soft_wrap=True
+        )
         for number, level in enumerate(levels):
             text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """Tiled TIFF: slides, OME-TIFF, GeoTIFF and other pyramids, decoded tile by tile."""
 
-from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_mpp
+from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_resolution
 from sft.sources.tiff.reader import NotTiledError, TiffImage
 
-__all__ = ["GeoTags", "NotTiledError", "TiffImage", "read_geo_tags", "read_mpp"]
+__all__ = ["GeoTags", "NotTiledError", "TiffImage", "read_geo_tags", "read_resolution"]

@@ -5,7 +5,8 @@ tag; slide scanners mean glass, which is white. Which of the two a file is follo
 GeoKeys (tag 34735) is a GeoTIFF. The tags are read here, without a library, so that every reader of a file has the same value.
 
 The resolution in micrometres per pixel is read as OpenSlide does: Aperio writes it into the description and leaves the resolution tags to
-chance; OME has it in its XML; other writers use the tags.
+chance; OME has it in its XML; other writers use the tags. Programs that know no resolution write one nevertheless, 72 or 96 dpi (353 or
+265 µm/px). A value of Aperio or of the tags that is coarser than any slide is none (`sft.sources.image.StatedResolution`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-from sft.sources.image import valid_mpp
+from sft.sources.image import StatedResolution, valid_mpp
 
-__all__ = ["GeoTags", "read_geo_tags", "read_mpp"]
+__all__ = ["GeoTags", "read_geo_tags", "read_resolution"]
 
 _GEO_KEYS, _NODATA = 34735, 42113
 #: Byte orders by the first two bytes of a file.
@@ -109,8 +110,8 @@ _OME_UM = {"µm": 1.0, "μm": 1.0, "um": 1.0, "pm": 1e-6, "Å": 1e-4, "nm": 1e-3
 _OME_UM |= {"thou": 25.4, "in": 25_400.0, "ft": 304_800.0}
 
 
-def read_mpp(tiff: Any, page: Any) -> tuple[float, float] | None:
-    """Micrometres per pixel of a page, (x, y); None where the file does not say, or says nonsense.
+def read_resolution(tiff: Any, page: Any) -> StatedResolution:
+    """Resolution of a page, as far as the file states a credible one.
 
     Args:
         tiff: a ``tifffile.TiffFile``.
@@ -119,17 +120,25 @@ def read_mpp(tiff: Any, page: Any) -> tuple[float, float] | None:
     if tiff.is_svs:
         match = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
         value = _number(match[1]) if match else None
-        return valid_mpp(value, value)
+        return StatedResolution.of(value, value)
     if tiff.is_ome:
         sizes = _ome_sizes(tiff.ome_metadata)
         if None not in sizes:  # where OME has sizes of a unit of no length ("pixel"), the tags are a program's defaults
-            return valid_mpp(*(size * _OME_UM.get(unit, math.nan) for size, unit in filter(None, sizes)))
-    unit_um = _UNIT_UM.get(int(page.tags.valueof(296, 2)))
-    resolutions = [page.tags.valueof(tag) for tag in (282, 283)]
-    if unit_um is None or any(value is None or value[0] == 0 or value[1] == 0 for value in resolutions):
+            # Written on purpose, so that coarse overviews are believed.
+            return StatedResolution(mpp=valid_mpp(*(size * _OME_UM.get(unit, math.nan) for size, unit in filter(None, sizes))))
+    unit_um = _UNIT_UM.get(page.tags.valueof(296, 2))
+    if unit_um is None:
+        return StatedResolution()
+    return StatedResolution.of(*(_pixel_um(page.tags.valueof(tag), unit_um) for tag in (282, 283)))
+
+
+def _pixel_um(resolution: Any, unit_um: float) -> float | None:
+    """Micrometres of a pixel, from pixels per unit as a fraction; None for a tag that is missing, zero, infinite or no fraction."""
+    try:
+        numerator, denominator = resolution
+        return unit_um * float(denominator) / float(numerator)
+    except (TypeError, ValueError, ZeroDivisionError):
         return None
-    x, y = (unit_um * denominator / numerator for numerator, denominator in resolutions)
-    return valid_mpp(x, y)
 
 
 def _ome_sizes(text: str | None) -> list[tuple[float, str] | None]:

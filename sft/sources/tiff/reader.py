@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import SourceError
-from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, missing_extra
+from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, StatedResolution, missing_extra
 from sft.sources.jpeg import jpeg_decoder
 from sft.sources.thread_pool import for_each, resolve_threads
-from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_mpp
+from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_resolution
 
 __all__ = ["NotTiledError", "TiffImage"]
 
@@ -84,10 +84,8 @@ class _TiffLevel:
 class _TiffHandle:
     """An open file. Reads carry their position, so threads share it; the file closes with the last reference."""
 
-    def __init__(
-        self, path: Path, levels: tuple[_TiffLevel, ...], mpp: tuple[float, float] | None, num_channels: int, tags: GeoTags
-    ) -> None:
-        self.path, self.levels, self.mpp, self.num_channels, self.tags = path, levels, mpp, num_channels, tags
+    def __init__(self, path: Path, levels: tuple[_TiffLevel, ...], resolution: StatedResolution, num_channels: int, tags: GeoTags) -> None:
+        self.path, self.levels, self.resolution, self.num_channels, self.tags = path, levels, resolution, num_channels, tags
         self.background = WHITE[:num_channels] if tags.missing_value is None else (tags.missing_value,) * num_channels
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self.descriptor)
@@ -155,8 +153,8 @@ class TiffImage(FileImage[_TiffHandle]):
             with tifffile.TiffFile(self.path) as tiff:
                 pages = _level_pages(self.path, tiff)
                 levels = tuple(_level(page, _decoder(page)) for page in pages)
-                mpp = read_mpp(tiff, pages[0])
-                return _TiffHandle(self.path, levels, mpp, pages[0].samplesperpixel, read_geo_tags(self.path))
+                resolution = read_resolution(tiff, pages[0])
+                return _TiffHandle(self.path, levels, resolution, pages[0].samplesperpixel, read_geo_tags(self.path))
         except (SourceError, ImportError):
             raise
         except Exception as error:
@@ -170,7 +168,8 @@ class TiffImage(FileImage[_TiffHandle]):
             level_dimensions=tuple((level.width_px, level.height_px) for level in handle.levels),
             tiles_px=tuple((level.tile_width_px, level.tile_height_px) for level in handle.levels),
             num_channels=handle.num_channels,
-            mpp=handle.mpp,
+            mpp=handle.resolution.mpp,
+            mpp_note=handle.resolution.note,
             background=handle.background,
             nodata=handle.tags.nodata,
         )

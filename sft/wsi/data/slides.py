@@ -27,6 +27,7 @@ class SlideInfo:
         mpp: micrometres per px of the largest level; None if the file does not state it.
         level_mpp: of each level.
         background: colour of unscanned regions, one number a channel.
+        mpp_note: reason against a resolution that the file states; empty otherwise.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class SlideInfo:
     mpp: float | None
     level_mpp: tuple[float | None, ...]
     background: tuple[int, ...]
+    mpp_note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ def slide_info(path: Path) -> SlideInfo:
             mpp=mpp,
             level_mpp=tuple(None if mpp is None else mpp * downsample for downsample in slide.level_downsamples),
             background=slide.background,
+            mpp_note=RasterView(slide).mpp_note,
         )
     finally:
         slide.close()
@@ -96,7 +99,9 @@ def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None 
     if whole.num_channels != 3:
         raise InputError(f"cannot use {path}: it has {whole.num_channels} channels. Give RGB images.")
     if mpp is not None and whole.mpp is None:
-        raise InputError(f"cannot open {path} at {mpp} um/px: the file has no resolution. Give it in the column mpp of the table.")
+        note = RasterView(whole).mpp_note
+        why = f"the file has no resolution ({note})" if note else "the file has no resolution"
+        raise InputError(f"cannot open {path} at {mpp} um/px: {why}. Give it in the column mpp of the table.")
     return OpenedSlide(image=whole if mpp is None else at_mpp(whole, mpp), whole=whole)
 
 

@@ -13,9 +13,9 @@ from PIL import Image
 import sft
 from sft.common.interval import Interval
 from sft.sources import LabelSource
-from sft.wsi.cli import main
 from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
+from tests.helpers.wsi import run_wsi as main
 
 
 def _maps(folder: Path, values: dict[str, tuple[int, ...]], suffix: str = ".png") -> Path:

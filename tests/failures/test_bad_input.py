@@ -128,6 +128,28 @@ def test_modules_that_cannot_be_looked_into(make: Callable[[], nn.Module], refus
     assert refusal in str(sft.check(model, _SHAPE))
 
 
+@pytest.mark.parametrize(
+    ("select", "refusal"),
+    [
+        (lambda y: torch.unique(y, return_inverse=True)[1], "_unique2: the number of its values depends on the numbers"),
+        (lambda y: torch.unique(y > 0, return_counts=True)[1], "_unique2: the number of its values depends on the numbers"),
+        (lambda y: torch.unique_consecutive(y.flatten(), return_inverse=True)[1], "unique_consecutive: the number of its values"),
+        (lambda y: torch.unique(y, dim=0, return_inverse=True)[1], "unique_dim: the number of its values"),
+        (torch.nonzero, "nonzero: its size .* depends on the values"),
+        (lambda y: y.masked_select(y > 0).sum(), "masked_select: its size .* depends on the values"),
+    ],
+)
+def test_sizes_that_depend_on_values(select: Callable[[Tensor], Tensor], refusal: str) -> None:
+    """Also where only a result of known size is used: the error was one of the exporter."""
+
+    class Selecting(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return select(super().forward(x))
+
+    with pytest.raises(sft.UnsupportedError, match=refusal):
+        sft.compile(Selecting(3, 4, 3), _SHAPE)
+
+
 def test_a_sparse_input() -> None:
     with pytest.raises(sft.InputError, match=r"layout torch.sparse_coo; give a dense tensor"):
         _compiled()(image(*_SHAPE).to_sparse())

@@ -210,6 +210,10 @@ def _candidate_rows(target: str) -> tuple[Operator, ...]:
     return rows if isinstance(rows, tuple) else (rows,)
 
 
+#: ``torch.unique`` and its relatives: also a result of known size, such as the index of each element, comes with one whose size is unknown.
+_UNIQUE_OPS = ("aten._unique2.default", "aten.unique_consecutive.default", "aten.unique_dim.default")
+
+
 def refusal_reason(node: Node, graph: Graph) -> str | None:
     """Reason why an operator cannot run at all, tiled or not, with a remedy; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
@@ -218,6 +222,8 @@ def refusal_reason(node: Node, graph: Graph) -> str | None:
         )
     if node.target == "aten.bincount.default" and node.shape != (node.argument("minlength", 0),):
         return f"{node.label}: its size depends on the numbers; give minlength, above the largest of them"
+    if node.target in _UNIQUE_OPS:
+        return f"{node.label}: the number of its values depends on the numbers; compute it outside of the compiled model"
     if node.target == "aten.as_strided_scatter.default":
         return f"{node.label}: `forward` writes in place through as_strided; write into a slice of the tensor"
     if node.target == "aten.unfold_backward.default" and not _windows_cover_extent(node):

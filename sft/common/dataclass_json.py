@@ -14,8 +14,7 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sft.common.errors import InputError
-from sft.common.problem_lists import some_names
+from sft.common.errors import InputError, some_names
 
 __all__ = ["dataclass_from_dict", "parse_json_object"]
 

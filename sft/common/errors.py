@@ -1,16 +1,29 @@
 """Error classes of sft, grouped by the party that has to act: the caller, the model's author, or sft.
 
-Each message has three parts: the request, the numbers, and the change that helps.
+Each message has three parts: the request, the numbers, and the change that helps. Of a list of problems
+a message has the first twenty, and how many follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
-from sft.common.problem_lists import first_problems
+__all__ = [
+    "BudgetError",
+    "InputError",
+    "InternalError",
+    "RankError",
+    "SftError",
+    "SkipSlideError",
+    "SourceError",
+    "UnsupportedError",
+    "first_problems",
+    "some_names",
+]
 
-__all__ = ["BudgetError", "InputError", "InternalError", "RankError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
+_NUM_SHOWN = 20
 
 
 class SftError(Exception):
@@ -76,3 +89,22 @@ class RankError(SftError, RuntimeError):
 
 class InternalError(SftError):
     """An internal invariant of sft is violated; please report it."""
+
+
+def first_problems(problems: Sequence[str]) -> list[str]:
+    """The first problems, and a line that counts the others.
+
+    >>> first_problems([f"line {number}" for number in range(2500)])[19:]
+    ['line 19', 'and 2,480 more']
+    """
+    rest = len(problems) - _NUM_SHOWN
+    return [*problems[:_NUM_SHOWN], *([f"and {rest:,} more"] if rest > 0 else [])]
+
+
+def some_names(names: Collection[object]) -> str:
+    """Names with commas between them, the first twenty and a count.
+
+    >>> some_names(["a", 1]), some_names(range(25))[-15:]
+    ('a, 1', '19, and 5 more')
+    """
+    return ", ".join(first_problems([*map(str, islice(names, _NUM_SHOWN)), *([""] * (len(names) - _NUM_SHOWN))]))

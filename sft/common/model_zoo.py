@@ -3,7 +3,7 @@
 A name is written on a command line or in a configuration: ``timm:NAME``, ``torchvision:NAME``, ``package.module:callable``, or a bare
 ``NAME``, which is looked up in both libraries. Importing a package and calling a factory run foreign code; any exception that it raises
 becomes an `InputError` that quotes the name and says where to change it. A name on a command line is the caller's own, and may be any
-callable. A name in a configuration is possibly somebody else's (`sft.common.trusted_code`).
+callable. A name in a configuration is possibly somebody else's (`sft.common.untrusted.trusted_code`).
 
 *The missing operators.* torchvision's compiled part is built for one build of torch and does not load with another. Importing the rest, and
 timm with it, then fails because two operators are undeclared that no convolutional network calls (pytorch/vision#9085). Declaring their
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from sft.common.errors import InputError
-from sft.common.trusted_code import TrustedCode, is_module_name, resolve_member
+from sft.common.untrusted.trusted_code import TrustedCode, is_module_name, resolve_member
 
 __all__ = ["ModelFactory", "ModelName", "import_library"]
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sft.common.errors import InputError, SourceError
-from sft.common.problem_lists import some_names
+from sft.common.errors import InputError, SourceError, some_names
 from sft.sources.host_arrays import Layout, resolve_layout
 from sft.sources.image import FileImage, ImageFacts, Pixels, Size, missing_extra, valid_mpp
 

@@ -24,7 +24,7 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import InputError, SftError
-from sft.common.trusted_code import Trust
+from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.config import GROUPS, Config
 from sft.wsi.config_file import check_config_file
 from sft.wsi.errors import DatasetError, RunInterrupted

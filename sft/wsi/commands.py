@@ -11,9 +11,8 @@ from rich.console import Console
 
 import sft
 from sft.api.weight_placement import available_device
-from sft.common.errors import InputError
-from sft.common.problem_lists import some_names
-from sft.common.trusted_code import Trust
+from sft.common.errors import InputError, some_names
+from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError, RunInterrupted

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft.common.byte_units import parse_bytes
-from sft.common.errors import InputError
-from sft.common.problem_lists import first_problems
+from sft.common.errors import InputError, first_problems
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 

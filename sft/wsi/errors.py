@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sft.common.errors import InputError, SftError, SourceError
-from sft.common.problem_lists import first_problems
+from sft.common.errors import InputError, SftError, SourceError, first_problems
 
 __all__ = ["DatasetError", "RunFolderError", "RunInterrupted", "TrainingError"]
 

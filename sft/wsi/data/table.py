@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from sft.common.problem_lists import some_names
+from sft.common.errors import some_names
 from sft.common.process_lock import gc_paused
 from sft.wsi.config import TaskConfig, TaskKind
 from sft.wsi.data.table_files import TableFiles

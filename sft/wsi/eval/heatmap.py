@@ -30,8 +30,7 @@ from PIL import Image as PillowImage
 import sft
 from sft.common.array_types import Float32Array
 from sft.common.byte_units import format_bytes
-from sft.common.errors import InputError
-from sft.common.problem_lists import some_names
+from sft.common.errors import InputError, some_names
 from sft.sources.image import Image, Pixels
 from sft.sources.sink import allocate_blocks, free_space_text
 from sft.wsi.data.dataset import SlideFrame

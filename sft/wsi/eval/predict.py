@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from sft.api.weight_placement import available_device
-from sft.common.errors import InputError
-from sft.common.problem_lists import first_problems
-from sft.common.trusted_code import Trust
+from sft.common.errors import InputError, first_problems
+from sft.common.untrusted.trusted_code import Trust
 from sft.nn import WithLoss
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_first_rows

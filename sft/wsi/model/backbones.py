@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 
 from sft.common.errors import InputError, SourceError
 from sft.common.model_zoo import ModelName
-from sft.common.tensor_files import load_tensor_file
-from sft.common.trusted_code import Trust, TrustedCode
+from sft.common.untrusted.tensor_files import load_tensor_file
+from sft.common.untrusted.trusted_code import Trust, TrustedCode
 
 __all__ = ["backbone_library", "check_backbone", "cut_before_pooling", "load_backbone", "load_weights", "num_features"]
 
@@ -36,7 +36,7 @@ def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> n
         name: "timm:NAME", "torchvision:NAME", "torch.nn:LAYER", the bare name of a timm or torchvision model, or
             "package.module:name", a class or function of a trusted module.
         options: keyword arguments of its constructor.
-        trust: modules, files or folders whose code may be run (`sft.common.trusted_code`). Default: none
+        trust: modules, files or folders whose code may be run (`sft.common.untrusted.trusted_code`). Default: none
 
     Raises:
         InputError: the network does not exist, is of a module that is not trusted, its constructor fails, or it has no feature map.

@@ -1,9 +1,9 @@
 """Checkpoints from which a run resumes with the same bits.
 
 A checkpoint is a folder: the weights (safetensors, usable on their own) and the rest of the state (a file that
-``sft.common.tensor_files`` reads without running code from it). It is written under another name, flushed to the disk and renamed; only
-then are older ones removed. If a process dies at any moment, the newest folder with a final name is complete. The state holds a hash of
-the weights, so a damaged file is detected and the previous checkpoint is used.
+``sft.common.untrusted.tensor_files`` reads without running code from it). It is written under another name, flushed to the disk and
+renamed; only then are older ones removed. If a process dies at any moment, the newest folder with a final name is complete. The state
+holds a hash of the weights, so a damaged file is detected and the previous checkpoint is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sft.common.atomic_files import PARTIAL_MARK, fsync_folder
-from sft.common.tensor_files import load_tensor_file
+from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import clear_partial, sync_tree
 from sft.wsi.train.optim import counter_seed

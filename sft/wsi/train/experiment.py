@@ -16,7 +16,7 @@ import sft
 from sft.api.weight_placement import resident_bytes
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
-from sft.common.trusted_code import Trust
+from sft.common.untrusted.trusted_code import Trust
 from sft.sources.image import Image
 from sft.wsi.config import Config
 from sft.wsi.data.dataset import SlideDataset
@@ -87,7 +87,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
         config: settings.
         table: slides with splits, instead of those of the configuration. Default: `None`
         task: instead of one made for the training slides. Default: `None`
-        trust: modules, files or folders that ``model.backbone`` may name (`sft.common.trusted_code`). Default: none
+        trust: modules, files or folders that ``model.backbone`` may name (`sft.common.untrusted.trusted_code`). Default: none
 
     Raises:
         DatasetError: the table is wrong.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sft.common.errors import SourceError
-from sft.common.tensor_files import load_tensor_file
+from sft.common.untrusted.tensor_files import load_tensor_file
 
 
 class _Touch:

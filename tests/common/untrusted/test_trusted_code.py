@@ -11,7 +11,7 @@ from torch import nn
 
 from sft.common.errors import InputError
 from sft.common.model_zoo import ModelName
-from sft.common.trusted_code import Trust, TrustedCode
+from sft.common.untrusted.trusted_code import Trust, TrustedCode
 
 #: A module that records its import and the calls of what must not be called.
 _MODULE = """

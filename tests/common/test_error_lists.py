@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 
-from sft.common.errors import InputError, UnsupportedError
-from sft.common.problem_lists import first_problems, some_names
+from sft.common.errors import InputError, UnsupportedError, first_problems, some_names
 from sft.wsi.config import DataConfig
 from sft.wsi.errors import DatasetError
 

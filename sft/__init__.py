@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sft.api.check import position_grids as position_grids
     from sft.api.compile import compile as compile
     from sft.api.compile import plan as plan
+    from sft.api.compiled_handle import CompiledHandle as CompiledHandle
+    from sft.api.compiled_handle import of as of
     from sft.api.pareto import TradeoffRow as TradeoffRow
     from sft.api.pareto import pareto as pareto
     from sft.common.byte_units import format_bytes as format_bytes
@@ -59,6 +61,7 @@ else:
             "sft.analysis.tiling.position_grid": "PositionGrid",
             "sft.api.check": "CheckReport check position_grids",
             "sft.api.compile": "compile plan",
+            "sft.api.compiled_handle": "CompiledHandle of",
             "sft.api.pareto": "TradeoffRow pareto",
             "sft.common.byte_units": "format_bytes parse_bytes",
             "sft.common.errors": "BudgetError InputError InternalError RankError SftError SkipSlideError SourceError UnsupportedError",

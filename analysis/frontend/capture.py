@@ -22,9 +22,17 @@ from torch.export import ExportedProgram
 
 from sft.analysis.frontend.autocast import contracted_letters
 from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, GuardValues
+from sft.analysis.frontend.class_labels import LabelShapes
 from sft.analysis.frontend.export import CHANNELS_LAST, MIXED_DTYPES, export_model, memory_formats_of
 from sft.analysis.frontend.graph_builder import build_graph, substitute_sizes, symbol_bounds, symbol_guards, tied_sizes
-from sft.analysis.frontend.module_state import AttributeChanges, ObjectChanges, override_attributes, override_objects, preserve_objects
+from sft.analysis.frontend.module_state import (
+    AttributeChanges,
+    ObjectChanges,
+    is_hook_registry,
+    override_attributes,
+    override_objects,
+    preserve_objects,
+)
 from sft.analysis.frontend.side_effect_checks import storage_key, unregistered_tensors
 from sft.analysis.frontend.trace_context import (
     disable_root_hooks,
@@ -59,6 +67,7 @@ class Capture:
         differentiable_constants: names, for messages, of the constants that require a gradient.
         guard_values: modes of the call that `forward` queries; the capture holds for calls with the same values.
         enables_grad: true where `forward` switches gradients on by itself.
+        labels: shapes of the labels of losses, which are checked at each size.
     """
 
     graph: Graph
@@ -70,6 +79,7 @@ class Capture:
     differentiable_constants: Mapping[str, str] = field(default_factory=dict)
     guard_values: GuardValues = ()
     enables_grad: bool = False
+    labels: tuple[LabelShapes, ...] = ()
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """Return the symbols' values for input shapes; ``None`` where the capture does not hold for them."""
@@ -140,21 +150,37 @@ def capture(
         if call_guards.needs_call_inputs:
             call_guards = CallModeGuards(call_guards.modes, with_call_inputs=True)
             first, module_changes, object_changes = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
-    if module_changes or object_changes:
-        with without_autograd_debugging(), override_attributes(module_changes), override_objects(object_changes):
-            second, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
-        if second.graph != first.graph:
-            paths = {id(module): path for path, module in model.named_modules()}
-            changes = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in module_changes.items()]
-            changes += [(owner.name, name, value) for (owner, name), value in object_changes.items()]
-            raise UnsupportedError(
-                [
-                    f"{owner}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
-                    "all calls for the same. Set it outside of `forward`, or make it an input"
-                    for owner, name, value in changes
-                ]
-            )
+    if not module_changes and not object_changes:
+        return first
+    with without_autograd_debugging(), override_attributes(module_changes), override_objects(object_changes):
+        second, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+    if second.graph != first.graph:
+        raise UnsupportedError(_state_problems(model, module_changes, object_changes))
+    if not object_changes and all(is_hook_registry(name) for _, name in module_changes):
+        # Only hooks were taken back: a flag that cannot be seen may keep `forward` from registering them again.
+        with without_autograd_debugging():
+            third, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+        if third.graph != first.graph:
+            raise UnsupportedError(_state_problems(model, module_changes, object_changes))
     return first
+
+
+def _state_problems(model: nn.Module, module_changes: AttributeChanges, object_changes: ObjectChanges) -> list[str]:
+    """Messages about a `forward` that changes state on which its next call depends."""
+    paths = {id(module): path or "(the model itself)" for path, module in model.named_modules()}
+    changes = [(paths[id(module)], name, value) for (module, name), value in module_changes.items() if not is_hook_registry(name)]
+    changes += [(owner.name, name, value) for (owner, name), value in object_changes.items()]
+    problems = [
+        f"{owner}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
+        "all calls for the same. Set it outside of `forward`, or make it an input"
+        for owner, name, value in changes
+    ]
+    hooked = dict.fromkeys(paths[id(module)] for module, name in module_changes if is_hook_registry(name))
+    return problems + [
+        f"{path}: `forward` registers or removes a hook on this submodule when it runs, and computes another function at its next call; "
+        "register hooks outside of `forward`, or call the model once before it is compiled"
+        for path in hooked
+    ]
 
 
 def _capture_once(
@@ -188,9 +214,10 @@ def _capture_once(
     if mixed:  # the exporter of torch 2.11 lets them through
         raise UnsupportedError([f"{node.label}: {MIXED_DTYPES}" for node in mixed])
     ties = tied_sizes(graph, shapes)
+    graph = substitute_sizes(graph, ties)
     return (
         Capture(
-            graph=substitute_sizes(graph, ties),
+            graph=graph,
             out_spec=program.call_spec.out_spec,
             bounds=tuple((size.xreplace(ties), low, high) for size, low, high in symbol_bounds(program)),
             guards=tuple(guard.xreplace(ties) for guard in symbol_guards(program)),
@@ -201,6 +228,7 @@ def _capture_once(
             },
             guard_values=call_guards.modes.guard_values(call_guards.kinds),
             enables_grad=call_guards.enables_grad,
+            labels=LabelShapes.of(graph),
         ),
         module_changes,
         object_changes,

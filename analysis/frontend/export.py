@@ -20,11 +20,12 @@ from torch.export import Dim, ExportedProgram
 
 from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
+from sft.analysis.frontend.class_labels import ClassLabelMode
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
 from sft.analysis.frontend.graph_builder import module_path_of, symbol_guards
-from sft.analysis.frontend.module_state import preserve_model_state
 from sft.analysis.frontend.source_location import error_location, is_distributions_error
+from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors, use_unsharded_parameters
 from sft.analysis.ir.axes import Axes
@@ -103,7 +104,7 @@ def export_model(
             reason = _eager_error(model, shapes, dtypes, device)
             if reason is not None:
                 sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"the model refuses an input of shape {sizes}: {reason}") from error
+                raise InputError(f"the model refuses an input of shape {sizes}: {reason}{_detector_hint(model, reason)}") from error
             # The exporter's solver fails on some size expressions, or takes too long; constant sizes need no solver.
             try:
                 return _export_once(model, shapes, dtypes, device, None, guards)
@@ -112,6 +113,13 @@ def export_model(
             except Exception as constant_size_error:
                 error = constant_size_error  # without symbols the error is about the model
             raise _export_error(model, error) from error
+
+
+def _detector_hint(model: nn.Module, reason: str) -> str:
+    """Remedy for torchvision's detectors, which in training take lists of boxes."""
+    if "targets" not in reason or not isinstance(getattr(model, "backbone", None), nn.Module):
+        return ""
+    return "; of a detector compile the backbone alone: model.backbone = sft.compile(model.backbone, input_shape)"
 
 
 def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
@@ -244,8 +252,15 @@ def _eager_error(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Se
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with suppress_output():
         try:
-            with torch.enable_grad(), mode, use_fake_tensors(model, mode):  # gradients on: models that differentiate inside need them
+            with (
+                torch.enable_grad(),
+                mode,
+                use_fake_tensors(model, mode),
+                ClassLabelMode(),
+            ):  # gradients on: models that differentiate inside need them
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
+        except InputError as error:  # of a loss of ours, or of labels
+            return str(error)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             message = str(error).strip().splitlines() or [""]
             # Errors about fake tensors (data-dependent control flow) have types of their own, or these words.

@@ -1,11 +1,9 @@
-"""Model fingerprint: Python attributes compared before each call, and refusal of hooks that the compiled model would skip.
+"""Model fingerprint: Python attributes and hooks of modules, compared before each call.
 
-*Fingerprint.* A captured graph has ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them later, exchanging an
+A captured graph has ``momentum``, ``stride`` or a flag of the user's as constants. Setting one of them later, exchanging an
 activation or untying two weights changes the model's function, and the shapes of the inputs do not show it. The fingerprint is part of the
-key of a capture: with a new fingerprint the model is captured again.
-
-*Hooks.* Submodules of a compiled model are not called, so hooks on them, and hooks of all modules, are refused. Hooks of the root run
-around each call.
+key of a capture: with a new fingerprint the model is captured again. Forward hooks on submodules are code of the model
+(:mod:`sft.analysis.frontend.submodule_hooks`): the hooks, and values that they carry, are part of the fingerprint.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import dataclasses
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
@@ -23,12 +21,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.frontend.module_state import PLAIN_TYPES, exact_key, user_attributes
-from sft.analysis.frontend.trace_context import REPARAMETRIZATION_HOOKS, is_fsdp_hook
-from sft.common.errors import UnsupportedError
+from sft.analysis.frontend.module_state import PLAIN_TYPES, exact_key
+from sft.analysis.frontend.state_snapshot import user_attributes
+from sft.analysis.frontend.trace_context import is_fsdp_hook
+from sft.common.callable_references import CallableReferences, Identity
 from sft.common.module_snapshot import ModuleSnapshot
 
-__all__ = ["Fingerprint", "check_no_inner_hooks", "module_fingerprint"]
+__all__ = ["Fingerprint", "module_fingerprint"]
 
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
 Fingerprint = tuple[Any, ...]
@@ -43,7 +42,7 @@ _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 
 
 def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
-    """Types, plain attributes, tensor shapes and sharing of all modules of a model.
+    """Types, plain attributes, tensor shapes and sharing of all modules of a model, and forward hooks on submodules.
 
     Includes the items of containers, dataclasses and namespaces, also tensors and modules; values of NumPy arrays, or the identity of large
     ones; numbers, strings, functions and types. Attributes of other types are ignored.
@@ -72,7 +71,18 @@ class _FingerprintReader:
             for name, t in registry.items()
         ]
         values = [(name, self._of_value(value)) for name, value in user_attributes(module)]
-        return path, type(module), self._number(module), tuple(tensors), tuple(values)
+        hooks: list[Any] = []
+        if (module._forward_hooks or module._forward_pre_hooks) and (path or is_loose):
+            hooks = [self._of_hook(hook) for hook in module._forward_pre_hooks.values()]
+            hooks += ["forward", *(self._of_hook(hook) for hook in module._forward_hooks.values())]
+        return path, type(module), self._number(module), tuple(tensors), tuple(values), tuple(hooks)
+
+    def _of_hook(self, hook: Any) -> Any:
+        """A hook and the values that it carries in closures, defaults and bound objects."""
+        if is_fsdp_hook(hook):
+            return None
+        carried = CallableReferences.of(hook, with_globals=False).values
+        return Identity(hook), tuple(self._of_value(reference.value, is_loose=True) for reference in carried)
 
     def _number(self, value: Any) -> int:
         return self._numbers.setdefault(id(value), len(self._numbers))
@@ -123,42 +133,3 @@ class _FingerprintReader:
         if isinstance(value, dict):
             return (dict, *((self._of_value(key), self._of_value(item, is_loose=True)) for key, item in value.items()))
         return None
-
-
-#: Names of kinds of hooks in messages, by the middle part of the attribute that has them.
-_HOOK_KINDS = {
-    "forward": "forward hook",
-    "forward_pre": "forward pre-hook",
-    "backward": "backward hook",
-    "backward_pre": "backward pre-hook",
-}
-
-
-def check_no_inner_hooks(contents: ModuleSnapshot) -> None:
-    """Refuse hooks that eager PyTorch would run inside of the model.
-
-    Raises:
-        UnsupportedError: names all of them.
-    """
-    problems = [
-        f"{name}: {type(module).__name__} has a {hook_name}; hooks on submodules do not run inside a compiled model, remove it"
-        for name, module in contents.modules.items()
-        if name
-        for kind, hook_name in _HOOK_KINDS.items()
-        if any(not isinstance(hook, REPARAMETRIZATION_HOOKS) and not is_fsdp_hook(hook) for hook in vars(module)[f"_{kind}_hooks"].values())
-    ]
-    global_hooks: Mapping[str, Any] = vars(nn.modules.module)
-    problems += [
-        f"(all modules): {getattr(hook, '__qualname__', type(hook).__qualname__)} is a {hook_name} of all modules, and submodules are not "
-        "called; remove it, or register it on the root alone"
-        for kind, hook_name in _HOOK_KINDS.items()
-        for hook in global_hooks[f"_global_{kind}_hooks"].values()
-        if not _is_module_tracker(hook)
-    ]
-    if problems:
-        raise UnsupportedError(problems)
-
-
-def _is_module_tracker(hook: Any) -> bool:
-    """Return true for PyTorch's own hooks, by which counters of operators track the running module; they change no values."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.")

@@ -23,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
+from sft.analysis.frontend.class_labels import check_label_dtype
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
 from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor, check_registrations, forbid_external_rng
 from sft.analysis.frontend.source_location import current_location
+from sft.analysis.frontend.submodule_hooks import watch_submodule_hooks
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import (
@@ -60,7 +62,7 @@ def track_grad_modes(model: nn.Module, guards: CallModeGuards) -> Iterator[list[
             _DetachUnderNoGrad(model, unregistered),
         )
         with contextlib.ExitStack() as stack:
-            for context in (*contexts, guards.watch(model), check_registrations(model)):
+            for context in (*contexts, guards.watch(model), check_registrations(model), watch_submodule_hooks(model)):
                 stack.enter_context(context)
             return inner(*args, **kwargs)
 
@@ -126,12 +128,19 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         if is_in_place_foreach(_function_name(func)):
             return self._decompose_foreach(func, types, args, kwargs)
         self._refuse_calls(func, args)
+        check_label_dtype(func, args, kwargs)
         func = VALUE_FREE_FUNCTIONS.get(func, func)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
         operands = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         self._note_unregistered(operands)
-        destinations = [] if torch.is_grad_enabled() else _written_tensors(func, args, kwargs)
+        destinations = _written_tensors(func, args, kwargs)
+        if any(type(value) in (Tensor, nn.Parameter) for value in destinations):  # parameters and buffers are fake by now
+            self._refuse(
+                f"writes in place ({_function_name(func)}) into a tensor that is no parameter and no buffer, and a compiled model has "
+                "its value of now; register it with register_buffer"
+            )
+        destinations = [] if torch.is_grad_enabled() else destinations
         if destinations:  # the written values must not bring their gradients along
             args, kwargs = pytree.tree_map(
                 lambda value: value if _contains_tensor(value, destinations) else _detach_results(value), (args, kwargs)

@@ -1,24 +1,16 @@
-"""Snapshot and restore of Python state that ``forward`` changes while it is traced.
+"""Changes of Python state by ``forward`` while it is traced: attributes and hooks of modules, and attributes of other objects.
 
-A trace runs ``forward`` once, on fake tensors. State that ``forward`` keeps (a parameter that it makes when it first runs, a grid in a list
-or a cache, a counter) must not survive the trace: fake tensors have no values, and each attempt has to start from the same state.
-
-- *Model state* (:func:`preserve_model_state`): attributes and registered tensors of modules, with containers and objects inside them, are
-  restored. Class attributes, globals and caches of functions may belong to other code as well, and are restored only where their new value
-  is one of the trace.
-- *Attributes* (:func:`preserve_attributes`) and *objects* (:func:`preserve_objects`): plain values (numbers, strings) that the first call
-  changes are restored and reported. The model may compute another function at its next call, so it is traced again with the new values.
-  Parameters that ``forward`` freezes or unfreezes would be differentiated as before; this is refused.
+Plain values (numbers, strings) and hooks that the first call changes are restored and reported. The model may compute another function at
+its next call, so it is traced again with the new values. Parameters that ``forward`` freezes or unfreezes would be differentiated as
+before, and hooks that it registers on the model itself would not run; both are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import sys
 import types
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from enum import Enum
@@ -27,166 +19,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.analysis.frontend.state_snapshot import preserve_model_state, restore_container, user_attributes
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import FakeTensor, FunctionalTensor
 
 __all__ = [
+    "HOOK_KINDS",
     "PLAIN_TYPES",
-    "REGISTRIES",
     "AttributeChangeHook",
     "AttributeChanges",
     "AttributeOwner",
     "ObjectChangeHook",
     "ObjectChanges",
     "exact_key",
+    "is_hook_registry",
     "is_plain",
     "override_attributes",
     "override_objects",
     "preserve_attributes",
-    "preserve_model_state",
     "preserve_objects",
     "reachable_objects",
-    "restore_container",
-    "user_attributes",
 ]
 
-#: Attributes in which a module registers its tensors and submodules.
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-#: Limits on the depth and length of containers in snapshots: a model may refer to a whole program.
-_MAX_DEPTH, _MAX_ITEMS = 5, 10_000
-
-#: Packages whose objects, classes and modules are left out of snapshots. Those of Python may belong to other threads.
-_LIBRARY_PACKAGES = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {"torch", "numpy", "sft"}
-
-#: Containers other than dictionaries.
-_COLLECTION_TYPES = (list, set, deque)
-
-_LRU_CACHE_TYPE: Any = type(functools.lru_cache(len))
-_TRACING_TYPES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _MISSING = object()
 
 
-#: Attributes of every module, registries included.
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+#: Names of kinds of hooks in messages, by the middle part of the attribute that has them.
+HOOK_KINDS = {
+    "forward": "forward hook",
+    "forward_pre": "forward pre-hook",
+    "backward": "backward hook",
+    "backward_pre": "backward pre-hook",
+}
+_BACKWARD_REGISTRIES = ("_backward_hooks", "_backward_pre_hooks")
+_FORWARD_REGISTRIES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
-
-def user_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module other than those of every module."""
-    return ((name, value) for name, value in vars(module).items() if name not in _MODULE_INTERNALS)
-
-
-@contextlib.contextmanager
-def preserve_model_state(model: nn.Module) -> Iterator[None]:
-    """A context after which the model's state is restored, and namespaces of its classes contain no tensors of the trace."""
-    containers, namespaces = _ContainerState(model), _NamespaceState(model)
-    try:
-        yield
-    finally:
-        containers.restore_state()
-        namespaces.restore_state()
-
-
-class _ContainerState:
-    """Snapshot of the attributes and registries of all modules, and of containers and objects inside them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._snapshots: dict[int, tuple[Any, Any]] = {}
-        modules = list(model.modules())
-        for module in modules:
-            for container in (vars(module), module._non_persistent_buffers_set, *(vars(module)[name] for name in REGISTRIES)):
-                self._snapshots[id(container)] = container, _shallow_copy(container)
-        for module in modules:
-            for _, value in user_attributes(module):
-                self._add(value, 0)
-
-    def restore_state(self) -> None:
-        for container, content in self._snapshots.values():
-            restore_container(container, content)
-
-    def _add(self, value: Any, depth: int) -> None:
-        container = vars(value) if _is_user_object(value) else value
-        is_container = isinstance(container, dict) or type(container) in _COLLECTION_TYPES
-        if not is_container or id(container) in self._snapshots or depth > _MAX_DEPTH or len(container) > _MAX_ITEMS:
-            return
-        content = _shallow_copy(container)
-        self._snapshots[id(container)] = container, content
-        for item in content.values() if isinstance(content, dict) else content:
-            self._add(item, depth + 1)
-
-
-class _NamespaceState:
-    """Snapshot of the model's classes, and of the Python modules that define them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._namespaces = [(namespace, dict(vars(namespace))) for namespace in _user_namespaces(model)]
-        values = [value for _, names in self._namespaces for value in names.values()]
-        self._containers = [(value, _shallow_copy(value)) for value in values if type(value) in (dict, list) and len(value) <= _MAX_ITEMS]
-        caches = [value for value in values if type(value) is _LRU_CACHE_TYPE and not _is_library_object(value)]
-        self._caches = [(cache, cache.cache_info().currsize) for cache in caches]
-
-    def restore_state(self) -> None:
-        for namespace, names in self._namespaces:
-            for name, value in list(vars(namespace).items()):
-                before = names.get(name, _MISSING)
-                if value is not before and _is_tracing_value(value):
-                    delattr(namespace, name) if before is _MISSING else setattr(namespace, name, before)
-        for container, content in self._containers:
-            if _is_tracing_value(container):
-                restore_container(container, content)
-        for cache, size in self._caches:
-            if cache.cache_info().currsize != size:
-                cache.cache_clear()  # a cache does not show its entries
-
-
-def _is_user_object(value: Any) -> bool:
-    """Return true for an object of the user's with an attribute dictionary."""
-    if isinstance(value, (torch.Tensor, type, types.ModuleType, types.FunctionType)) or type(getattr(value, "__dict__", None)) is not dict:
-        return False
-    return isinstance(value, nn.Module) or not _is_library_object(type(value))
-
-
-def _is_tracing_value(value: Any) -> bool:
-    """Return true for a fake tensor or symbolic number, and for a container or module that has one."""
-    if type(value) in (dict, list, tuple) and len(value) <= _MAX_ITEMS:
-        return any(isinstance(item, _TRACING_TYPES) for item in (list(value.values()) if type(value) is dict else value))
-    if isinstance(value, nn.Module):
-        return any(isinstance(tensor, _TRACING_TYPES) for tensor in (*value.parameters(), *value.buffers()))
-    return isinstance(value, _TRACING_TYPES)
-
-
-def _shallow_copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else type(container)(container)
-
-
-def restore_container(container: Any, content: Any) -> None:
-    """Restore the items of a container and their order."""
-    if isinstance(container, dict):
-        for key in [key for key in container if key not in content]:
-            del container[key]
-        for key, value in content.items():
-            if container.get(key, _MISSING) is not value:
-                container[key] = value
-        if any(a is not b for a, b in zip(container, content, strict=True)):  # optimizers' groups have this order
-            container.clear()
-            container.update(content)
-    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-        container.clear()
-        container.update(content) if isinstance(container, set) else container.extend(content)
-
-
-def _user_namespaces(model: nn.Module) -> list[Any]:
-    """The classes of a model's modules, and the Python modules that define them, without those of libraries."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_library_object(cls))
-    python_modules = {cls.__module__: sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
-    return [*classes, *python_modules.values()]
-
-
-def _is_library_object(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in _LIBRARY_PACKAGES
-
-
-#: New values of plain attributes, by the module and the attribute's name.
+#: New values of plain attributes, and of the dictionaries of forward hooks, by the module and the attribute's name.
 AttributeChanges = dict[tuple[nn.Module, str], Any]
 
 #: Types without identity: two values of a type that are equal are interchangeable.
@@ -204,7 +74,7 @@ def exact_key(value: Any) -> Any:
 
 @contextlib.contextmanager
 def preserve_attributes(model: nn.Module) -> Iterator[AttributeChanges]:
-    """A context after which module attributes are restored. Yields the new values of plain attributes that the first call changes."""
+    """A context after which module attributes are restored. Yields new values of plain attributes and hooks of the first call."""
     change_hook = AttributeChangeHook(
         [(module, {**_mutable_attributes(module), **_container_copies(module)}) for module in model.modules()]
     )
@@ -221,13 +91,15 @@ class AttributeChangeHook:
     def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
         self._before, self._is_over, self.changes = before, False, AttributeChanges()
         self._frozen: frozenset[str] = frozenset()
+        self._hooks: dict[nn.Module, dict[str, dict[int, Any]]] = {}
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
-        """Note the frozen parameters before the call (without outputs), and the changes after it."""
+        """Note the frozen parameters and the hooks before the call (without outputs), and the changes after it."""
         if self._is_over:
             return
         if not outputs:
             self._frozen = _frozen_parameter_names(model)
+            self._hooks = {module: _hook_registries(module) for module, _ in self._before}
             return
         self._is_over = True
         changed = sorted(self._frozen ^ _frozen_parameter_names(model))
@@ -240,22 +112,62 @@ class AttributeChangeHook:
             )
         for module, before in self._before:
             for name, value in _mutable_attributes(module).items():
-                old = before.get(name, value)
-                if value is not old and is_plain(value) and is_plain(old) and value != old:
+                old = before.get(name, _MISSING)
+                if value is not old and is_plain(value) and (old is _MISSING or (is_plain(old) and value != old)):
                     self.changes[module, name] = copy(value)
+        self._note_hooks(model)
+
+    def _note_hooks(self, model: nn.Module) -> None:
+        """Note hooks that `forward` registers or removes.
+
+        Raises:
+            UnsupportedError: a hook on the model itself or on all modules, or a backward hook, which a compiled model would not run.
+        """
+        paths = {id(module): path for path, module in model.named_modules()}
+        problems = [
+            f"(all modules): `forward` registers {name}s of all modules, which a compiled model does not run; register them outside of it"
+            for kind, name in HOOK_KINDS.items()
+            if vars(nn.modules.module)[f"_global_{kind}_hooks"]
+        ]
+        for module, before in self._hooks.items():
+            path = paths.get(id(module)) or "(the model itself)"
+            for name, now in _hook_registries(module).items():
+                if now == before[name]:
+                    continue
+                if name in _BACKWARD_REGISTRIES or module is model:
+                    problems.append(
+                        f"{path}: `forward` registers a hook ({name}), which a compiled model does not run; use operators instead"
+                    )
+                else:
+                    self.changes[module, name] = OrderedDict(now)
+        if problems:
+            raise UnsupportedError(problems)
 
 
 @contextlib.contextmanager
 def override_attributes(changes: AttributeChanges) -> Iterator[None]:
-    """A context in which attributes have their changed values."""
-    originals = {(module, name): vars(module)[name] for module, name in changes}
+    """A context in which attributes and hooks have their changed values."""
+    originals = {(module, name): vars(module).get(name, _MISSING) for module, name in changes}
     try:
         for (module, name), value in changes.items():
             vars(module)[name] = value
         yield
     finally:
         for (module, name), value in originals.items():
-            vars(module)[name] = value
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+
+def is_hook_registry(name: str) -> bool:
+    """Return true for the name of a dictionary of a module's forward hooks."""
+    return name in _FORWARD_REGISTRIES
+
+
+def _hook_registries(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Copies of the dictionaries of a module's hooks."""
+    return {name: dict(vars(module)[name]) for name in (*_FORWARD_REGISTRIES, *_BACKWARD_REGISTRIES)}
 
 
 def _mutable_attributes(module: nn.Module) -> dict[str, Any]:

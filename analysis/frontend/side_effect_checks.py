@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.frontend.module_state import REGISTRIES, reachable_objects, user_attributes
+from sft.analysis.frontend.module_state import reachable_objects
+from sft.analysis.frontend.state_snapshot import REGISTRIES, user_attributes
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import FakeTensor
 
@@ -153,7 +154,8 @@ def _registration_problem(name: str, kind: str, old: Any, new: Any) -> str:
         return f"{name}: `forward` removes this {kind}, and a compiled model has it at each call; remove it before it is compiled"
     if kind == "buffer":
         return (
-            f"{name}: `forward` puts a buffer of another shape or dtype in the place of this one; keep it in an attribute, or make it anew"
+            f"{name}: `forward` puts a buffer of another shape or dtype in the place of this one; call the model once at this size before "
+            "it is compiled, or keep the tensor in an attribute"
         )
     return (
         f"{name}: `forward` puts another {kind} in the place of this one, which a compiled model would forget; do it outside of `forward`"

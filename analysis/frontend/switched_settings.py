@@ -55,6 +55,7 @@ def without_global_module_hooks() -> Iterator[None]:
         yield
     finally:
         for hooks, content in contents:
+            hooks.clear()  # `forward` may register some
             hooks.update(content)
 
 
@@ -111,13 +112,15 @@ def with_bincount_dtypes() -> Iterator[None]:
 
 
 class _MutedStream:
-    """A text stream that drops the writes of one thread and passes on those of other threads."""
+    """A text stream that drops, and counts, the writes of one thread and passes on those of other threads."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
+        self.num_muted = 0
 
     def write(self, text: str) -> int:
         is_muted = threading.get_ident() == self._thread or self._stream is None
+        self.num_muted += len(text) if is_muted else 0
         return len(text) if is_muted else int(self._stream.write(text))
 
     def flush(self) -> None:

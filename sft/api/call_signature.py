@@ -20,6 +20,7 @@ from sft.analysis.frontend.call_mode_guards import CallModes, GuardKind, GuardVa
 from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
 from sft.analysis.frontend.fingerprint import Fingerprint, module_fingerprint
 from sft.analysis.frontend.torch_patches import needs_deterministic_sums
+from sft.api.call_arguments import CallStructure
 from sft.api.inputs import InputSpec
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.transform_checks import autocast_dtype
@@ -41,6 +42,7 @@ class CaptureKey:
         default_dtype: torch's default element type.
         training_flags: training flag of each module.
         fingerprint: attributes of the modules that ``forward`` may read.
+        structure: containers, keywords and constants of the call.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -50,6 +52,7 @@ class CaptureKey:
     default_dtype: torch.dtype
     training_flags: tuple[bool, ...]
     fingerprint: Fingerprint
+    structure: CallStructure | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class CallSignature:
         """Properties that must be equal on all ranks that share an image."""
         key = self.capture_key
         inputs = (self.shapes, self.requires_grad, self.input_grads, self.from_source, key.dtypes, key.training_flags)
-        return (*inputs, key.autocast, key.default_dtype, self.deterministic)
+        return (*inputs, key.autocast, key.default_dtype, self.deterministic, repr(key.structure))
 
 
 def signature_of(
@@ -112,6 +115,7 @@ def signature_of(
     inputs: Sequence[InputSpec],
     lacking_channels: tuple[bool, ...],
     device: torch.device,
+    structure: CallStructure | None = None,
     *,
     holds_gradients: bool = False,
     weights_revision: int | None = None,
@@ -123,6 +127,7 @@ def signature_of(
         inputs: the inputs, with a channel added to those that lack one.
         lacking_channels: for each input, whether it lacked channels.
         device: device of the model.
+        structure: containers, keywords and constants of the call.
         holds_gradients: see :class:`CallSignature`.
         weights_revision: see :class:`CallSignature`.
     """
@@ -141,6 +146,7 @@ def signature_of(
             default_dtype=torch.get_default_dtype(),
             training_flags=tuple(module.training for module in snapshot.modules.values()),
             fingerprint=module_fingerprint(snapshot),
+            structure=structure,
         ),
         channels_last=channels_last,
         weights_last=weights_last,

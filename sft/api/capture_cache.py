@@ -25,6 +25,7 @@ from sft.analysis.ir.ops import ELEMENTWISE
 from sft.analysis.passes.layout_tracker import PERMUTES, RESHAPES
 from sft.analysis.passes.pipeline import run_passes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.api.call_arguments import use_structure
 from sft.api.call_signature import CallSignature, CaptureKey, Shape
 from sft.common.errors import InputError, UnsupportedError
 from sft.planner.sized_graph import specialize_graph, specialize_phases
@@ -79,11 +80,14 @@ class CapturedModel:
         """The model with all sizes as numbers; ``None`` if the capture does not hold for inputs of these shapes.
 
         Raises:
+            InputError: labels do not fit the prediction.
             InputError, UnsupportedError: as :func:`sft.planner.sized_graph.specialize_phases`.
         """
         symbols = self.capture.bind(shapes)
         if symbols is None:
             return None
+        for labels in self.capture.labels:
+            labels.check(symbols)
         captured = self._at_size(symbols)
         extents = dict(zip(captured.phases.graph.inputs, shapes, strict=True))
         return SpecializedModel(captured, specialize_phases(captured.phases, symbols, extents))
@@ -135,7 +139,8 @@ def capture_model(model: nn.Module, signature: CallSignature) -> CapturedModel:
     Raises:
         UnsupportedError, InputError: as :func:`sft.analysis.frontend.capture.capture` and :meth:`CapturedModel.of`.
     """
-    with squeeze_label_channels(model, signature.capture_key.lacking_channels):
+    key = signature.capture_key
+    with use_structure(model, key.structure), squeeze_label_channels(model, key.lacking_channels):
         captured = _capture(model, signature, any_size=True) or _capture(model, signature, any_size=False)
     assert captured is not None
     return captured

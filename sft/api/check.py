@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sft.analysis.tiling.position_grid import PositionGrid, output_grids
+from sft.api.call_arguments import bind_arguments, bind_shapes, describes_shapes
 from sft.api.engine import Engine
-from sft.api.inputs import InputShape, dtypes_of, is_streamable_input, shapes_of
+from sft.api.inputs import InputShape, dtypes_of, shapes_of
 from sft.common.errors import InputError, UnsupportedError
 from sft.planner.options import Options
 
@@ -52,8 +54,9 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     try:
         check_capturable(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
+        input_shape, structure = bind_shapes(model, input_shape)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in shapes_of(input_shape)]
-        engine.plan_for_shapes(shapes, dtypes_of(input_shape))
+        engine.plan_for_shapes(shapes, dtypes_of(input_shape), structure=structure)
         phases = engine.phases()
     except UnsupportedError as error:
         return CheckReport(ok=False, problems=error.problems)
@@ -122,10 +125,11 @@ def position_grids(model: nn.Module, *inputs: Any) -> tuple[tuple[PositionGrid, 
     if not isinstance(engine, Engine):
         check_capturable(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
-    if inputs and all(isinstance(value, torch.Tensor) or is_streamable_input(value) for value in inputs):
-        return output_grids(engine.specialize_for_inputs(inputs))
-    input_shape = inputs[0] if len(inputs) == 1 else inputs
+    if inputs and not describes_shapes(inputs, {}):
+        arguments = bind_arguments(engine.model, inputs, {})
+        return output_grids(engine.specialize_for_inputs(arguments.inputs, arguments.structure))
+    input_shape, structure = bind_shapes(engine.model, inputs[0] if len(inputs) == 1 and not isinstance(inputs[0], Mapping) else inputs)
     shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes_of(input_shape)]
     if shapes != list(shapes_of(input_shape)):
         raise InputError(f"position_grids needs every extent, got {inputs!r}")
-    return output_grids(engine.specialize_for_shapes(shapes, dtypes_of(input_shape)))
+    return output_grids(engine.specialize_for_shapes(shapes, dtypes_of(input_shape), structure))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.api.call_arguments import bind_shapes
 from sft.api.check import check_capturable
 from sft.api.compiled_module import CompiledModule, wrap_module
 from sft.api.engine import Engine
@@ -46,7 +47,8 @@ def compile(
             an extent that varies; planning then waits for the first call. A new size is planned on first use. A tensor (on any
             device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) gives its shape, its element type if that is an
             integer type, and a requested gradient if it requires one. Alternatively the input itself, if it is to be read in strips (an
-            array, a slide, a source): the plan is then for inputs that are never resident.
+            array, a slide, a source): the plan is then for inputs that are never resident. A dictionary describes calls by name,
+            ``net(**batch)``; a dictionary inside a sequence describes one among the arguments, ``net(batch)``.
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             if ``optimizer`` is given, inputs, outputs, and all memory of the step. Or ``"auto"``: what the device has free, less a margin,
             read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default: `None` (the budget of a given
@@ -96,6 +98,7 @@ def compile(
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
     if plan is not None and (resolved_mesh is not None or plan.mesh is not None):
         raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
+    input_shape, structure = bind_shapes(model, input_shape)
     examples = examples_of(input_shape)
     shapes = () if examples else shapes_of(input_shape)
     if budget is None:
@@ -120,10 +123,10 @@ def compile(
     )
     net = wrap_module(model, engine)
     if examples:
-        engine.last_plan = engine.plan_for_inputs(examples)
+        engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
     elif all(extent is not None for shape in shapes for extent in shape):
         static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
-        engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape))
+        engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape), structure)
     return net
 
 

@@ -8,41 +8,68 @@ hooks and the training flag are the same objects under the same names in both. T
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
+from sft.api.compiled_handle import HANDLE_NAMES, CompiledHandle
 from sft.api.engine import Engine
-from sft.api.inputs import dtypes_of, is_streamable_input, shapes_of
+from sft.api.forward_signature import forward_like
 from sft.common.errors import InputError
-from sft.common.transform_checks import dynamo_disabled, positional_inputs, refuse_tracing, refuse_wrapping
-from sft.planner.plan import Plan
-from sft.torch_runtime.pass_statistics import Reading, Skipping
-from sft.weights import StreamCounters
+from sft.common.transform_checks import dynamo_disabled, not_inlined, refuse_wrapping
 
 __all__ = ["CompiledModule", "wrap_module"]
 
 
-class _OverridableMethod:
-    """A method that tools may replace on an instance (``net.forward = wrapped``), stored outside the dictionary that the model shares."""
+class _ForwardMethod:
+    """The method ``forward`` of a compiled class. Tools may replace it on an instance (``net.forward = wrapped``).
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
+    A replacement is stored outside the dictionary that the model shares. The metadata (signature, documentation, annotations) are those of
+    the model's own ``forward``, also where the model has one of its own in its dictionary.
+    """
 
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._function = forward_like(own)
+
+    @not_inlined
     def __get__(self, net: Any, owner: type | None = None) -> Any:
         if net is None:
-            return self._method
-        return net._sft_forward or types.MethodType(self._method, net)
+            return self._function
+        if net._sft_forward is not None:
+            return net._sft_forward
+        own = vars(net).get("forward")
+        return types.MethodType(self._function if own is None else _bound_forward_like(own), net)
 
     def __set__(self, net: Any, replacement: Callable[..., Any]) -> None:
         object.__setattr__(net, "_sft_forward", replacement)
 
     def __delete__(self, net: Any) -> None:
         object.__setattr__(net, "_sft_forward", None)
+
+
+@lru_cache(maxsize=64)
+def _bound_forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
+    return forward_like(own, is_bound=True)
+
+
+class _HandleName:
+    """A public name of the handle on the compiled module itself; an attribute of the model of that name replaces it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__doc__ = vars(CompiledHandle)[name].__doc__
+
+    def __get__(self, net: Any, owner: type | None = None) -> Any:
+        if net is None:
+            return self
+        try:
+            return getattr(net._sft_engine.model, self._name)
+        except AttributeError:
+            return getattr(CompiledHandle(net._sft_engine), self._name)
 
 
 class CompiledModule:
@@ -52,81 +79,13 @@ class CompiledModule:
     _sft_engine: Engine
     _sft_forward: Callable[..., Any] | None
 
-    @_OverridableMethod
     @dynamo_disabled
-    def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
-        """The model's output.
-
-        Inputs that are not tensors on the model's device are read strip by strip, and are never completely in its memory: host tensors of a
-        model on another device, NumPy arrays and memmaps (uint8 pixels divided by 255), slides (`sft.sources.Raster`), and any other
-        `sft.sources.Source`. They must stay unchanged until the backward pass has completed: it reads them again, and changes are not
-        detected.
-
-        Args:
-            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`. By position, or by the
-                names of the model's own ``forward``.
-            input_grad: a writable array (or `sft.sources.RowSink`) of the input's shape that the backward pass fills with the
-                input's gradient, strip by strip; its former content is replaced. For several inputs a sequence, None where no gradient is
-                requested. If the backward pass fails, its content is undefined. Default: `None`
-
-        Raises:
-            InputError: an argument is wrong; no state was changed.
-            UnsupportedError: the call is traced instead of run.
-            SourceError: rows cannot be read, or an output cannot be written; no state was changed.
-            BudgetError: no plan fits.
-        """
-        refuse_tracing(inputs)
-        return self._sft_engine.run(positional_inputs(self._sft_engine.model, inputs, keywords), input_grad)
-
-    @property
-    def last_reading(self) -> Reading | None:
-        """Statistics of the last call's streamed inputs: bytes, and time hidden by prefetching; None if all inputs were resident."""
-        return self._sft_engine.last_reading
-
-    @property
-    def last_skipping(self) -> Skipping | None:
-        """Strips that the last call skipped; its backward pass adds its own. None without ``Options(skip_repeats=True)``."""
-        return self._sft_engine.last_skipping
-
-    @property
-    def weight_counters(self) -> StreamCounters | None:
-        """Counters of all passes over streamed weights; None if they are not streamed yet."""
-        streamed = self._sft_engine.streamed_weights
-        return None if streamed is None else streamed.counters
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the last call, or of the shape given to ``compile``."""
-        plan = self._sft_engine.last_plan
-        if plan is None:
-            raise InputError("no plan yet: the input shape varies; call the module or plan_for(shape) first")
-        return plan
-
-    def band_rows(self, extent: int) -> tuple[int, int]:
-        """First and last (exclusive) row of this rank, for a value of ``extent`` rows.
-
-        Raises:
-            InputError: the model was not compiled for a mesh of processes, or no plan exists yet.
-        """
-        return self._sft_engine.band_rows(extent)
-
-    def plan_for(self, *inputs: Any, input_grad: Any = None) -> Plan:
-        """The plan for these inputs, passed as in a call, or as shapes (of tensors on the device)."""
-        if inputs and all(isinstance(value, torch.Tensor) or is_streamable_input(value) for value in inputs):
-            return self._sft_engine.plan_for_inputs(inputs, input_grad)
-        input_shape = inputs[0] if len(inputs) == 1 else inputs
-        requested = shapes_of(input_shape)
-        shapes = [tuple(extent for extent in shape if extent is not None) for shape in requested]
-        if shapes != list(requested):
-            raise InputError(f"plan_for needs every extent, got {inputs!r}")
-        return self._sft_engine.plan_for_shapes(shapes, dtypes_of(input_shape))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, outside of what ``torch.compile`` compiles."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the model's class follows in the order of classes
 
     #: Hides the entry of ``nn.Module.compile`` of the plain model in the shared dictionary, which would run that model.
     _compiled_call_impl = property(lambda self: None)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse the in-place ``torch.compile`` of ``nn.Module``."""
-        refuse_wrapping("its own method compile()", "use torch.compile(net), which compiles what is around it")
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse ``torch.jit.script``."""
@@ -152,17 +111,27 @@ class _CompiledShardedModule(CompiledModule):
 
     __slots__ = ()
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+    @dynamo_disabled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = self._sft_engine.settings.sharding
         assert sharding is not None
         self._sft_engine.meet()  # FSDP would wait for its own timeout, and not name the missing rank
         with sharding.call_context():
-            return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
+            return super().__call__(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
         """State of FSDP, which looks it up by the object that it sharded."""
         model: Any = self._sft_engine.model
         return model._get_fsdp_state()
+
+
+for _class in (CompiledModule, _CompiledShardedModule):
+    vars(_class)["__call__"].__signature__ = inspect.signature(nn.Module.__call__)
+
+
+def _refuse_compile(net: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse the in-place ``torch.compile`` of ``nn.Module``."""
+    refuse_wrapping("its own method compile()", "use torch.compile(net), which compiles what is around it")
 
 
 def _refuse_copies(engine: Engine) -> None:
@@ -212,8 +181,9 @@ def _compiled_class(cls: Any, addition: type[CompiledModule]) -> type[nn.Module]
         """Make a plain module: methods that make modules of their own class (a slice of an ``nn.Sequential``) do not compile them."""
         return cls(*args, **keywords)
 
-    return type(
-        cls.__name__,
-        (addition, cls),
-        {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": new},
-    )
+    new.__signature__ = inspect.signature(cls.__init__)  # type: ignore[attr-defined]
+    names: dict[str, Any] = {name: _HandleName(name) for name in HANDLE_NAMES if not hasattr(cls, name)}
+    if cls.compile is nn.Module.compile:  # the model may have a method of that name
+        names["compile"] = _refuse_compile
+    names |= {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": new}
+    return type(cls.__name__, (addition, cls), {**names, "forward": _ForwardMethod(cls.forward)})

@@ -19,6 +19,7 @@ from torch import nn
 from sft.analysis.ir.graph import Graph
 from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph
+from sft.api.call_arguments import CallStructure
 from sft.api.call_signature import CallSignature, Shape, signature_of
 from sft.api.inputs import InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, resolve_inputs
 from sft.api.memory_limits import MemoryLimits
@@ -135,7 +136,11 @@ class Engine:
 
     @patch_lock()
     def plan_for_shapes(
-        self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, input_grads: tuple[bool, ...] | None = None
+        self,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[torch.dtype | None] | None = None,
+        input_grads: tuple[bool, ...] | None = None,
+        structure: CallStructure | None = None,
     ) -> Plan:
         """The plan for inputs of these shapes on the model's device.
 
@@ -143,30 +148,33 @@ class Engine:
             shapes: shape of each input.
             dtypes: element type of each input; ``None`` for the model's.
             input_grads: for each input, whether its gradient is requested.
+            structure: containers, keywords and constants of the calls.
         """
         snapshot = ModuleSnapshot(self.model)
-        return self.plan_cache.get_or_prepare(self._signature_of_shapes(snapshot, shapes, dtypes, input_grads), snapshot).plan
+        return self.plan_cache.get_or_prepare(self._signature_of_shapes(snapshot, shapes, dtypes, input_grads, structure), snapshot).plan
 
     @patch_lock()
-    def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
+    def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Plan:
         """The plan that a call with these inputs would use."""
         snapshot = ModuleSnapshot(self.model)
         resolved, lacking = self._resolve(snapshot, inputs, input_grad)
-        signature = self._signature(snapshot, [value.spec for value in resolved], lacking)
+        signature = self._signature(snapshot, [value.spec for value in resolved], lacking, structure)
         return self.plan_cache.get_or_prepare(signature, snapshot).plan
 
     @patch_lock()
-    def specialize_for_shapes(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None) -> PhasedGraph:
+    def specialize_for_shapes(
+        self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, structure: CallStructure | None = None
+    ) -> PhasedGraph:
         """The captured graph with all sizes as numbers, for inputs of these shapes; nothing is planned."""
         snapshot = ModuleSnapshot(self.model)
-        return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, dtypes), snapshot)
+        return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, dtypes, structure=structure), snapshot)
 
     @patch_lock()
-    def specialize_for_inputs(self, inputs: Sequence[Any]) -> PhasedGraph:
+    def specialize_for_inputs(self, inputs: Sequence[Any], structure: CallStructure | None = None) -> PhasedGraph:
         """The captured graph with all sizes as numbers, for a call with these inputs; nothing is planned."""
         snapshot = ModuleSnapshot(self.model)
         resolved, lacking = self._resolve(snapshot, inputs, None)
-        return self.plan_cache.specialize(self._signature(snapshot, [value.spec for value in resolved], lacking), snapshot)
+        return self.plan_cache.specialize(self._signature(snapshot, [value.spec for value in resolved], lacking, structure), snapshot)
 
     def replan(self, budget_bytes: int, options: Options) -> Plan:
         """The plan of the latest signature for another budget and other options. Captures are shared; no cached plan changes."""
@@ -229,21 +237,21 @@ class Engine:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
-        """The model's output."""
+    def run(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Any:
+        """The model's output for the inputs of a call and its structure."""
         if self.settings.sharding is not None:
             self.settings.sharding.check_in_call()
         if self.settings.mesh is None:
-            return self._run(inputs, input_grad)
+            return self._run(inputs, input_grad, structure)
         context = self.join_mesh()
         refuse_sinks_on_mesh(input_grad)
         with context.transport.propagate_failures():
-            return self._run(inputs, input_grad)
+            return self._run(inputs, input_grad, structure)
 
-    def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
+    def _run(self, inputs: Sequence[Any], input_grad: Any, structure: CallStructure | None) -> Any:
         # Ranks wait for each other while they prepare a call, and do so in one thread each.
         with patch_lock() if self.rank_context is None else contextlib.nullcontext():
-            call = self._prepare_call(inputs, input_grad)
+            call = self._prepare_call(inputs, input_grad, structure)
         prepared = call.prepared
         self.last_reading = call.inputs.statistics.reading if call.inputs.sources else None
         self.last_skipping = call.inputs.statistics.skipping if prepared.plan.skips_repeats else None
@@ -269,7 +277,7 @@ class Engine:
             returned.insert(position, value)
         return pytree.tree_unflatten(returned, prepared.captured.capture.out_spec)
 
-    def _prepare_call(self, inputs: Sequence[Any], input_grad: Any) -> _PreparedCall:
+    def _prepare_call(self, inputs: Sequence[Any], input_grad: Any, structure: CallStructure | None) -> _PreparedCall:
         """Resolve the inputs of a call, look up its plan, and bind its tensors."""
         if self.settings.options.streams_weights:
             self.stream_weights()
@@ -278,7 +286,7 @@ class Engine:
         snapshot = ModuleSnapshot(self.model)
         with patch_lock():
             resolved, lacking = self._resolve(snapshot, inputs, input_grad)
-            signature = self._signature(snapshot, [value.spec for value in resolved], lacking)
+            signature = self._signature(snapshot, [value.spec for value in resolved], lacking, structure)
         if self.rank_context is not None:
             self.rank_context.check_agreement(signature.rank_invariants(), "call all ranks of one image with the same inputs and modes")
         prepared = self.plan_cache.get_or_prepare(signature, snapshot)
@@ -356,7 +364,9 @@ class Engine:
         lacking = find_missing_channels([value.shape for value in resolved])
         return add_missing_channels(resolved, lacking), lacking
 
-    def _signature(self, snapshot: ModuleSnapshot, inputs: Sequence[InputSpec], lacking: tuple[bool, ...]) -> CallSignature:
+    def _signature(
+        self, snapshot: ModuleSnapshot, inputs: Sequence[InputSpec], lacking: tuple[bool, ...], structure: CallStructure | None
+    ) -> CallSignature:
         """The signature of a call in the present modes of torch."""
         sharding, streamed = self.settings.sharding, self.streamed_weights
         return signature_of(
@@ -364,6 +374,7 @@ class Engine:
             inputs,
             lacking,
             self._device(snapshot),
+            structure,
             holds_gradients=sharding is not None and sharding.holds_gradients(),
             weights_revision=None if streamed is None else streamed.revision,
         )
@@ -374,6 +385,7 @@ class Engine:
         shapes: Sequence[Shape],
         dtypes: Sequence[torch.dtype | None] | None = None,
         input_grads: tuple[bool, ...] | None = None,
+        structure: CallStructure | None = None,
     ) -> CallSignature:
         """The signature of a call with inputs of these shapes on the model's device."""
         default = self._dtype(snapshot)
@@ -384,7 +396,7 @@ class Engine:
                 shapes, lacking, dtypes or (None,) * len(shapes), input_grads or (False,) * len(shapes), strict=True
             )
         ]
-        return self._signature(snapshot, specs, lacking)
+        return self._signature(snapshot, specs, lacking, structure)
 
     def _dtype(self, snapshot: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if snapshot.dtype is None else snapshot.dtype

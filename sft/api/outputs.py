@@ -23,7 +23,6 @@ from typing import TypeAlias
 
 import torch
 
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError
 from sft.runtime.region import Region
 from sft.sources.sink import NpyFile, numpy_dtype
@@ -31,7 +30,6 @@ from sft.torch_runtime.host_outputs import HostOutput, allocate_host_output, cop
 
 __all__ = ["HostOutputs", "OutputArgument", "OutputDestination", "resolve_output"]
 
-_MAX_NAME_BYTES = 255
 OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -99,16 +97,13 @@ def resolve_output(output: object) -> OutputDestination:
 def _path(entry: object) -> Path:
     if not isinstance(entry, (str, os.PathLike)) or isinstance(os.fspath(entry), bytes):
         raise InputError(f"output {entry!r} is a {type(entry).__name__}; give a path that ends in .npy, or 'host'")
-    path = resolve_path(entry, "write the output")
+    path = Path(entry)
     if path.suffix != ".npy":
         raise InputError(f"output {os.fspath(entry)!r}: choose 'device', 'host', or a path that ends in .npy, not in {path.suffix!r}")
-    name = os.path.basename(path)
-    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
-        raise InputError(f"output {name[:32]!r}...: a name of {len(os.fsencode(name))} bytes; file systems have at most {_MAX_NAME_BYTES}")
-    if os.path.isdir(path):
+    if path.is_dir():
         raise InputError(f"output {os.fspath(entry)!r} is a directory; give the path of a file in it")
     folder = path.parent
-    if not os.path.isdir(folder):
+    if not folder.is_dir():
         raise InputError(f"output {os.fspath(entry)!r}: {os.fspath(folder)!r} is not a directory; make it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"output {os.fspath(entry)!r}: no permission to write into {os.fspath(folder)!r}; choose another folder")

@@ -12,18 +12,21 @@ from typing import TypeVar
 
 from torch import nn
 
-from sft.analysis.frontend.fingerprint import check_no_inner_hooks
+from sft.analysis.frontend.submodule_hooks import check_hook_kinds
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CaptureCache
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
+from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
+from sft.common.errors import BudgetError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.options import Options
 from sft.planner.plan import Plan
+from sft.planner.problem import PlanningProblem
 
 __all__ = ["PlanCache"]
 
@@ -78,7 +81,7 @@ class PlanCache:
         Raises:
             UnsupportedError, BudgetError, InputError: as :func:`sft.compile`.
         """
-        check_no_inner_hooks(snapshot)
+        check_hook_kinds(snapshot)
         signature = self.with_guards(signature)
         prepared = self.prepared.get(signature)
         if prepared is None:
@@ -92,7 +95,7 @@ class PlanCache:
         Raises:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
-        check_no_inner_hooks(snapshot)
+        check_hook_kinds(snapshot)
         signature = self.with_guards(signature)
         with planning_context(self.model, signature, self.settings):
             return self.captures.get_or_capture(signature).phases
@@ -115,10 +118,25 @@ class PlanCache:
             try:
                 if settings.mesh is not None:
                     return prepare_on_mesh(problem, specialized, model, signature, settings)
-                fitted = search(problem, model, signature, settings, self.plans.get(signature))
+                fitted = self._search(problem, signature)
                 return prepare(fitted, specialized, model, signature, settings)
             finally:
                 problem.memo.clear()
+
+    def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
+        """Search a plan; the message where none fits says if one did fit without gradients of the inputs."""
+        try:
+            return search(problem, self.model, signature, self.settings, self.plans.get(signature))
+        except BudgetError as error:
+            without = replace(signature, input_grads=(False,) * len(signature.input_grads))
+            if without not in self.plans:
+                raise
+            names = ", ".join(f"input {position}" for position, needs_grad in enumerate(signature.input_grads) if needs_grad)
+            raise BudgetError(
+                f"{error} The plan that fits is for inputs without a gradient, and this call asks for that of {names}: give x.detach(), or "
+                "compile with a tensor that requires a gradient as input_shape.",
+                needed_bytes=error.needed_bytes,
+            ) from error
 
 
 def _insert_bounded(entries: dict[CallSignature, ValueT], signature: CallSignature, value: ValueT, max_entries: int) -> None:

@@ -15,6 +15,7 @@ from sft.analysis.ir.grad_reachability import grad_reachable_values
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import differentiable_operands
 from sft.analysis.tiling.phases import PhasedGraph
+from sft.api.call_arguments import use_structure
 from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CapturedModel, SpecializedModel
 from sft.api.outputs import OutputDestination
@@ -102,7 +103,7 @@ def _channels_last_values(model: nn.Module, signature: CallSignature, graph: Gra
     if not inputs and not any(signature.weights_last) and not captured.permutes:
         return frozenset()
     key = signature.capture_key
-    with squeeze_label_channels(model, key.lacking_channels):
+    with use_structure(model, key.structure), squeeze_label_channels(model, key.lacking_channels):
         flags = outputs_channels_last(model, signature.shapes, key.dtypes, key.device, signature.channels_last, autocast=key.autocast)
     if flags is None and inputs:  # eager PyTorch cannot be run: the outputs follow the inputs
         return frozenset((*inputs, *graph.outputs))

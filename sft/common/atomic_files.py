@@ -1,4 +1,4 @@
-"""Files of the caller: checks of paths, and atomic writes: a file is complete or absent, also when the process fails while writing it.
+"""Atomic writes: a file is complete or absent, also when the process fails while writing it.
 
 The data go to a temporary file in the target's folder, are flushed to the disk, and the file is renamed onto the target. A failure leaves
 the target unchanged and removes the temporary file; a crash leaves at most a file with a name that begins with ``.partial-``.
@@ -12,36 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import SourceError
 
-__all__ = ["PARTIAL_MARK", "atomic_write", "fsync_file", "fsync_folder", "resolve_path"]
+__all__ = ["PARTIAL_MARK", "atomic_write", "fsync_file", "fsync_folder"]
 
 #: How names of unfinished files begin.
 PARTIAL_MARK = ".partial-"
-
-
-def resolve_path(path: object, purpose: str) -> Path:
-    """A path that a caller passed.
-
-    >>> resolve_path(None, "open")
-    Traceback (most recent call last):
-        ...
-    sft.common.errors.InputError: cannot open None: it is a NoneType. Give a path, as text or as pathlib.Path.
-
-    Args:
-        path: the argument.
-        purpose: verb, for the message.
-
-    Raises:
-        InputError: it is no text, is empty, or contains a zero byte.
-    """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise InputError(f"cannot {purpose} {path!r}: it is a {type(path).__name__}. Give a path, as text or as pathlib.Path.")
-    text = os.fspath(path)
-    if not text or "\0" in text:
-        problem = "it contains a zero byte, which no path has" if text else "the path is empty"
-        raise InputError(f"cannot {purpose} {text!r}: {problem}. Give the path of a file.")
-    return Path(text)
 
 
 @contextmanager
@@ -61,10 +37,9 @@ def atomic_write(
         remedy: last sentence of the error message.
 
     Raises:
-        InputError: ``path`` is no path.
         SourceError: it cannot be written; ``path`` is unchanged.
     """
-    target = resolve_path(path, "write")
+    target = Path(path)
     if not target.name:
         raise refusal(f"cannot write {os.fspath(path)!r}: it names no file. {remedy}")
     # The name does not extend the target's, which may have the maximal length; the suffix stays last, since image writers read it.

@@ -1,4 +1,4 @@
-"""Process-wide state: the lock for patching torch or a model, a pause of the garbage collector, and loggers without output.
+"""Process-wide critical sections: the lock for patching torch or a model, and a pause of the garbage collector.
 
 *The lock.* Capturing removes hooks from the model, replaces its parameters by fake tensors, patches torch and redirects output. Other
 threads that call compiled models (servers, validation next to training) wait where they inspect models; their strips run concurrently.
@@ -12,12 +12,11 @@ the oldest generation at once, which is collected when the collector decides to.
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["gc_paused", "is_locked_by_other_thread", "patch_lock", "quiet_logger"]
+__all__ = ["gc_paused", "is_locked_by_other_thread", "patch_lock"]
 
 _LOCK = threading.RLock()
 _owner_threads: list[int] = []
@@ -54,21 +53,3 @@ def gc_paused() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
-
-
-@contextmanager
-def quiet_logger(name: str) -> Iterator[None]:
-    """Drop the records that this thread sends to a logger: a library's line on a damaged file, next to the error that says the same.
-
-    Other threads, and the same thread afterwards, log as before.
-    """
-    logger, thread = logging.getLogger(name), threading.get_ident()
-
-    def is_of_other_thread(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(is_of_other_thread)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_other_thread)

@@ -37,6 +37,7 @@ __all__ = [
     "FunctionalTensor",
     "OpOverload",
     "TorchDispatchMode",
+    "break_dynamo_graph",
     "current_dispatch_modes",
     "disable_current_modes",
     "disable_torch_function",
@@ -177,6 +178,11 @@ def is_batched_tensor(value: torch.Tensor) -> bool:
 def is_dynamo_loaded() -> bool:
     """Return true where ``torch.compile`` has been imported."""
     return "torch._dynamo" in sys.modules
+
+
+def break_dynamo_graph(reason: str) -> None:
+    """Tell ``torch.compile`` not to compile the running function; an error with ``fullgraph=True``."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 # -- the autograd engine ----------------------------------------------------------------------------------------------

@@ -7,17 +7,18 @@ computes, so a call inside one is refused. Dispatch modes of the caller (memory 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
 
-from sft.common.errors import InputError, UnsupportedError
+from sft.common.errors import UnsupportedError
 from sft.common.process_lock import is_locked_by_other_thread
 from sft.common.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    break_dynamo_graph,
     current_dispatch_modes,
     disable_current_modes,
     is_batched_tensor,
@@ -29,7 +30,7 @@ from sft.common.torch_internals import (
 __all__ = [
     "autocast_dtype",
     "dynamo_disabled",
-    "positional_inputs",
+    "not_inlined",
     "refuse_after_failure",
     "refuse_batched_grads",
     "refuse_tracing",
@@ -39,7 +40,6 @@ __all__ = [
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
-_CONSTANTS = (bool, int, float, str)
 _TRACING_MESSAGE = "which cannot see a compiled model: its strips are computed outside of what is traced"
 
 
@@ -63,6 +63,10 @@ def refuse_tracing(inputs: Sequence[Any]) -> None:
         tracer = f"torch.fx, {_TRACING_MESSAGE}; trace the original model"
     elif torch.compiler.is_exporting() and not is_locked_by_other_thread():  # torch says so in all threads
         tracer = f"torch.export or another sft.compile, {_TRACING_MESSAGE}; export or compile the original model, as a whole"
+    elif any(isinstance(value, (FakeTensor, FunctionalTensor)) for value in inputs) or any(
+        mode.is_infra_mode() for mode in current_dispatch_modes()
+    ):
+        tracer = f"make_fx or a mode of fake tensors, {_TRACING_MESSAGE}; trace the original model"
     elif is_under_functorch_transform():
         tracer = (
             "a transform of torch.func (grad, vmap, jvp, ...), which differentiates or batches operators one by one. Use "
@@ -112,6 +116,13 @@ def without_dispatch_modes() -> Iterator[None]:
             yield
 
 
+#: The reason that torch.compile reports, with ``fullgraph=True`` as an error.
+_DYNAMO_REASON = (
+    "sft computes a compiled model strip by strip, outside of what torch.compile compiles: leave out fullgraph=True, or compile the "
+    "original model with torch.compile alone"
+)
+
+
 def dynamo_disabled(method: CallableT) -> CallableT:
     """Exclude a method, and all that it calls, from ``torch.compile``; the code around it is compiled in pieces."""
 
@@ -119,16 +130,23 @@ def dynamo_disabled(method: CallableT) -> CallableT:
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # this function itself is compiled: torch.compile(net)
+            break_dynamo_graph(_DYNAMO_REASON)
         # torch.compiler.disable imports the compiler, which takes a second: wait until another import has loaded it.
         if not is_dynamo_loaded():
             return method(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(method))
+            disabled.append(torch.compiler.disable(method, reason=_DYNAMO_REASON))
         return disabled[0](*args, **kwargs)
 
-    vars(wrapper)["_torchdynamo_disable"] = True
-    vars(wrapper)["_torchdynamo_disable_msg"] = "a compiled model of sft runs as it is"
-    return cast(CallableT, wrapper)
+    return cast(CallableT, not_inlined(wrapper))
+
+
+def not_inlined(function: CallableT) -> CallableT:
+    """Mark a function so that ``torch.compile`` breaks the graph where it is called."""
+    vars(function)["_torchdynamo_disable"] = True
+    vars(function)["_torchdynamo_disable_msg"] = _DYNAMO_REASON
+    return function
 
 
 def refuse_wrapping(wrapper: str, remedy: str) -> None:
@@ -142,29 +160,3 @@ def refuse_wrapping(wrapper: str, remedy: str) -> None:
         UnsupportedError: always.
     """
     raise UnsupportedError([f"(the compiled model): {wrapper} cannot take it; {remedy}"])
-
-
-def positional_inputs(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Inputs of a call in the order of the model's ``forward``; trailing inputs equal to their defaults are dropped.
-
-    Raises:
-        InputError: ``forward`` has no such keyword, takes it by name only, or an earlier input is missing.
-    """
-    if not keywords and not any(value is None or isinstance(value, _CONSTANTS) for value in inputs):
-        return tuple(inputs)
-    signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*inputs, **keywords)
-    except TypeError as error:
-        raise InputError(f"{f'keyword inputs {sorted(keywords)}' if keywords else 'inputs'}: {error}; forward takes {signature}") from error
-    for name in list(reversed(bound.arguments)):
-        if not _is_default(bound.arguments[name], signature.parameters[name].default):
-            break
-        del bound.arguments[name]
-    if bound.kwargs:
-        raise InputError(f"keyword inputs {sorted(bound.kwargs)} have no position in forward{signature} without what comes before them")
-    return bound.args
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and isinstance(value, _CONSTANTS) and value == default)

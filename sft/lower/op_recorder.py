@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sft.common.errors import InputError
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 
 __all__ = ["ArgumentSpec", "OpRecording", "RecordedOp", "record_calls", "record_ops"]
@@ -98,11 +99,18 @@ class _OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         first_shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
-        output = func(*args, **keywords)
+        try:
+            output = func(*args, **keywords)
+        except AssertionError as error:  # a decomposition of torch checks what its operator's shape function did not
+            raise InputError(f"{func}: {error}; its operands have shapes {_shapes_of(args)}, make those of the inputs fit") from error
         if func not in _METADATA_OPS:
             shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in _as_tuple(output))
             self.calls.append(RecordedOp(func, tuple(args), keywords, output, first_shape, shapes))
         return output
+
+
+def _shapes_of(args: Sequence[Any]) -> str:
+    return " and ".join(str(tuple(value.shape)) for value in args if isinstance(value, torch.Tensor))
 
 
 def _as_tuple(output: Any) -> tuple[torch.Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Sequence
@@ -252,6 +253,18 @@ class Plan:
 
     def __str__(self) -> str:
         return self.explain()
+
+    def __repr__(self) -> str:
+        """One line; `explain` and ``str`` say everything."""
+        from sft.planner.report import plan_line
+
+        return f"<Plan: {plan_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The split of the budget, for notebooks."""
+        from sft.planner.report import plan_summary
+
+        return f"<pre>{html.escape(plan_summary(self))}</pre>"
 
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sft.planner.plan import Plan, SegmentPlan
 
-__all__ = ["plan_figure", "plan_report"]
+__all__ = ["plan_figure", "plan_line", "plan_report", "plan_summary"]
 
 _HALO = {"carry": "carried", "recompute": "recomputed"}
 
@@ -89,6 +89,23 @@ def _host_lines(plan: Plan) -> list[str]:
     if not plan.host_bytes:
         return []
     return [f"  host              {format_bytes(plan.host_bytes):>12}  for values that leave the device{_in_brackets(plan.host_note)}"]
+
+
+def plan_line(plan: Plan) -> str:
+    """One line of a plan: input, bytes, segments, FLOPs."""
+    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    num_tiled = sum(segment.mode == "tiled" for segment in plan.segments)
+    kind = "training step" if plan.training else "inference"
+    total = f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}"
+    segments = f"{len(plan.segments)} segment(s), {num_tiled} of them in strips"
+    return f"{kind} on {shapes} ({plan.dtype}), {total}, {segments}, {plan.redundancy:.2f} x plain FLOPs"
+
+
+def plan_summary(plan: Plan) -> str:
+    """The first block of the report, and the number of segments."""
+    head = plan_report(plan).partition("\n\n")[0]
+    num_tiled = sum(segment.mode == "tiled" for segment in plan.segments)
+    return f"{head}\n  segments          {len(plan.segments):>12}  {num_tiled} in strips; print(plan) shows them"
 
 
 def _overhead_lines(plan: Plan) -> list[str]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import BoolArray
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
-from sft.sources.image import Pixels, Size, as_integers, check_level, check_region
+from sft.sources.image import Pixels, Size, check_level, check_region
 from sft.sources.normalize import Normalizer
 from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.views import resolve_mpp
@@ -63,7 +62,7 @@ class ArraySource:
         std: Sequence[float] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.path = resolve_path(array, "read") if isinstance(array, (str, os.PathLike)) else None
+        self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         self._given: HostArray = as_host_array(array if self.path is None else map_npy_file(self.path), "read rows from")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
@@ -140,8 +139,7 @@ def map_npy_file(path: Path) -> AnyArray:
     Raises:
         SourceError: the file does not exist, or is no array.
     """
-    path = resolve_path(path, "map")
-    if not os.path.exists(path):
+    if not path.exists():
         raise SourceError(f"cannot map {path}: there is no such file. Check the path.")
     try:
         # Not np.load: that would also unpickle, or unzip an .npz file into memory.
@@ -196,8 +194,8 @@ class ArrayImage:
         mpp: float | tuple[float, float] | None = None,
         background: tuple[int, ...] | None = None,
     ) -> None:
-        self.path = resolve_path(array, "read") if isinstance(array, (str, os.PathLike)) else None
-        given: Any = array if self.path is None else map_npy_file(self.path)
+        self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
+        given = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
         self._name = "array" if self.path is None else str(self.path)
         if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
             raise InputError(
@@ -256,7 +254,6 @@ class ArrayImage:
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the mapped file was cut short.
         """
-        x, y, w, h, level = as_integers(repr(self), x, y, w, h, level)
         check_level(repr(self), level, 1)
         check_region(self._name, x, y, w, h, self.width_px, self.height_px)
         check_mapping(self._given, self._name)

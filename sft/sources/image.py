@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError, SftError, SourceError
 from sft.common.installation import install_command
 
@@ -47,7 +47,6 @@ __all__ = [
     "Raster",
     "Size",
     "StatedResolution",
-    "as_integers",
     "check_level",
     "check_region",
     "missing_extra",
@@ -85,19 +84,6 @@ class Image(Protocol):
             SourceError: the pixels cannot be read.
         """
         ...
-
-
-def as_integers(name: str, *numbers: object) -> tuple[int, ...]:
-    """The numbers of a rectangle or a level as integers, NumPy's included.
-
-    Raises:
-        InputError: one is no whole number.
-    """
-    try:
-        return tuple(index(number) for number in numbers)  # type: ignore[arg-type]  # that is what the call checks
-    except TypeError as error:
-        told = ", ".join(map(repr, numbers))
-        raise InputError(f"cannot read ({told}) of {name}: {error}. Give whole numbers of pixels, such as round(x).") from error
 
 
 def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, height_px: int) -> None:
@@ -264,12 +250,12 @@ class FileImage(LevelledImage, Generic[Handle]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = resolve_path(path, "open")
+        self.path = Path(path)
         self._facts: ImageFacts | None = None
         # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
         # inherited, held for ever, by a process forked at the wrong moment.
         self._opened: tuple[int, Handle] | None = None
-        if not os.path.exists(self.path):  # and not Path.exists, which raises where a name is too long for one
+        if not self.path.exists():
             raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
 
     @abstractmethod
@@ -355,7 +341,7 @@ class FileImage(LevelledImage, Generic[Handle]):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        x, y, w, h, level = as_integers(repr(self), x, y, w, h, level)
+        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
         check_level(repr(self), level, len(self.level_dimensions))
         check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
         return self._guarded(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import BoolArray
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.arrays import map_npy_file
@@ -52,7 +52,7 @@ class LabelSource:
 
     def __init__(self, array: HostArray | str | os.PathLike[str], *, values: Mapping[int, int] | None = None) -> None:
         self.values = None if values is None else dict(sorted(values.items()))
-        self.path = resolve_path(array, "read") if isinstance(array, (str, os.PathLike)) else None
+        self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         given = as_host_array(array if self.path is None else map_npy_file(self.path), "read labels from")
         name = "array" if self.path is None else str(self.path)
         if not isinstance(given, np.ndarray) or given.dtype.kind not in "uib":

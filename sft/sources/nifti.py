@@ -21,10 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError, SftError, SourceError
 from sft.common.interval import Interval
-from sft.common.process_lock import quiet_logger
 from sft.sources.arrays import ArrayImage
 from sft.sources.image import missing_extra
 
@@ -44,9 +42,9 @@ class NiftiVolume:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = resolve_path(path, "open")
+        self.path = Path(path)
         self._opened: tuple[int, Any] | None = None
-        if not os.path.exists(self.path):
+        if not self.path.exists():
             raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
 
     def __repr__(self) -> str:
@@ -167,8 +165,7 @@ def _load_nifti(path: Path) -> Any:
         raise missing_extra(f"open {path}", "volume", error) from error
     try:
         # The file stays open: a compressed one would be read from its start for every slab.
-        with quiet_logger("nibabel.global"):
-            image: Any = nibabel.load(path, keep_file_open=True)
+        image: Any = nibabel.load(path, keep_file_open=True)
         if len(image.shape) < 3:
             raise SourceError(f"cannot use {path} as a volume: it has shape {image.shape}. Give a file with three spatial axes.")
         if np.dtype(image.get_data_dtype()).kind not in "iufb":

@@ -8,7 +8,6 @@ path                                           reader
 TIFF                                           ``"tiff"`` if it decodes the same pixels as OpenSlide, which is the second choice
 NumPy file                                     ``"npy"``
 folder with Zarr metadata                      ``"zarr"``
-pictures, archives, pages of HTML              none: an error that says what it is, and how to convert it
 other files                                    ``"openslide"``
 =============================================  =========================================================================================
 
@@ -22,12 +21,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
 from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
-from sft.sources.foreign_files import describe_folder, foreign_file, refuse_url
 from sft.sources.image import Raster
 from sft.sources.openslide import Slide
 from sft.sources.resample import at_mpp
@@ -44,8 +41,6 @@ _NPY_MAGIC = b"\x93NUMPY"
 _ZARR_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
 #: OpenSlide's vendor name of files with a plain grid of tiles.
 _PLAIN_VENDORS = ("aperio", "generic-tiff", None)
-#: Slides whose main file is one of another kind; to be read by OpenSlide, also where it is not installed and cannot say so.
-_OPENSLIDE_SUFFIXES = (".mrxs",)
 _VOLUME_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img")
 _MISSING = "a library is missing"
 
@@ -81,10 +76,8 @@ def open_image(
     if reader not in get_args(Reader):
         raise InputError(f"cannot use reader {reader!r}: choose one of {', '.join(map(repr, get_args(Reader)))}.")
     policy = resolve_on_error(on_error)
-    file = resolve_path(path, "open")
     try:
-        refuse_url(os.fspath(path))
-        image = _open(file, reader, policy, num_threads)
+        image = _open(Path(path), reader, policy, num_threads)
     except SourceError as error:
         if policy == "skip":
             raise SkipSlideError(f"{error} (on_error='skip': leave this slide out)") from error
@@ -122,7 +115,7 @@ def _detect_reader(path: Path) -> Reader:
     if path.is_dir():
         if any((path / name).exists() for name in _ZARR_FILES):
             return "zarr"
-        raise SourceError(f"cannot open {path}: {describe_folder(path)}.")
+        raise SourceError(f"cannot open {path}: it is a folder without Zarr metadata. Give a file in it, or a Zarr array or group.")
     if not path.is_file():
         raise SourceError(f"cannot open {path}: it is neither a file nor a folder. Give one.")
     try:
@@ -136,14 +129,7 @@ def _detect_reader(path: Path) -> Reader:
         raise SourceError(f"cannot open {path} as an image: it is a volume. Use sft.sources.NiftiVolume(path).")
     if head.startswith(_NPY_MAGIC):
         return "npy"
-    if head.startswith(_TIFF_MAGIC):
-        return "tiff"
-    # MIRAX names a JPEG, and formats of OpenSlide begin with many bytes.
-    if _vendor(path) is None and path.suffix.lower() not in _OPENSLIDE_SUFFIXES:
-        foreign = foreign_file(path)
-        if foreign is not None:
-            raise SourceError(f"cannot open {path}: {foreign}.")
-    return "openslide"
+    return "tiff" if head.startswith(_TIFF_MAGIC) else "openslide"
 
 
 def _open_tiff(path: Path, policy: OnError, num_threads: int | None, *, may_fall_back: bool) -> Raster:

@@ -20,16 +20,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from sft.common.atomic_files import resolve_path
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
-from sft.sources.foreign_files import foreign_file
-from sft.sources.image import LevelledImage, Pixels, StatedResolution, as_integers, check_region, read_strips
+from sft.sources.image import LevelledImage, Pixels, StatedResolution, check_region, read_strips
 from sft.sources.tiff.metadata import read_geo_tags
 
 __all__ = ["Slide"]
@@ -83,12 +82,12 @@ class Slide(LevelledImage):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, level: int = 0) -> None:
-        self.path = resolve_path(path, "open")
-        (self.level,) = as_integers(os.fspath(self.path), level)
+        self.path = Path(path)
+        self.level = level
         self._facts: _SlideFacts | None = None
         # The process that opened the handle, and the handle: one attribute, so that threads see both or neither.
         self._opened: tuple[int, _OpenSlideHandle] | None = None
-        if not os.path.exists(self.path):
+        if not self.path.exists():
             raise SourceError(f"cannot open slide {self.path}: there is no such file. Check the path.")
 
     def __repr__(self) -> str:
@@ -176,7 +175,7 @@ class Slide(LevelledImage):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        x, y, w, h, level = as_integers(repr(self), x, y, w, h, level)  # NumPy integers are no sizes to OpenSlide
+        x, y, w, h = index(x), index(y), index(w), index(h)  # NumPy integers are no sizes to OpenSlide
         facts = self._read_facts()
         file_level = self.level + level
         if not self.level <= file_level < len(facts.level_dimensions):
@@ -249,9 +248,6 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
         handle: _OpenSlideHandle = openslide.OpenSlide(path)
     except Exception as error:
         num_bytes = path.stat().st_size
-        foreign = foreign_file(path) if path.is_file() else None
-        if foreign is not None:
-            raise SourceError(f"cannot open slide {path}: {foreign}.") from error
         raise SourceError(
             f"cannot open slide {path} ({num_bytes} bytes): {error}. Either no format that OpenSlide reads, or cut "
             "short; compare its size with the original and copy it again, or convert it to a tiled TIFF."

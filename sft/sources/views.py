@@ -5,12 +5,13 @@ Views nest in any order, store no pixels of their own (except `sft.sources.Cache
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError
 from sft.common.interval import Interval
-from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, as_integers, check_level, check_region, valid_mpp
+from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, valid_mpp
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
 
@@ -111,7 +112,7 @@ class RasterView(LevelledImage):
         return self._read(*self._checked(x, y, w, h, level))
 
     def _checked(self, x: int, y: int, w: int, h: int, level: int) -> tuple[int, int, int, int, int]:
-        x, y, w, h, level = as_integers(repr(self), x, y, w, h, level)
+        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
         check_level(repr(self), level, len(self.level_dimensions))
         check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
         return x, y, w, h, level
@@ -252,8 +253,7 @@ class Cropped(OneLevelView):
 
     def __init__(self, image: Image, *, x: int, y: int, w: int, h: int) -> None:
         super().__init__(image)
-        self.x, self.y, *size = as_integers(repr(image), x, y, w, h)
-        self._size = (size[0], size[1])
+        self.x, self.y, self._size = index(x), index(y), (index(w), index(h))
         check_region(repr(image), self.x, self.y, *self._size, image.width_px, image.height_px)
         self._blocks = RowBlocks(image, Interval(self.x, self.x + self._size[0]))
 

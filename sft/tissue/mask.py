@@ -11,9 +11,6 @@ slide and the mask alone, so training is exact on the masked image.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,24 +19,19 @@ import numpy.typing as npt
 
 from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
-from sft.common.byte_units import format_bytes
 from sft.common.errors import InputError, SourceError
-from sft.common.free_memory import free_host_memory
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, missing_extra
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.polygons import MaskArray, Regions
 
-__all__ = ["Box", "Masked", "TissueMask", "crop_to_tissue", "open_picture"]
+__all__ = ["Box", "Masked", "TissueMask", "crop_to_tissue"]
 
 Indices = npt.NDArray[np.int64]
 
 _SIZE_KEY = "sft-slide-size"
-#: Bytes of a pixel while a picture is decoded: Pillow's own copy and NumPy's. Modes that are not listed have four channels at most.
-_PIXEL_BYTES = {"1": 2, "L": 2, "P": 2, "I;16": 4, "I;16B": 4, "I;16L": 4}
-_PIXEL_BYTES_MAX = 8
-#: For Pillow's limit, which is global.
-_PILLOW_LOCK = threading.RLock()
+#: The largest PNG that is believed to be a mask.
+_MAX_PIXELS = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,12 +165,13 @@ class TissueMask:
             InputError: the size of the slide is not known.
             SourceError: the file cannot be read.
         """
+        image, _ = _import_pillow(path)
         try:
-            with open_picture(path) as picture:
+            with image.open(path) as picture:
+                if picture.width * picture.height > _MAX_PIXELS:
+                    raise ValueError(f"{picture.width} x {picture.height} px are too large for a mask")
                 stated = str(picture.info.get(_SIZE_KEY, "")).split()
                 pixels = np.asarray(picture.convert("L")) > 127
-        except SourceError:
-            raise
         except Exception as error:  # a damaged file raises almost anything
             raise SourceError(f"cannot read the mask {path}: {error}. Write it again, or copy it again.") from error
         if width_px is None or height_px is None:
@@ -199,34 +192,6 @@ def _edges(used: Indices, extent: int, size_px: int, margin_px: int) -> tuple[in
     # The smallest px with (2 px + 1) extent >= 2 size index.
     left, right = (max(0, -(-(2 * size_px * index - extent) // (2 * extent))) for index in (first, last))
     return max(0, left - margin_px), min(size_px, right + margin_px)
-
-
-@contextmanager
-def open_picture(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a picture with Pillow, of any size that fits the host's memory.
-
-    Pillow itself refuses more than 179 million pixels, as an attack; a label map of 15,000 x 15,000 px is larger.
-
-    Raises:
-        SourceError: it needs more memory than is free, or Pillow is not installed.
-        Exception: errors of Pillow.
-    """
-    image, _ = _import_pillow(path)
-    with _PILLOW_LOCK:
-        limit, image.MAX_IMAGE_PIXELS = image.MAX_IMAGE_PIXELS, None
-        try:
-            picture = image.open(path)
-        finally:
-            image.MAX_IMAGE_PIXELS = limit
-    with picture:
-        num_bytes = picture.width * picture.height * _PIXEL_BYTES.get(picture.mode, _PIXEL_BYTES_MAX)
-        free_bytes = free_host_memory().free_bytes
-        if num_bytes > free_bytes:
-            raise SourceError(
-                f"cannot read {path}: {picture.width} x {picture.height} px ({picture.mode}) need {format_bytes(num_bytes)} to be decoded, "
-                f"and {format_bytes(free_bytes)} of memory are free. Write it as .npy, which is read piece by piece, or smaller."
-            )
-        yield picture
 
 
 def _import_pillow(path: object) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.common.atomic_files import fsync_folder, resolve_path
+from sft.common.atomic_files import fsync_folder
 from sft.common.errors import InputError, SourceError
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.safetensors_header import header_bytes, read_header
@@ -84,7 +84,7 @@ class DiskStore:
         """
         if not layouts:
             raise InputError("a store needs at least one block")
-        file_path = resolve_path(path, "write weights to")
+        file_path = Path(path)
         store = cls(file_path, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8, device="cpu"), durable=durable)
         try:
             store.begin(metadata)
@@ -106,7 +106,7 @@ class DiskStore:
         Raises:
             SourceError: it cannot be read, is truncated, or is not such a file.
         """
-        file_path = resolve_path(path, "read weights from")
+        file_path = Path(path)
         layouts, metadata, data, identity = _map_records(file_path)
         with (
             suppress(OSError),

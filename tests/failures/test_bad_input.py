@@ -295,12 +295,15 @@ def test_control_flow_on_data() -> None:
         sft.compile(seeded(_Undecided), _SHAPE)
 
 
+_TAKEN: list[object] = []
+
+
 def _forward_hook(module: nn.Module, args: object, output: object) -> None:
-    return None
+    _TAKEN.append(output)
 
 
 def _forward_pre_hook(module: nn.Module, args: object) -> None:
-    return None
+    _TAKEN.append(args)
 
 
 _HOOKS: dict[str, Callable[[nn.Module], object]] = {
@@ -314,7 +317,7 @@ _HOOKS: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("kind", _HOOKS)
 @pytest.mark.parametrize("when", ["before compile", "after compile"])
 def test_hooks_on_submodules(kind: str, when: str) -> None:
-    """A hook that would never be called is refused, by the path of its module."""
+    """A hook whose effect would be lost is refused, by the path of its module."""
     model = seeded(ConvNet)
     if when == "before compile":
         _HOOKS[kind](model.body[3])

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import SourceError
-from sft.common.process_lock import quiet_logger
 from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, StatedResolution, missing_extra
 from sft.sources.jpeg import jpeg_decoder
 from sft.sources.thread_pool import for_each, resolve_threads
@@ -151,7 +150,7 @@ class TiffImage(FileImage[_TiffHandle]):
         except ImportError as error:
             raise missing_extra(f"decode tiles of {self.path}", "fast", error) from error
         try:
-            with quiet_logger("tifffile"), tifffile.TiffFile(self.path) as tiff:
+            with tifffile.TiffFile(self.path) as tiff:
                 pages = _level_pages(self.path, tiff)
                 levels = tuple(_level(page, _decoder(page)) for page in pages)
                 resolution = read_resolution(tiff, pages[0])

@@ -7,8 +7,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft.sources.foreign_files import is_url
-
 __all__ = ["TableFile", "TableFiles"]
 
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
@@ -58,8 +56,6 @@ class TableFiles:
         path = f"{self._base}{os.sep}{text}" if is_name else os.path.normpath(os.path.join(self._base, text))
         if not text:
             return refused(f"no {column}; give its file")
-        if is_url(text):
-            return refused(f"{column} {text} is a URL; download it, and name the file")
         if not is_name and (self._root is not None or not os.path.isabs(text)):
             is_inside = path == self._base or path.startswith(os.path.join(self._base, ""))
             if not is_inside:

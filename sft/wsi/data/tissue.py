@@ -20,7 +20,7 @@ from sft.common.errors import InputError, SourceError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
-from sft.tissue.mask import Box, open_picture
+from sft.tissue.mask import Box
 from sft.wsi.run.files import atomic_write_with_parents
 
 __all__ = [
@@ -54,13 +54,11 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
         if path.suffix == ".npy":
             mask: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         else:
-            with open_picture(path) as opened:
+            with PillowImage.open(path) as opened:
                 mask = np.asarray(opened)
                 for number in range(1, getattr(opened, "n_frames", 1)):
                     opened.seek(number)  # the levels of a pyramid are smaller
                     num_images += opened.size == mask.shape[1::-1]
-    except SourceError:
-        raise
     except Exception as error:  # a damaged file raises almost anything
         raise SourceError(f"cannot read mask {path}: {error}. Give a .npy file or an image.") from error
     if mask.ndim != 2 or mask.dtype.kind not in "bui" or 0 in mask.shape:

@@ -9,6 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ZOO_BIN := .venv-zoo/bin
 ZOO_READY := .venv-zoo/.ready
+DOCS_READY := .venv/.docs-ready
 VERSION ?= 2.11.0
 TORCH_BIN := .venv-torch-$(VERSION)/bin
 TORCH_READY := .venv-torch-$(VERSION)/.ready
@@ -18,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels docs docs-serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +96,16 @@ test-torch: $(TORCH_READY) ## The tests with torch VERSION (2.11.0) and the Trit
 
 test-kernels: $(READY) ## Compile every kernel in every precision for every target, ahead of time
 	SFT_KERNEL_SWEEP=1 $(BIN)/pytest -k compiles_ahead_of_time tests/kernels
+
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_READY) ## Build the documentation site into out/site; links and reference are checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS_READY) ## Show the documentation site at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean: ## Remove everything that make made
 	rm -rf .venv .venv-zoo .venv-torch-* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -116,7 +116,8 @@ class Resampled(OneLevelView):
 
     Args:
         image: of any kind; its level 0 is read.
-        scale_x, scale_y: px of the image per px of the result, at least 1.
+        scale_x: columns of the image per column of the result, at least 1.
+        scale_y: rows of the image per row of the result, at least 1.
 
     Raises:
         InputError: a scale below 1, or of which not one px is left.

@@ -244,8 +244,10 @@ class Cropped(OneLevelView):
 
     Args:
         image: of any kind; its level 0 counts.
-        x, y: column and row of the top left corner, in px of the image.
-        w, h: columns and rows.
+        x: column of the top left corner, in px of the image.
+        y: row of the top left corner, in px of the image.
+        w: number of columns.
+        h: number of rows.
 
     Raises:
         InputError: the rectangle is not inside the image.

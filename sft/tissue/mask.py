@@ -77,7 +77,8 @@ class TissueMask:
 
         Args:
             regions: in px of level 0.
-            width_px, height_px: of the slide.
+            width_px: width of the slide.
+            height_px: height of the slide.
             downsample: px of the slide per px of the mask, about. Default: 16
 
         Raises:
@@ -159,7 +160,8 @@ class TissueMask:
 
         Args:
             path: of a PNG.
-            width_px, height_px: of the slide, for files of other programs, which do not state it. Default: `None`
+            width_px: width of the slide, for files of other programs, which do not state it. Default: `None`
+            height_px: its height, likewise. Default: `None`
 
         Raises:
             InputError: the size of the slide is not known.

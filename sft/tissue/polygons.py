@@ -70,8 +70,10 @@ class Regions:
         """Mask of a rectangle, bool ``[h, w]``.
 
         Args:
-            x, y: column and row of the top left pixel.
-            w, h: columns and rows.
+            x: column of the top left pixel.
+            y: row of the top left pixel.
+            w: number of columns.
+            h: number of rows.
             step: px of level 0 per px of the grid of the rectangle, (x, y). Default: level 0 itself
         """
         inside = np.zeros((h, w), bool)

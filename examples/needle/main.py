@@ -46,6 +46,7 @@ from sft.wsi import (
 )
 from sft.wsi.cli import main as run_wsi
 from sft.wsi.cli import read_config
+from sft.wsi.eval.heatmap import cells_extent
 from sft.wsi.model.backbones import num_features
 from sft.wsi.model.tasks import Task, make_task
 from sft.wsi.run.files import atomic_write_with_parents, write_text
@@ -200,20 +201,30 @@ def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
     for record in experiment.records("test"):
         if record.target is None or record.target[0] != SHUFFLED:
             continue
+        source = experiment.feed.source(record)
         with torch.no_grad():
-            evidence = net(experiment.feed.source(record))[1][0, SHUFFLED]
-        stride_px = arguments.size // evidence.shape[0]
+            evidence = net(source)[1][0, SHUFFLED]
+            grids = sft.position_grids(net, source)[1]
+        assert grids is not None
         row, col = divmod(int(evidence.argmax()), evidence.shape[1])
-        # A position is in the needle if the middle of its square is.
-        middle = (row + 0.5) * stride_px, (col + 0.5) * stride_px
+        # A position is in the needle if its centre is.
+        centre = grids[0].centre_px(row), grids[1].centre_px(col)
         if not hits:
-            draw_map(arguments.out / "heatmap.png", record.path, evidence.numpy(), corners[record.path.name], arguments.needle)
-        hits.append(all(0 <= place - corner < arguments.needle for place, corner in zip(middle, corners[record.path.name], strict=True)))
+            extent = cells_extent((grids[0], grids[1]), tuple(evidence.shape), 1)
+            draw_map(arguments.out / "heatmap.png", record.path, evidence.numpy(), extent, corners[record.path.name], arguments.needle)
+        hits.append(all(0 <= place - corner < arguments.needle for place, corner in zip(centre, corners[record.path.name], strict=True)))
     return hits
 
 
-def draw_map(path: Path, slide_path: Path, evidence: NDArray[np.float32], corner: tuple[int, int], needle_px: int) -> None:
-    """Draw a slide, the square that decides and what is around it, and the class-activation map; the square is framed."""
+def draw_map(
+    path: Path,
+    slide_path: Path,
+    evidence: NDArray[np.float32],
+    extent: tuple[float, float, float, float],
+    corner: tuple[int, int],
+    needle_px: int,
+) -> None:
+    """Draw a slide, the square that decides and what is around it, and the class-activation map over its cells; the square is framed."""
     with Slide(slide_path) as slide:
         pixels = slide.read(0, 0, slide.width_px, slide.height_px)
     (top, left), margin = corner, needle_px // 2
@@ -223,7 +234,8 @@ def draw_map(path: Path, slide_path: Path, evidence: NDArray[np.float32], corner
     panels = figure.subplots(1, 3)
     panels[0].imshow(pixels)
     panels[1].imshow(near, extent=(first_col, first_col + near.shape[1], first_row + near.shape[0], first_row))
-    shown = panels[2].imshow(evidence, extent=(0, pixels.shape[1], pixels.shape[0], 0), cmap="viridis", interpolation="nearest")
+    shown = panels[2].imshow(evidence, extent=extent, cmap="viridis", interpolation="nearest")
+    panels[2].set(xlim=(0, pixels.shape[1]), ylim=(pixels.shape[0], 0))
     figure.colorbar(shown, ax=panels[2], label="evidence of shuffled blocks")
     titles = (f"{slide_path.stem}, {pixels.shape[1]} x {pixels.shape[0]} px", "the square that decides", "class-activation map")
     for panel, title in zip(panels, titles, strict=True):

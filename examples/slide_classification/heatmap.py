@@ -46,9 +46,11 @@ def draw_heatmap(path: Path, image: Tensor, evidence: npt.NDArray[np.float32], *
     height_px, width_px = image.shape[2:]
     thumbnail = _thumbnail(image)
     slide_extent = (0, width_px, height_px, 0)
-    # With odd kernels and half padding, position i looks at the neighbourhood of px i * stride.
+    # With odd kernels and half padding, position i looks at the neighbourhood of px i * stride, whose middle is half a px further
+    # (sft.position_grids says so for any network).
     rows, cols = evidence.shape
-    map_extent = (-stride_px / 2, (cols - 0.5) * stride_px, (rows - 0.5) * stride_px, -stride_px / 2)
+    first = (1 - stride_px) / 2
+    map_extent = (first, first + cols * stride_px, first + rows * stride_px, first)
     # A few border positions see mostly padding and would take the whole range of colours.
     low, high = np.percentile(evidence, (1, 99))
 

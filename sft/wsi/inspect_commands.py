@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections import Counter
@@ -76,7 +77,16 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
         levels = [
             {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
         ]
-        values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
+        values.append(
+            {
+                "path": str(path),
+                "num_bytes": info.num_bytes,
+                "mpp": info.mpp,
+                "background": info.background,
+                "nodata": info.nodata,
+                "levels": levels,
+            }
+        )
         note = f" ({info.mpp_note}: give it in the column mpp of the table)" if info.mpp_note else ""
         console.print(
             f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}", markup=False, highlight=False, soft_wrap=True
@@ -149,3 +159,8 @@ def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite
 
 def _resolution(mpp: float | None) -> str:
     return "resolution unknown" if mpp is None else f"{mpp:.4g} um/px"
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """A number as JSON has it: NaN and infinity as text."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import sft
 from sft.sources import Cropped, Raster, Slide, TiffImage, ZarrImage, open_image
 from sft.sources.tiff import GeoTags, read_geo_tags
 from sft.sources.views import RasterView
+from sft.wsi.cli import main
 
 _GEO_KEYS = (34735, "H", 4, (1, 1, 0, 0), True)
 
@@ -96,6 +98,13 @@ def test_wrappers_pass_nodata_on(tmp_path: Path) -> None:
     path = _sparse(tmp_path / "a.tif", _GEO_KEYS, _nodata("7"))
     image = Cropped(open_image(path, slide_mpp=1.0, mpp=2.0), x=0, y=0, w=16, h=8)
     assert image.nodata == 7.0 and image.background == (7, 7, 7)
+
+
+def test_slide_info_has_nodata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(_sparse(tmp_path / f"{text}.tif", _GEO_KEYS, _nodata(text))) for text in ("7", "nan")]
+    assert main(["slide-info", *paths, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["nodata"], first["background"]) == (7.0, [7, 7, 7]) and (second["nodata"], second["background"]) == ("nan", [0, 0, 0])
 
 
 def test_an_internal_mask_is_named_cog_best_practices_8(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class SlideInfo:
         level_mpp: of each level.
         background: colour of unscanned regions, one number a channel.
         mpp_note: reason against a resolution that the file states; empty otherwise.
+        nodata: value of pixels without data; None if the file does not state it.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class SlideInfo:
     level_mpp: tuple[float | None, ...]
     background: tuple[int, ...]
     mpp_note: str = ""
+    nodata: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ def slide_info(path: Path) -> SlideInfo:
             level_mpp=tuple(None if mpp is None else mpp * downsample for downsample in slide.level_downsamples),
             background=slide.background,
             mpp_note=RasterView(slide).mpp_note,
+            nodata=RasterView(slide).nodata,
         )
     finally:
         slide.close()

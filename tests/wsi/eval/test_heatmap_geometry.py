@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor, nn
 
+import sft
 from sft.wsi.cli import read_config
+from sft.wsi.data.augment import Augmentation
 from sft.wsi.data.dataset import SlideFrame
 from sft.wsi.eval.heatmap import HeatmapMaker, write_map_table
 from sft.wsi.model.backbones import cut_before_pooling
@@ -156,3 +159,29 @@ def test_the_table_of_maps_keeps_other_maps(tmp_path: Path) -> None:
     assert [row["slide"] for row in rows] == ["other", "s"]
     assert all(float(row["stride_x_px"]) == 16 and float(row["first_centre_y_px"]) == 8 for row in rows)
     assert all(np.load(folder / row["map"]).shape == (10, 10) for row in rows)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("quarters", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+def test_a_turned_slide_has_its_dot_in_the_turned_cell(kind: str, quarters: int, mirrored: bool, tmp_path: Path) -> None:
+    """Maps of a turned slide, turned back: the grids of axes that run backwards are reversed."""
+    dot, size_px = (132, 200), (300, 380)
+    experiment = _experiment(tmp_path, _BACKBONES[kind](), _slide(*size_px, dot))
+    source = experiment.feed.source(experiment.table.records[0], Augmentation(quarters=quarters, mirrored=mirrored))
+    net = sft.compile(experiment.model.backbone.eval(), source, budget="64MiB")
+    with torch.no_grad():
+        evidence = -net(source)[0, 0].numpy()
+    grids = list(sft.position_grids(net, source)[0] or ())
+    evidence = np.rot90(evidence, -quarters)
+    rows, columns = (grids[1], grids[0]) if quarters % 2 else (grids[0], grids[1])
+    if quarters in (2, 3):
+        rows = rows.reversed(evidence.shape[0], size_px[0])
+    if quarters in (1, 2):
+        columns = columns.reversed(evidence.shape[1], size_px[1])
+    if mirrored:
+        evidence, columns = evidence[:, ::-1], columns.reversed(evidence.shape[1], size_px[1])
+    for axis, grid in enumerate((rows, columns)):
+        profile = evidence.sum(axis=1 - axis)
+        centroid = (profile * np.arange(len(profile))).sum() / profile.sum()
+        assert abs(float(grid.first_centre_px) + centroid * float(grid.stride_px) - dot[axis]) <= float(grid.stride_px) / 4

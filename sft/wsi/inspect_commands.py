@@ -83,7 +83,8 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
                 "num_bytes": info.num_bytes,
                 "mpp": info.mpp,
                 "background": info.background,
-                "nodata": info.nodata,
+                "mpp_note": info.mpp_note,
+                "nodata": _json_number(info.nodata),
                 "levels": levels,
             }
         )

@@ -132,10 +132,10 @@ def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks:
         feed.sizes |= sizes
         feed.label_values |= label_values
     reporter.note(f"{len(records)} slides checked, {len(problems)} cannot be used")
-    for split in ("val", "test"):
+    for split, name in (("val", "val slide"), ("test", "test slide"), (None, "slide")):
         absent, text = _absent_classes(experiment, [record for record in records if record.split == split])
         if absent:
-            reporter.note(f"warning: no {split} slide has a pixel of class {', '.join(absent)}, whose metrics mean nothing: {text}")
+            reporter.note(f"warning: no {name} has a pixel of class {', '.join(absent)}, whose metrics mean nothing: {text}")
     return {record.name: problems[record.name] for record in records if record.name in problems}
 
 

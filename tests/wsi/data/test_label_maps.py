@@ -102,6 +102,17 @@ def test_a_class_that_validation_lacks_is_a_warning(tmp_path: Path, capsys: pyte
     assert "warning: no val slide has a pixel of class b" in said and "no test slide" not in said
 
 
+def test_an_evaluation_warns_about_masks_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 1), "val": (0, 1)})
+    assert main(["train", "--config", str(_config(tmp_path, table, ["a", "b"])), "--bootstrap", "0"]) == 0
+    capsys.readouterr()
+    Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 32)[None].repeat(64, 0)).save(tmp_path / "m9.png")
+    other = write_table(tmp_path / "other.csv", [{"slide": "s0.tif", "mask": "m9.png"}])
+    assert main(["evaluate", str(tmp_path / "run"), "--csv", str(other), "--bootstrap", "0"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "warning: no slide has a pixel of class b" in said and "255 (2,048 px)" in said
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -27,9 +27,10 @@ from sft.api.outputs import HostOutputs, OutputDestination
 from sft.api.pipeline import PreparedPlan
 from sft.api.plan_cache import PlanCache
 from sft.api.problem_builder import resolve_tensor
+from sft.api.proposals import propose
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream
-from sft.common.errors import InputError
+from sft.common.errors import BudgetError, InputError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.common.torch_internals import pytree
@@ -151,15 +152,15 @@ class Engine:
             structure: containers, keywords and constants of the calls.
         """
         snapshot = ModuleSnapshot(self.model)
-        return self.plan_cache.get_or_prepare(self._signature_of_shapes(snapshot, shapes, dtypes, input_grads, structure), snapshot).plan
+        return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, dtypes, input_grads, structure)).plan
 
     @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Plan:
         """The plan that a call with these inputs would use."""
         snapshot = ModuleSnapshot(self.model)
         resolved, lacking = self._resolve(snapshot, inputs, input_grad)
-        signature = self._signature(snapshot, [value.spec for value in resolved], lacking, structure)
-        return self.plan_cache.get_or_prepare(signature, snapshot).plan
+        specs = [value.spec for value in resolved]
+        return self._prepared(snapshot, lambda now: self._signature(now, specs, lacking, structure)).plan
 
     @patch_lock()
     def specialize_for_shapes(
@@ -286,10 +287,11 @@ class Engine:
         snapshot = ModuleSnapshot(self.model)
         with patch_lock():
             resolved, lacking = self._resolve(snapshot, inputs, input_grad)
-            signature = self._signature(snapshot, [value.spec for value in resolved], lacking, structure)
+            specs = [value.spec for value in resolved]
+            signature = self._signature(snapshot, specs, lacking, structure)
         if self.rank_context is not None:
             self.rank_context.check_agreement(signature.rank_invariants(), "call all ranks of one image with the same inputs and modes")
-        prepared = self.plan_cache.get_or_prepare(signature, snapshot)
+        prepared = self._prepared(snapshot, lambda now: signature if now is snapshot else self._signature(now, specs, lacking, structure))
         if self.rank_context is not None:
             _agree_on_cuts(self.rank_context, prepared.plan)
         self.last_plan = prepared.plan
@@ -397,6 +399,13 @@ class Engine:
             )
         ]
         return self._signature(snapshot, specs, lacking, structure)
+
+    def _prepared(self, snapshot: ModuleSnapshot, signature_of: Callable[[ModuleSnapshot], CallSignature]) -> PreparedPlan:
+        """The prepared plan of a call; an error of its budget says what would fit."""
+        try:
+            return self.plan_cache.get_or_prepare(signature_of(snapshot), snapshot)
+        except BudgetError as error:
+            raise propose(error, self.plan_cache, lambda: signature_of(ModuleSnapshot(self.model))) from None
 
     def _dtype(self, snapshot: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if snapshot.dtype is None else snapshot.dtype

@@ -7,6 +7,8 @@ with a known signature reuses the prepared plan; any other one runs the planning
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -66,7 +68,9 @@ class PlanCache:
     def for_request(self, budget_bytes: int, options: Options) -> PlanCache:
         """An empty plan cache for another budget and other options, which shares the captures."""
         limits = replace(self.settings.limits, budget_note="")
-        other = PlanCache(self.model, replace(self.settings, budget_bytes=budget_bytes, options=options, plan=None, limits=limits))
+        other = PlanCache(
+            self.model, replace(self.settings, budget_bytes=budget_bytes, options=options, plan=None, limits=limits, proposes=False)
+        )
         other.captures, other._shared = self.captures, self._shared
         return other
 
@@ -99,6 +103,22 @@ class PlanCache:
         signature = self.with_guards(signature)
         with planning_context(self.model, signature, self.settings):
             return self.captures.get_or_capture(signature).phases
+
+    @contextmanager
+    def problem(self, signature: CallSignature) -> Iterator[PlanningProblem]:
+        """The planning problem of calls of a signature; nothing is prepared or stored.
+
+        Raises:
+            UnsupportedError, InputError: as :func:`sft.compile`.
+        """
+        signature = self.with_guards(signature)
+        with planning_context(self.model, signature, self.settings):
+            specialized = self.captures.get_or_capture(signature)
+            problem = build_problem(self.model, signature, self.settings, specialized, self._shared)
+            try:
+                yield problem
+            finally:
+                problem.memo.clear()
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""

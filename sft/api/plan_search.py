@@ -22,7 +22,6 @@ from sft.analysis.frontend.capture import tensor_attribute
 from sft.api.call_signature import CallSignature
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
-from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import OverheadEstimator
@@ -30,6 +29,7 @@ from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
 from sft.planner.planner import check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
+from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
 from sft.runtime.moves import parse_schedule
@@ -88,11 +88,18 @@ class PlanSearch:
         try:
             return self._fit_overhead(replace(problem, resources=limited))
         except BudgetError as error:
-            host_bytes = fitted.projected.projection.host_bytes
-            raise BudgetError(
-                f"{error} With {format_bytes(host_bytes)} of the host's memory this budget would do, but {limits.host_note}.",
-                needed_bytes=error.needed_bytes,
-            ) from None
+            projection = fitted.projected.projection
+            needed_bytes = fitted.problem.resources.occupied_bytes + projection.peak_bytes
+            unlimited = Remedy(settings=("host",), num_bytes=projection.host_bytes, needed_bytes=needed_bytes, fits=True)
+            raise with_remedies(error, [unlimited], f" Of the host's memory {limits.host_note}.") from None
+
+    def fit_projected(self, problem: PlanningProblem, *, streams_weights: bool = False) -> FittedPlan:
+        """Find a plan that fits by its projection, for a problem that was changed; nothing runs on the device.
+
+        Raises:
+            BudgetError, UnsupportedError: as :meth:`fit`.
+        """
+        return self._new_plan(self._with_streamed_weights(problem) if streams_weights else problem)
 
     def _fits_free_host(self, projected: ProjectedPlan) -> bool:
         """True if the options limit the host memory, or a plan takes no more of it than is free."""
@@ -267,7 +274,5 @@ def _with_measured_overhead(estimator: OverheadEstimator, fitted: FittedPlan) ->
 
 def _unmeasured_error(error: BudgetError) -> BudgetError:
     """The error of a search in which no plan fits even without overhead."""
-    return BudgetError(
-        f"{error} On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them.",
-        needed_bytes=error.needed_bytes,
-    )
+    note = " On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them."
+    return with_remedies(error, (), note)

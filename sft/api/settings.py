@@ -37,6 +37,7 @@ class CompileSettings:
         sharding: the sharded weights, if any.
         backward_context: context of backward passes on a mesh, in which all ranks fail together.
         limits: limits that no argument states as a number.
+        proposes: whether a budget error tries changes that may help.
     """
 
     budget_bytes: int
@@ -49,6 +50,7 @@ class CompileSettings:
     sharding: ShardedWeights | None = None
     backward_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     limits: MemoryLimits = field(default_factory=MemoryLimits)
+    proposes: bool = True
 
     @property
     def mesh_shape(self) -> MeshShape | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sft.analysis.ir.graph import Graph
-from sft.common.byte_units import format_bytes
+from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.distributed.fsdp import ShardedWeights, local_bytes
 from sft.planner.options import Options
@@ -114,7 +114,8 @@ def check_optimizer_step(model: nn.Module, resident_bytes: int, budget_bytes: in
     if needed > budget_bytes:
         raise BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, and a two-phase step of the optimizer for streamed weights needs "
-            f"{format_bytes(needed)} for the largest parameter. Raise the budget to {needed} bytes, or leave out two_phase and max_norm.",
+            f"{format_bytes(needed)} for the largest parameter. Raise the budget to {size_at_least(needed)} ({needed} bytes), or leave out "
+            "two_phase and max_norm.",
             needed_bytes=needed,
         )
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from sft.cli.doctor import show_doctor
@@ -58,6 +59,7 @@ def run_command(args: argparse.Namespace, console: Console) -> int:
         model=model,
         inputs=inputs,
         budget=args.budget,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         options=options,
         out=args.out,
         plot=args.plot,

@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Sequence
 
 from sft.cli.parser import build_parser
-from sft.common.errors import SftError
+from sft.common.errors import BudgetError, SftError
+from sft.planner.remedies import COMMAND_LINE, message_for
 
 __all__ = ["escape_unencodable_output", "main"]
 
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SftError, OSError) as error:
         if args.debug:
             raise
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        message = message_for(error, COMMAND_LINE) if isinstance(error, BudgetError) else error
+        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
         return 1
 
 

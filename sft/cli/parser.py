@@ -30,11 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="memory, time and schedule of a step, without running it")
     _add_model(plan)
-    plan.add_argument("--budget", default="11GiB", metavar="BYTES", help="device memory (default: 11GiB)")
+    budget = "device memory, such as 11GiB (default: auto, what the device has free, less a margin)"
+    plan.add_argument("--budget", default="auto", metavar="BYTES", help=budget)
+    device = "kind of device to plan for, also where there is none (default: cuda if this machine has one, otherwise cpu)"
+    plan.add_argument("--device", choices=("cpu", "cuda"), help=device)
     plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="planning strategy (default: auto)")
     plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="source of the halo rows of strips")
     plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
-    host = "host memory for offloading, 0 for none (default: no limit; none with --time on the CPU, which shares it)"
+    host = "host memory for offloading, 0 for none (default: what the host has free; none on the CPU, which shares it)"
     plan.add_argument("--host-budget", metavar="BYTES", help=host)
     plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes per second between device and host, such as 24GB (default: 10GB)")
     weights = "placement of parameters: on the device (default), streamed from the host, or streamed if no resident plan fits"

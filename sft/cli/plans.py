@@ -19,6 +19,7 @@ from torch import nn
 
 from sft.api.check import check
 from sft.api.compile import plan
+from sft.api.memory_limits import automatic_budget, is_automatic
 from sft.api.pareto import PlanningSession, pareto
 from sft.common.atomic_files import atomic_write
 from sft.common.byte_units import format_bytes, parse_bytes
@@ -66,7 +67,7 @@ def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> n
             with torch.device("meta"):
                 return factory.make(options)
         except InputError:  # some factories compute with values
-            pass
+            return factory.make(options).to("meta")
     return factory.make(options)
 
 
@@ -120,7 +121,8 @@ class PlanRequest:
     Attributes:
         model: the model, in the mode (training or not) to plan for.
         inputs: descriptions of its inputs.
-        budget: device memory.
+        budget: device memory, or ``"auto"``.
+        device: kind of device to plan for.
         options: planner options.
         out: a file for the plan as JSON.
         plot: a file for the plot of the plan.
@@ -136,6 +138,7 @@ class PlanRequest:
     inputs: tuple[ExampleInput, ...]
     budget: int | str
     options: Options
+    device: str = "cpu"
     out: Path | None = None
     plot: Path | None = None
     pareto: Path | None = None
@@ -197,6 +200,7 @@ def show_pareto(request: PlanRequest, console: Console, *, as_json: bool, strate
         strategies=strategies,
         options=request.options,
         path=request.pareto,
+        device=request.device,
     )
     if as_json:
         console.print(json.dumps([asdict(row) for row in rows], indent=2), markup=False, highlight=False, soft_wrap=True)
@@ -220,8 +224,11 @@ def _seconds_text(estimated: float, measured: float | None) -> str:
 
 def compare_strategies(request: PlanRequest, console: Console, *, as_json: bool) -> int:
     """Print one line per strategy: whether it fits, its bytes (the minimum, if it does not fit), and its FLOPs."""
-    session = PlanningSession(request.model, list(request.inputs))
-    budget_bytes = parse_bytes(request.budget)
+    if is_automatic(request.budget):
+        budget_bytes, _ = automatic_budget(torch.device(request.device), request.options)
+    else:
+        budget_bytes = parse_bytes(request.budget)
+    session = PlanningSession(request.model, list(request.inputs), device=request.device)
     rows = [_strategy_row(session, budget_bytes, request.options, strategy) for strategy in STRATEGIES]
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
@@ -297,7 +304,7 @@ def _plan_request(request: PlanRequest) -> Plan:
     if request.reads:
         dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         inputs = [_placeholder_source(description, dtype) for description in request.inputs]
-    return plan(request.model, inputs, budget=request.budget, options=request.options, mesh=request.mesh)
+    return plan(request.model, inputs, budget=request.budget, options=request.options, mesh=request.mesh, device=request.device)
 
 
 def _placeholder_source(description: ExampleInput, dtype: torch.dtype) -> _PlaceholderSource:

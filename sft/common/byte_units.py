@@ -9,7 +9,7 @@ from typing import Any, SupportsInt
 
 from sft.common.errors import InputError
 
-__all__ = ["format_bytes", "is_integer", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "is_integer", "parse_bytes", "parse_rate", "size_at_least"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -78,6 +78,18 @@ def format_bytes(num_bytes: int) -> str:
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def size_at_least(num_bytes: int) -> str:
+    """The shortest size of two decimals that is not smaller; :func:`parse_bytes` reads it.
+
+    >>> size_at_least(85899610048), size_at_least(2**31), size_at_least(1000)
+    ('80.01 GiB', '2.00 GiB', '1000 B')
+    """
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{Decimal(-(-100 * num_bytes // size)) / 100:.2f} {unit}"
     return f"{num_bytes} B"
 
 

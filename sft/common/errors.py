@@ -53,12 +53,15 @@ class BudgetError(SftError, MemoryError):
     """No plan fits the byte budget.
 
     Args:
-        message: the budget, the bytes needed, the segment that needs them, and a remedy.
+        message: the budget, the bytes needed, the segment that needs them, and remedies.
         needed_bytes: bytes of the smallest plan that was tried.
+        problem: the message without remedies; empty if ``remedies`` is.
+        remedies: changes that may help (`sft.planner.remedies`), from which a command line writes its own message.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int = 0) -> None:  # the default serves unpickling, which sets it afterwards
-        self.needed_bytes = needed_bytes
+    # The defaults serve unpickling, which sets the attributes afterwards.
+    def __init__(self, message: str, *, needed_bytes: int = 0, problem: str = "", remedies: tuple[Any, ...] = ()) -> None:
+        self.needed_bytes, self.problem, self.remedies = needed_bytes, problem, remedies
         super().__init__(message)
 
 

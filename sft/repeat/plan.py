@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from sft.common.byte_units import format_bytes
+from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError, InputError
 from sft.repeat.lowering import BlockPrograms
 from sft.solvers.chain import Stage, StageChain
@@ -203,7 +203,8 @@ def plan_chain(costs: RepeatCosts, *, budget_bytes: int | None, strategy: Strate
 def _too_small(costs: RepeatCosts, strategy: Strategy, needed_bytes: int, limit: float) -> BudgetError:
     return BudgetError(
         f"{costs.num_blocks} repeated blocks need {format_bytes(needed_bytes)} at least with strategy {strategy!r}, the budget is "
-        f"{format_bytes(int(limit))}. Raise the budget to {needed_bytes} bytes, or make the blocks smaller.",
+        f"{format_bytes(int(limit))}. Raise the budget to {size_at_least(needed_bytes)} ({needed_bytes} bytes), or make the "
+        "blocks smaller.",
         needed_bytes=needed_bytes,
     )
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
-from sft.common.byte_units import format_bytes
+from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError
 from sft.solvers.chain import HostLink, StageChain
 from sft.solvers.schedule import Operation, Schedule
@@ -71,6 +71,6 @@ def budget_error(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetE
     """The error of a strategy with no schedule within the budget."""
     return BudgetError(
         f"strategy {strategy!r} needs {format_bytes(needed_bytes)} at least, the budget is {format_bytes(budget_bytes)}. "
-        f"Raise the budget to {needed_bytes} bytes, or choose another strategy ('auto' tries them all).",
+        f"Raise the budget to {size_at_least(needed_bytes)} ({needed_bytes} bytes), or choose another strategy ('auto' tries them all).",
         needed_bytes=needed_bytes,
     )

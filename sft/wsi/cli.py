@@ -23,8 +23,9 @@ from rich.console import Console
 
 import sft
 from sft.cli.main import escape_unencodable_output
-from sft.common.errors import InputError, SftError
+from sft.common.errors import BudgetError, InputError, SftError
 from sft.common.untrusted.trusted_code import Trust
+from sft.planner.remedies import Setting, Spelling, message_for
 from sft.wsi.config import GROUPS, Config
 from sft.wsi.config_file import check_config_file
 from sft.wsi.errors import DatasetError, RunInterrupted
@@ -35,6 +36,15 @@ __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE",
 EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
 
 _ON_SEVERAL_RANKS = ("train", "evaluate")
+
+#: Remedies of a budget error that a run can take.
+_REMEDIES: dict[Setting, Spelling] = {
+    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --model.budget {text}"),
+    "input": Spelling(action="take a coarser --data.mpp, or --data.tissue crop"),
+    "norms": Spelling(change="--model.norm frozen"),
+    "options": Spelling(action="leave out --model.tile"),
+}
+_INFERENCE_REMEDIES = {**_REMEDIES, "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}")}
 _TRUST = "--trust"
 _WITH_NETWORK = ("plan", "train", "evaluate", "heatmap")
 
@@ -85,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     except RunInterrupted as error:
         return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
-        return complain(error, EXIT_ERROR)
+        return complain(error, EXIT_ERROR, is_inference=given[:1] in (["evaluate"], ["heatmap"]))
     except KeyboardInterrupt as error:
         return complain(error, 130, kind="interrupted")
     if is_json and world.rank == 0:
@@ -214,13 +224,19 @@ def make_config(given: Namespace) -> Config:
     return Config(**groups, run=given.run, tensorboard=given.tensorboard)
 
 
-def _complain(error: BaseException, code: int, *, is_debug: bool, is_json: bool, is_quiet: bool, kind: str = "error") -> int:
+def _complain(
+    error: BaseException, code: int, *, is_debug: bool, is_json: bool, is_quiet: bool, kind: str = "error", is_inference: bool = False
+) -> int:
     """Print an error as one line (a wrong table: one line a problem)."""
     if is_quiet and not is_debug:
         return code
     if is_debug:
         traceback.print_exception(error)
-    message = str(error).rstrip() if isinstance(error, DatasetError) else " ".join(str(error).split())
+    if isinstance(error, BudgetError):
+        text = message_for(error, _INFERENCE_REMEDIES if is_inference else _REMEDIES)
+    else:
+        text = str(error)
+    message = text.rstrip() if isinstance(error, DatasetError) else " ".join(text.split())
     print(f"{kind}: {message or type(error).__name__}", file=sys.stderr)
     if is_json:
         problems = {"problems": list(error.problems)} if isinstance(error, DatasetError) else {}

@@ -61,11 +61,11 @@ def test_doctor_fails_if_a_step_is_not_exact(capsys: pytest.CaptureFixture[str],
 
 def test_a_plan_is_that_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    arguments = ["plan", *_NET, "--budget", "4MiB", "--tile", "32"]
+    arguments = ["plan", *_NET, "--budget", "4MiB", "--tile", "32", "--device", "cpu"]
     assert main([*arguments, "--json", "--out", str(file)]) == 0
     printed = sft.Plan.from_json(capsys.readouterr().out)
     model = load_model("examples.models:unet", {"num_classes": 2, "width": 4, "levels": 2})
-    assert printed == sft.plan(model, (1, 3, 96, 64), budget="4MiB", options=sft.Options(tile=(32, None)))
+    assert printed == sft.plan(model, (1, 3, 96, 64), budget="4MiB", options=sft.Options(tile=(32, None)), device="cpu")
     assert sft.Plan.from_json(file.read_text()) == printed
     assert main(arguments) == 0
     assert "training step" in capsys.readouterr().out
@@ -97,15 +97,15 @@ def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None
     net = (f"{__name__}:Labelled", "--input", "2x7:int64", "2x3x32x24", "2:int64")
     assert main(["check", *net]) == 0
     capsys.readouterr()
-    assert main(["plan", *net, "--json"]) == 0
+    assert main(["plan", *net, "--json", "--device", "cpu"]) == 0
     printed = sft.Plan.from_json(capsys.readouterr().out)
     whole = [torch.zeros(shape, dtype=torch.int64) for shape in ((2, 7), (2,))]
-    assert printed == sft.plan(load_model(f"{__name__}:Labelled", {}), [whole[0], (2, 3, 32, 24), whole[1]])
+    assert printed == sft.plan(load_model(f"{__name__}:Labelled", {}), [whole[0], (2, 3, 32, 24), whole[1]], device="cpu")
     assert main(["plan", *net, "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert not next(row for row in rows if row["strategy"] == "auto")["error"]
     apart = (net[0], *(word for shape in net[2:] for word in ("--input", shape)))
-    assert main(["plan", *apart, "--json"]) == 0
+    assert main(["plan", *apart, "--json", "--device", "cpu"]) == 0
     assert sft.Plan.from_json(capsys.readouterr().out) == printed
 
 

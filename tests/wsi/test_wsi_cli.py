@@ -241,7 +241,7 @@ def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, ca
     """The optimizer's state counts, and all of the slides: followed, the advice led to the same advice."""
     arguments = ["train", "--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--dry-run", "--json", "--model.budget"]
     assert main([*arguments, "50000"]) == 1
-    named = re.search(r"Raise the budget to (\d+) bytes", capsys.readouterr().err)
+    named = re.search(r"Raise the budget to [\d.]+ \w+ \((\d+) bytes\) with --model\.budget", capsys.readouterr().err)
     assert named is not None and main([*arguments, named[1]]) == 0
     assert _said(capsys)[0]["plan"]["budget_bytes"] == int(named[1])
     assert main([*arguments, str(int(named[1]) - 1)]) == 1

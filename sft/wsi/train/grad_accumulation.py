@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sft.common.errors import BudgetError
+from sft.planner.remedies import with_prefix
 from sft.wsi.data.augment import Augmentation, draw_augmentation
 from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_first_rows
 from sft.wsi.data.table import SlideRecord
@@ -252,7 +253,7 @@ class GradientAccumulator:
             with reading_slide(record, self._ranks), autocast_context(self._config):
                 output: Tensor = self._net(*inputs)
         except BudgetError as error:
-            raise BudgetError(f"slide {record.name}: {error}", needed_bytes=error.needed_bytes) from error
+            raise with_prefix(error, f"slide {record.name}: ") from error
         return output
 
     def _backward(self, record: SlideRecord, loss: Tensor) -> None:

@@ -43,7 +43,12 @@ class CheckReport:
     def __str__(self) -> str:
         if not self.ok:
             return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        lines = [f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"]
+        lines = [
+            f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers",
+            "  in strips: computed for a few rows at a time",
+            "  whole: computed on full tensors; mostly vectors with a number per channel, as in norms and pooled heads",
+            "  phase: ends at a barrier, a value that needs the whole image, such as the mean of a norm in training",
+        ]
         if self.whole_reasons:
             lines += ["on whole tensors, where they fit:", *(f"  - {reason}" for reason in self.whole_reasons)]
         return "\n".join(lines)

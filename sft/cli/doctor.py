@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import importlib.machinery
 import json
 import os
 import platform
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+import sft
 from sft.api.compile import compile
+from sft.api.free_memory import FreeMemory, free_device_memory, free_host_memory
 from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
 from sft.common.installation import DISTRIBUTION, install_command
@@ -39,6 +44,8 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "packages": {name: installed_version(name) for name in _PACKAGES},
+        "imported": str(Path(sft.__file__ or "").resolve().parent),
+        "shadowed": _shadowed(),
         "devices": [_device(device) for device in _devices()],
     }
     failed = [device for device in report["devices"] if not device["self_check"]["ok"]]
@@ -46,11 +53,14 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         console.print(json.dumps(report, indent=2), markup=False, highlight=False, soft_wrap=True)
         return int(bool(failed))
     lines = [f"{name:18} {report[name]}" for name in ("python", "system", "processors", "threads")]
+    lines.append(f"{'imported from':18} {report['imported']}")
+    if report["shadowed"]:
+        lines.append(f"{'WARNING':18} {report['shadowed']}")
     for name, version in report["packages"].items():
         lines.append(f"{name:18} {version or _install_hint(name)}")
     for device in report["devices"]:
         result = device["self_check"]
-        lines.append(f"{device['device']:18} {device['name']}, {device['memory'] or 'memory unknown'}")
+        lines.append(f"{device['device']:18} {device['name']}, {device['memory']}")
         lines.append(f"{'  self-check':18} {'ok' if result['ok'] else 'FAILED'}: {result['message']}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return int(bool(failed))
@@ -58,6 +68,18 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
 
 def _install_hint(name: str) -> str:
     return f"not installed; {install_command(_PACKAGES[name])}" if _PACKAGES[name] else "not installed"
+
+
+def _shadowed() -> str:
+    """A warning where Python's path finds a folder named ``sft`` that is no package, such as the root of a clone; otherwise empty.
+
+    Only an installation by an import hook, as older versions of setuptools make it, has this defect: the folder then wins in its parent.
+    """
+    spec = importlib.machinery.PathFinder.find_spec("sft", ["", *sys.path])
+    if spec is None or spec.origin is not None:
+        return ""
+    folders = ", ".join(spec.submodule_search_locations or ())
+    return f"scripts in this folder import the folder {folders}, which is no package, as sft; install again: {install_command('wsi')}"
 
 
 def _devices() -> list[torch.device]:
@@ -69,9 +91,13 @@ def _device(device: torch.device) -> dict[str, Any]:
     return {
         "device": str(device),
         "name": platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name(device),
-        "memory": None if is_cpu else format_bytes(torch.cuda.get_device_properties(device).total_memory),
+        "memory": _memory_text(free_host_memory() if is_cpu else free_device_memory(device)),
         "self_check": _self_check(device),
     }
+
+
+def _memory_text(memory: FreeMemory) -> str:
+    return f"{format_bytes(memory.free_bytes)} free of {format_bytes(memory.total_bytes)}"
 
 
 def _self_check(device: torch.device) -> dict[str, Any]:

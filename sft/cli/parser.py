@@ -42,9 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes per second between device and host, such as 24GB (default: 10GB)")
     weights = "placement of parameters: on the device (default), streamed from the host, or streamed if no resident plan fits"
     plan.add_argument("--weights", choices=WEIGHT_MODES, default="resident", help=weights)
-    plan.add_argument("--time", action="store_true", help="measure the plan's programs on this machine to project the time of a step")
+    plan.add_argument("--time", action="store_true", help="measure the plan's programs on --device to project the time of a step")
     plan.add_argument("--compare", action="store_true", help="print a table of all strategies")
-    plan.add_argument("--costs", action="store_true", help="print the time of each segment")
+    plan.add_argument("--costs", action="store_true", help="print a line for each segment, with its time")
+    plan.add_argument("--full", action="store_true", help="print a block for each segment (default: 40 lines, with the largest segments)")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="plot memory and operations over time: .png, .svg, .pdf, ...")
     plan.add_argument(
         "--pareto",

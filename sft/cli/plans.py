@@ -22,12 +22,14 @@ from sft.api.compile import plan
 from sft.api.memory_limits import automatic_budget, is_automatic
 from sft.api.pareto import PlanningSession, pareto
 from sft.common.atomic_files import atomic_write
-from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.byte_units import format_bytes, format_seconds, parse_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.common.interval import Interval
 from sft.common.model_zoo import ModelName
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
+from sft.planner.remedies import COMMAND_LINE, message_for
 from sft.sources.source import check_rows
 
 __all__ = [
@@ -111,7 +113,10 @@ def parse_tile(text: str) -> tuple[int, int | None]:
     return int(rows), int(cols) if cols else None
 
 
-_CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
+def _caption(device: str) -> str:
+    """Origin of estimated seconds."""
+    rate = f"{DeviceRates(device).flops_per_second:.0e}".replace("e+", "e")
+    return f"~ estimated from FLOPs, at {rate} FLOPs a second on {'the CPU' if device == 'cpu' else 'a GPU'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,7 @@ class PlanRequest:
         pareto: a file for the plot of time against memory.
         budgets: budgets of that plot; empty for a range from plain PyTorch's need down to the minimum.
         costs: whether to print the time of each segment.
+        full: whether to print a block for each segment.
         mesh: replicas and bands, to plan for several ranks.
         link_bytes_per_second: bandwidth between a rank and the other ranks, for the time of messages.
         reads: whether the inputs are read in strips, and never resident.
@@ -144,6 +150,7 @@ class PlanRequest:
     pareto: Path | None = None
     budgets: tuple[str, ...] = ()
     costs: bool = False
+    full: bool = False
     mesh: tuple[int, int] | None = None
     link_bytes_per_second: float | None = None
     reads: bool = False
@@ -173,7 +180,9 @@ def show_plan(request: PlanRequest, console: Console, *, as_json: bool) -> int:
             temporary.write_text(result.to_json(), encoding="utf-8")
     if request.plot is not None:
         result.plot(request.plot)
-    text = result.to_json() if as_json else "\n".join([result.explain(costs=request.costs), *_link_lines(request, result)])
+    text = (
+        result.to_json() if as_json else "\n".join([result.explain(costs=request.costs, full=request.full), *_link_lines(request, result)])
+    )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -186,8 +195,8 @@ def _link_lines(request: PlanRequest, result: Plan) -> list[str]:
     gigabits = 8 * request.link_bytes_per_second / 1e9
     return [
         "",
-        f"Messages: {seconds:.4g} s a step on a link of {gigabits:g} Gbit/s a rank, beside ~{result.estimated_seconds:.4g} s of arithmetic "
-        "(estimated from FLOPs, at a rate of the kind of device)",
+        f"Messages: {format_seconds(seconds)} a step on a link of {gigabits:g} Gbit/s a rank, beside ~"
+        f"{format_seconds(result.estimated_seconds)} of arithmetic (estimated from FLOPs, at a rate of the kind of device)",
     ]
 
 
@@ -211,7 +220,7 @@ def show_pareto(request: PlanRequest, console: Console, *, as_json: bool, strate
     for row in rows:
         seconds = _seconds_text(row.estimated_seconds, row.projected_seconds)
         if row.projected_seconds is None:
-            table.caption = _CAPTION
+            table.caption = _caption(request.device)
         table.add_row(row.strategy, format_bytes(row.budget_bytes), format_bytes(row.total_bytes), f"{row.redundancy:.4f}", seconds)
     console.print(table)
     return 0
@@ -219,7 +228,7 @@ def show_pareto(request: PlanRequest, console: Console, *, as_json: bool, strate
 
 def _seconds_text(estimated: float, measured: float | None) -> str:
     """The time of a step; an estimate has a tilde."""
-    return f"~{estimated:.3g}" if measured is None else f"{measured:.3g}"
+    return f"~{format_seconds(estimated)}" if measured is None else format_seconds(measured)
 
 
 def compare_strategies(request: PlanRequest, console: Console, *, as_json: bool) -> int:
@@ -233,23 +242,35 @@ def compare_strategies(request: PlanRequest, console: Console, *, as_json: bool)
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
-    console.print(_strategy_table(rows))
+    console.print(_strategy_table(rows, request.device))
+    if all(row["error"] for row in rows):
+        console.print(_remedies_text(request), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _strategy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _remedies_text(request: PlanRequest) -> str:
+    """Changes with which a plan would fit."""
+    try:
+        _plan_request(request)
+    except BudgetError as error:
+        return f"No strategy fits: {message_for(error, COMMAND_LINE)}"
+    return "A plan with other inputs fits; the table is for inputs on the device."
+
+
+def _strategy_table(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits")
-    for header in ("total", "projected peak", "host", "FLOPs / plain", "seconds", "tiled segments", "strip rows", "panels"):
+    for header in ("total", "projected peak", "host", "FLOPs / plain", "time", "tiled segments", "strip rows", "panels"):
         table.add_column(header, justify="right")
+    table.add_column("reason")
     for row in rows:
         total = "-" if row["total_bytes"] is None else format_bytes(row["total_bytes"])
         if row["error"]:
-            table.add_row(row["strategy"], "no", total, *["-"] * 7)
+            table.add_row(row["strategy"], "no", total, *["-"] * 7, row["reason"])
             continue
         if row["projected_seconds"] is None:
-            table.caption = _CAPTION
+            table.caption = _caption(device)
         table.add_row(
             row["strategy"],
             "yes",
@@ -266,13 +287,14 @@ def _strategy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _strategy_row(session: PlanningSession, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
+    row: dict[str, Any] = {"strategy": strategy, "error": "", "reason": "", "total_bytes": None}
     try:
         result = session.plan(budget_bytes, replace(options, strategy=strategy))
     except BudgetError as error:
-        return {**row, "error": str(error), "total_bytes": error.needed_bytes}
+        reason = f"needs {format_bytes(error.needed_bytes)} of {format_bytes(budget_bytes)}"
+        return {**row, "error": str(error), "reason": reason, "total_bytes": error.needed_bytes}
     except (UnsupportedError, InputError) as error:
-        return {**row, "error": str(error)}
+        return {**row, "error": str(error), "reason": " ".join(str(error).split())}
     tiled = [segment for segment in result.segments if segment.mode == "tiled"]
     return {
         **row,

@@ -1,4 +1,4 @@
-"""Byte sizes and rates as text."""
+"""Byte sizes, rates and durations as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, SupportsInt
 
 from sft.common.errors import InputError
 
-__all__ = ["format_bytes", "is_integer", "parse_bytes", "parse_rate", "size_at_least"]
+__all__ = ["format_bytes", "format_seconds", "is_integer", "parse_bytes", "parse_rate", "size_at_least"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -91,6 +91,21 @@ def size_at_least(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{Decimal(-(-100 * num_bytes // size)) / 100:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration as people say it.
+
+    >>> [format_seconds(value) for value in (0.0, 0.0913, 0.000042, 1.5, 41, 200, 41440, 4e5)]
+    ['0 s', '0.091 s', '4.2e-05 s', '1.5 s', '41 s', '3 min 20 s', '11.5 h', '4.6 days']
+    """
+    if seconds < 59.5:
+        return f"{seconds:.2g} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 47.95 else f"{hours / 24:.1f} days"
 
 
 def parse_rate(rate: str) -> float:

@@ -226,15 +226,17 @@ class Plan:
         """
         return self.timeline.estimated_seconds
 
-    def explain(self, *, costs: bool = False) -> str:
+    def explain(self, *, costs: bool = False, full: bool = True) -> str:
         """Text report: the split of the budget, then one block per segment.
 
         Args:
             costs: add the seconds of each segment. Default: `False`
+            full: write a block per segment; otherwise a table with a line per segment, which names the largest ones where there are many,
+                in 40 lines at most (with ``costs`` a line for each segment). Default: `True`
         """
         from sft.planner.report import plan_report
 
-        return plan_report(self, costs=costs)
+        return plan_report(self, costs=costs, full=full)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw memory over time and the segments that run. Needs the extra ``plot``.

@@ -11,8 +11,9 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from sft.common.byte_units import format_bytes
+from sft.common.byte_units import format_bytes, format_seconds
 from sft.common.errors import InputError
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.timeline import TimelineKind
 from sft.solvers.plot import new_figure
 
@@ -35,8 +36,43 @@ def _states_text(segment: SegmentPlan) -> str:
     )
 
 
-def plan_report(plan: Plan, *, costs: bool = False) -> str:
-    """Text of a plan: the split of the budget, then one block per segment; ``costs`` adds the seconds of each segment."""
+#: Lines of a short report, and of its parts that may be long.
+_MAX_LINES, _MAX_ORDER_LINES, _MAX_NOTES, _MIN_SEGMENTS = 40, 2, 5, 8
+
+
+def plan_report(plan: Plan, *, costs: bool = False, full: bool = True) -> str:
+    """Text of a plan: the split of the budget, then its segments.
+
+    Args:
+        plan: the plan.
+        costs: add the seconds of each segment.
+        full: a block per segment; otherwise one line per segment, and 40 lines at most unless ``costs`` is true.
+    """
+    lines = [*_header_lines(plan), *_order_lines(plan, full=full), *_limits_lines(plan)]
+    if plan.mesh is not None:
+        lines += ["", *plan.mesh.lines()]
+    if full:
+        if costs:
+            lines += ["", *_costs_lines(plan)]
+        for number, segment in enumerate(plan.segments):
+            lines += ["", *_segment_lines(number, segment)]
+    notes = list(plan.notes)
+    if not full and len(notes) > _MAX_NOTES:
+        notes = [*notes[: _MAX_NOTES - 1], _left_out(len(notes) - _MAX_NOTES + 1)]
+    if not full:
+        num_notes = len(notes) + 2 if notes else 0
+        lines += ["", *_segment_table(plan, costs=costs, max_lines=max(_MIN_SEGMENTS, _MAX_LINES - len(lines) - num_notes - 1))]
+    if notes:
+        lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in notes)]
+    return "\n".join(lines)
+
+
+def _left_out(count: int) -> str:
+    return f"... and {count} more (--full, or explain())"
+
+
+def _header_lines(plan: Plan) -> list[str]:
+    """Inputs, bytes, FLOPs and seconds."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
     kind = "a training step" if plan.training else "inference"
     num_read = sum(placement == "source" for placement in plan.input_placements)
@@ -57,27 +93,82 @@ def plan_report(plan: Plan, *, costs: bool = False) -> str:
     if plan.skips_repeats:
         lines.append(f"{'':20}and less where strips repeat their neighbours: last_skipping of the compiled module says how much")
     if plan.projected_seconds is not None:
-        lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
-    else:
+        place = _DEVICES.get(plan.device_type, "the device")
         lines.append(
-            f"  estimated time    {plan.estimated_seconds:>10.4g} s  from FLOPs, at a rate of the kind of device: to compare plans by"
+            f"  projected time    {format_seconds(plan.projected_seconds):>12}  each program timed on {place}, as often as it runs"
         )
-    if plan.order:
-        lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
-    if plan.search_limits is not None and plan.search_limits.changes():
-        changes = textwrap.wrap(
-            ", ".join(plan.search_limits.changes()), width=120, initial_indent="  search limits     ", subsequent_indent=" " * 20
+    else:
+        lines.append(f"  estimated time    {format_seconds(plan.estimated_seconds):>12}  {_rate_text(plan)}: to compare plans by")
+    return lines
+
+
+#: Devices by kind, in sentences.
+_DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
+
+
+def _rate_text(plan: Plan) -> str:
+    """Origin of the estimated seconds: kind of device and rate."""
+    if not plan.device_type:
+        return "from FLOPs, at a rate of the kind of device"
+    rate = DeviceRates(plan.device_type).flops_per_second
+    assumed = ", assumed for a model on the meta device" if plan.device_type == "meta" else ""
+    return f"for {_DEVICES.get(plan.device_type, 'a GPU')} of {rate:.0e} FLOPs a second{assumed}".replace("e+", "e")
+
+
+def _order_lines(plan: Plan, *, full: bool) -> list[str]:
+    """The schedule, if it is not the default one."""
+    if not plan.order:
+        return []
+    lines = textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    if full or len(lines) <= _MAX_ORDER_LINES:
+        return lines
+    shown = lines[:_MAX_ORDER_LINES]
+    return [*shown, f"{'':20}{_left_out(len(plan.order) - sum(len(line.removeprefix('  order').split()) for line in shown))}"]
+
+
+def _limits_lines(plan: Plan) -> list[str]:
+    """Thresholds of the search that differ from the defaults."""
+    if plan.search_limits is None or not plan.search_limits.changes():
+        return []
+    text = ", ".join(plan.search_limits.changes())
+    return textwrap.wrap(text, width=120, initial_indent="  search limits     ", subsequent_indent=" " * 20)
+
+
+def _segment_table(plan: Plan, *, costs: bool, max_lines: int) -> list[str]:
+    """A line per segment; of many segments the largest ones, in their order, and the sums of the others."""
+    seconds = {cost.segment: cost for cost in plan.timeline.costs()} if costs else {}
+    timed = f"{'forward':>11} {'again':>9} {'backward':>9} {'share':>7}" if costs else ""
+    lines = [f"  segment  {'runs':<30} {'panels':>6} {'outputs':>11} {'working set':>12} {'FLOPs':>10}{timed}  operators"]
+    numbers = list(range(len(plan.segments)))
+    max_rows = len(numbers) if costs else max_lines - 2
+    if len(numbers) > max_rows + 1:
+        largest = sorted(numbers, key=lambda number: plan.segments[number].working_bytes, reverse=True)[:max_rows]
+        numbers = sorted(largest)
+    for number in numbers:
+        segment = plan.segments[number]
+        tiled = f"{segment.num_steps} strips of {segment.strip_rows} rows"
+        again = f", {segment.num_forwards}x" if segment.num_forwards > 1 else ""
+        cost = seconds.get(number)
+        times = "" if not costs else f"{'':>38}"
+        if cost is not None:
+            parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
+            times = f"{format_seconds(parts[0]):>11} {format_seconds(parts[1]):>9} {format_seconds(parts[2]):>9} {100 * cost.share:>5.1f} %"
+        lines.append(
+            f"  {number:>7}  {(tiled if segment.mode == 'tiled' else 'whole') + again:<30} {segment.num_panels:>6} "
+            f"{format_bytes(segment.output_bytes):>11} {format_bytes(segment.working_bytes):>12} {segment.flops:>10.3g}{times}  "
+            f"{segment.layers[0]} .. {segment.layers[1]}"
         )
-        lines += changes
-    if plan.mesh is not None:
-        lines += ["", *plan.mesh.lines()]
     if costs:
-        lines += ["", *_costs_lines(plan)]
-    for number, segment in enumerate(plan.segments):
-        lines += ["", *_segment_lines(number, segment)]
-    if plan.notes:
-        lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
-    return "\n".join(lines)
+        title = f"Seconds of a step, {'measured' if plan.timeline.is_measured else 'estimated'}, in the last columns:"
+        lines = [title, *lines, *_waiting_lines(plan)]
+    others = [segment for number, segment in enumerate(plan.segments) if number not in set(numbers)]
+    if others:
+        num_tiled = sum(segment.mode == "tiled" for segment in others)
+        lines.append(
+            f"  ... {len(others)} more with smaller working sets ({num_tiled} in strips, {len(others) - num_tiled} whole), "
+            f"{sum(segment.flops for segment in others):.3g} FLOPs: --full, or explain()"
+        )
+    return lines
 
 
 def _in_brackets(note: str) -> str:
@@ -138,6 +229,12 @@ def _costs_lines(plan: Plan) -> list[str]:
         times = f"{cost.forward_seconds:>10.4g}  {cost.recompute_seconds:>10.4g} {cost.backward_seconds:>10.4g}"
         rate = f"{cost.flops_per_second / 1e9:>9.4g}" if timeline.is_measured else ""
         lines.append(f"  {cost.segment:>7} {times}    {100 * cost.share:>5.1f} %{rate}")
+    return [*lines, *_waiting_lines(plan)]
+
+
+def _waiting_lines(plan: Plan) -> list[str]:
+    """Seconds without computation, and a remark about tiled segments."""
+    timeline, lines = plan.timeline, []
     if any(entry.copied_bytes for entry in timeline.entries):
         lines.append(f"  waiting {timeline.idle_seconds:>10.4g}  for copies to the host and back, with nothing to compute")
     if any(segment.mode == "tiled" for segment in plan.segments) and plan.training:
@@ -183,6 +280,8 @@ _STYLES: dict[TimelineKind, tuple[float, str]] = {
 #: Rows of the copies to the host and back, below the segments.
 _LANES: dict[TimelineKind, int] = {"offload": -1, "prefetch": -2}
 _MAX_TICKS = 10
+#: Least extent of a bar, as a share of the panel, and most segments whose bars have white outlines (of many, they would hide the bars).
+_MIN_BAR_SHARE, _MIN_BAR_HEIGHT, _MAX_OUTLINED = 0.002, 0.012, 60
 _RESIDENT_COLOUR, _ALIVE_COLOUR = "0.75", "tab:green"
 
 
@@ -246,7 +345,8 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
         elif kind == "loss":
             axes.axvline(start, color="black", linestyle=":", label="loss")
         elif entry.segment is not None and stop > start:
-            bars_of.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
+            wide = max(stop - start, _MIN_BAR_SHARE * timeline.seconds)  # a shorter bar would be invisible
+            bars_of.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, start + wide))
     for (mode, kind), bars in bars_of.items():
         alpha, hatch = _STYLES[kind]
         numbers, starts, stops = zip(*bars, strict=True)
@@ -254,11 +354,11 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
             numbers,
             [stop - start for start, stop in zip(starts, stops, strict=True)],
             left=starts,
-            height=0.8,
+            height=max(0.8, _MIN_BAR_HEIGHT * len(plan.segments)),
             color=_COLOURS[mode],
             alpha=alpha,
-            hatch=hatch,
-            edgecolor="white",
+            hatch=hatch if len(plan.segments) <= _MAX_OUTLINED else "",
+            edgecolor="white" if len(plan.segments) <= _MAX_OUTLINED else _COLOURS[mode],
             linewidth=0.3,
             label=f"{mode}, {kind}",
         )

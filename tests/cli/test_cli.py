@@ -50,7 +50,20 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["packages"]["torch"] == torch.__version__
     assert all(device["self_check"]["ok"] for device in found["devices"])
     assert main(["doctor"]) == 0
-    assert "self-check" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "self-check" in text and " free of " in text and "imported from" in text and "WARNING" not in text
+
+
+def test_doctor_names_a_folder_that_hides_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An import hook installs the package, and the current folder contains a clone of the same name."""
+    (tmp_path / "sft").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and not (Path(entry) / "sft" / "__init__.py").exists()])
+    sys.path_importer_cache.clear()
+    assert main(["doctor"]) == 0
+    assert "which is no package, as sft; install again: pip install" in capsys.readouterr().out
 
 
 def test_doctor_fails_if_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +135,32 @@ def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]
     assert [line for line in lines if line and line[0] in rows] == [[name, "no" if rows[name]["error"] else "yes"] for name in rows]
 
 
+def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan with more than a hundred segments is 40 lines, and a line for each segment with --costs."""
+    command = ["plan", "examples.models:resnet50", "--model-args", "num_classes=2", "width=8", "--input", "1x3x512x512", "--device", "cuda"]
+    command += ["--budget", "60MiB"]
+    assert main([*command, "--json"]) == 0
+    num_segments = len(sft.Plan.from_json(capsys.readouterr().out).segments)
+    assert num_segments > 40
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 40 and "more with smaller working sets" in text and "for a GPU of 1e13 FLOPs a second" in text
+    assert main([*command, "--costs"]) == 0
+    costs = capsys.readouterr().out
+    assert num_segments + 10 <= len(costs.splitlines()) <= num_segments + 20 and "more with" not in costs
+    assert main([*command, "--full"]) == 0
+    assert capsys.readouterr().out.count("Segment ") == num_segments
+
+
+def test_compare_says_why_nothing_fits_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--budget", "200KiB", "--compare", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] in STRATEGIES]
+    assert len(rows) == len(STRATEGIES) and all(line.split()[1] == "no" for line in rows)
+    assert sum("needs " in line and " of 200.00 KiB" in line for line in rows) >= 8
+    assert "No strategy fits: the budget is 200.00 KiB" in text and "--budget " in text
+
+
 def test_a_plan_may_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *_NET, "--json"]) == 0
     assert sft.Plan.from_json(capsys.readouterr().out).projected_seconds is None
@@ -133,7 +172,8 @@ def test_a_plan_may_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_is_drawn_and_its_costs_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["plan", *_NET, "--tile", "32", "--costs", "--plot", str(tmp_path / "plan.png")]) == 0
-    assert "Seconds of a step, estimated" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Seconds of a step, estimated" in text and "on the CPU" not in text and text.count("Segment ") == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -146,7 +186,7 @@ def test_time_is_drawn_against_memory(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(arguments) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines if line and line[0] in ("optimal", "none")] == [row["strategy"] for row in rows]
-    assert lines[1][-1].startswith("~") and any("estimated" in line for line in lines)
+    assert lines[1][-2].startswith("~") and lines[1][-1] == "s" and any("estimated" in line for line in lines)
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -157,7 +157,8 @@ def _parser() -> ArgumentParser:
     tissue.add_argument("--overwrite", action="store_true", help="find masks anew that are there already")
     tissue.add_argument("--slide-mpp", type=float, help="micrometres per pixel of the slides, where the files are wrong or silent")
     plan = _configured("how a training step is computed, and what it takes; runs nothing")
-    plan.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the image, in px; default: the largest slide")
+    size = "of the image in px, as slide-info prints it, without any slide, such as 80000x60000; default: the largest slide of the table"
+    plan.add_argument("--size", type=str, nargs="+", metavar="WIDTHxHEIGHT", help=f"{size}. Two numbers are height and width")
     train = _configured("train, or go on with a run that was interrupted; then evaluate")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     train.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")

@@ -28,6 +28,7 @@ from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import Experiment, check_slides, load_experiment, plan_of_size
 from sft.wsi.train.run_state import RunProgress, config_fingerprint
 from sft.wsi.train.signals import EndRequested, Interruption
+from sft.wsi.train.size_plan import experiment_without_slides
 from sft.wsi.train.trainer import Trainer
 
 __all__ = ["CommandResult", "evaluate", "heatmap", "plan", "train"]
@@ -47,7 +48,7 @@ class CommandResult:
 
 
 def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = SINGLE_RANK, *, trust: Trust = ()) -> CommandResult:
-    """The plan of a training step for the largest slide, or for a size.
+    """The plan of a training step for the largest slide, or for a size, which needs no slide, no pretrained weights and no GPU.
 
     Args:
         config: of the run.
@@ -60,10 +61,11 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
         BudgetError: it does not fit.
         InputError, SourceError: the configuration is wrong.
     """
-    experiment = load_experiment(config, trust=trust)
     if size is not None:
-        plan = plan_of_size(experiment, (size[0], size[1]), ranks)
+        plan = plan_of_size(experiment_without_slides(config, trust=trust), (size[0], size[1]), ranks)
+        console.print(f"Slide of {size[1]} x {size[0]} px (width x height), on {config.train.device}", markup=False, highlight=False)
     else:
+        experiment = load_experiment(config, trust=trust)
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)

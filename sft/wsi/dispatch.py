@@ -13,6 +13,7 @@ from sft.wsi.cli import make_config, read_config
 from sft.wsi.config import RanksConfig
 from sft.wsi.eval.predict import InferenceRequest, config_path
 from sft.wsi.train.distributed import joined
+from sft.wsi.train.size_plan import parse_size
 
 __all__ = ["COMMANDS"]
 
@@ -20,7 +21,7 @@ __all__ = ["COMMANDS"]
 def _plan(given: Namespace, console: Console) -> commands.CommandResult:
     config = make_config(given)
     with joined(config.ranks, plans_only=True) as ranks:
-        return commands.plan(config, given.size, console, ranks, trust=given.trust)
+        return commands.plan(config, parse_size(given.size) if given.size else None, console, ranks, trust=given.trust)
 
 
 def _train(given: Namespace, console: Console) -> commands.CommandResult:

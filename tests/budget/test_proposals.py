@@ -111,7 +111,7 @@ def test_the_command_line_names_its_own_options(capsys: pytest.CaptureFixture[st
     command = ["plan", f"{__name__}:_normed", "--input", "1x3x512x256", "--budget", "4MiB", "--device", "cpu"]
     assert main(command) == 1
     message = capsys.readouterr().err
-    assert "frozen norms (--frozen-norms)" in message and "--budget 16." in message and "Options(" not in message
+    assert "frozen norms (--frozen-norms)" in message and "--budget 17.63MiB" in message and "Options(" not in message
     host = re.search(r"host memory \((--host-budget) ([\d.]+MiB)\)", message)
     assert host is not None
     assert main([*command, host[1], host[2]]) == 0

@@ -42,7 +42,7 @@ from sft.wsi.train.experiment import (
 from sft.wsi.train.rank_sync import SlideFailed, gather_results, next_items, open_on_all_ranks, reading_slide, scatter_items
 from sft.wsi.train.signals import Interruption
 
-__all__ = ["InferenceRequest", "LoadedModel", "Predictor", "config_path", "load_trained", "mean_loss"]
+__all__ = ["InferenceRequest", "LoadedModel", "Predictor", "config_path", "load_trained", "mean_loss", "options_without_download"]
 
 
 class Predictor:
@@ -277,7 +277,9 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     config = replace(
         config,
         train=replace(config.train, device=selection.device or config.train.device),
-        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config.model)),
+        model=replace(
+            config.model, budget=selection.budget or config.model.budget, weights=None, options=options_without_download(config.model)
+        ),
     )
     available_device(config.train.device)
     ranks.use_device(config.train.device)
@@ -320,7 +322,7 @@ _BUILT_WITH_WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _without_download(model: ModelConfig) -> dict[str, Any]:
+def options_without_download(model: ModelConfig) -> dict[str, Any]:
     """Options of the backbone without pretrained weights: a trained model brings its own.
 
     Options that a library sets because of pretrained weights are kept by name. Options of other backbones are unchanged.

@@ -277,7 +277,7 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
         InputError: an invalid size, or the task is segmentation.
     """
     if min(size_px) < 1 or experiment.task.kind == "segmentation":
-        raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
+        raise InputError(f"--size {size_px[1]}x{size_px[0]}: give two positive numbers, and a task without masks")
     optimizer = make_optimizer(experiment.model, experiment.config.train)
     net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
@@ -303,7 +303,8 @@ class _PlaceholderSlide:
 
 def autocast_context(config: Config) -> contextlib.AbstractContextManager[Any]:
     """The precision of the run."""
-    if config.train.precision == "fp32":
+    device = torch.device(config.train.device)
+    if config.train.precision == "fp32" or (device.type == "cuda" and not torch.cuda.is_available()):  # only plans are made without it
         return contextlib.nullcontext()
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float16
     return torch.autocast(torch.device(config.train.device).type, dtype=dtype)

@@ -14,7 +14,7 @@ import sft
 from examples.models import resnet18, vgg16
 from sft.common.errors import InputError, SourceError
 from sft.wsi.config import ModelConfig
-from sft.wsi.eval.predict import _without_download
+from sft.wsi.eval.predict import options_without_download
 from sft.wsi.model.backbones import cut_before_pooling, load_backbone, load_weights, num_features
 from sft.wsi.model.heads import Evidence, SlideModel, build_model, calibrate_batch_norms, set_training
 from sft.wsi.train.experiment import segmentation_counts
@@ -252,7 +252,7 @@ def test_a_trained_model_is_built_as_it_was_without_downloading_weights() -> Non
     """``pretrained`` means more than a download: torchvision's Inception then normalises its input, and your own may do anything."""
 
     def built(backbone: str, **options: Any) -> dict[str, Any]:
-        return _without_download(ModelConfig(backbone=backbone, options=options))
+        return options_without_download(ModelConfig(backbone=backbone, options=options))
 
     assert built("nets:mine", pretrained=True, weights="a") == {"pretrained": True, "weights": "a"}
     assert built("timm:resnet18", pretrained=True, in_chans=3) == {"in_chans": 3}

@@ -36,7 +36,7 @@ from torch import Tensor
 from sft.analysis.frontend.capture import is_channels_last
 from sft.analysis.ir.axes import Axes
 from sft.common.byte_units import is_integer
-from sft.common.errors import InputError
+from sft.common.errors import InputError, typed
 from sft.sources.arrays import ArraySource
 from sft.sources.host_arrays import as_host_array
 from sft.sources.image import Image, Raster
@@ -298,7 +298,7 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""
     if isinstance(value, (NoneType, bool, int, float, str)):
         hint = "; a constant belongs into the model: compile a module whose forward calls it with this constant"
-    raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
+    raise InputError(f"{name} is {typed(value)}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
 
 
 def _with_sink(name: str, entry: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:

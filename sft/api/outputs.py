@@ -23,13 +23,14 @@ from typing import TypeAlias
 
 import torch
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, typed
 from sft.runtime.region import Region
 from sft.sources.sink import NpyFile, numpy_dtype
 from sft.torch_runtime.host_outputs import HostOutput, allocate_host_output, copy_to_host
 
 __all__ = ["HostOutputs", "OutputArgument", "OutputDestination", "resolve_output"]
 
+_MAX_NAME_BYTES = 255
 OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -96,10 +97,13 @@ def resolve_output(output: object) -> OutputDestination:
 
 def _path(entry: object) -> Path:
     if not isinstance(entry, (str, os.PathLike)) or isinstance(os.fspath(entry), bytes):
-        raise InputError(f"output {entry!r} is a {type(entry).__name__}; give a path that ends in .npy, or 'host'")
+        raise InputError(f"output {entry!r} is {typed(entry)}; give a path that ends in .npy, or 'host'")
     path = Path(entry)
     if path.suffix != ".npy":
-        raise InputError(f"output {os.fspath(entry)!r}: choose 'device', 'host', or a path that ends in .npy, not in {path.suffix!r}")
+        ending = f", not in {path.suffix!r}" if path.suffix else ""
+        raise InputError(f"output {os.fspath(entry)!r}: choose 'device', 'host', or a path that ends in .npy{ending}")
+    if "\0" in os.fspath(entry) or len(os.fsencode(path.name)) > _MAX_NAME_BYTES:
+        raise InputError(f"output {os.fspath(entry)[:40]!r}...: no file can have this name; give a shorter one, without zero bytes")
     if path.is_dir():
         raise InputError(f"output {os.fspath(entry)!r} is a directory; give the path of a file in it")
     folder = path.parent

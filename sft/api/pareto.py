@@ -108,9 +108,9 @@ def pareto(
     model: nn.Module,
     input_shape: Any,
     *,
-    budgets: Sequence[int | str] | None = None,
+    budgets: int | str | Sequence[int | str] | None = None,
     num_budgets: int = 6,
-    strategies: Iterable[str] = ("auto", "none"),
+    strategies: str | Iterable[str] = ("auto", "none"),
     options: Options | None = None,
     path: str | os.PathLike[str] | None = None,
     **compile_arguments: Any,
@@ -120,10 +120,10 @@ def pareto(
     Args:
         model: as for `sft.plan`.
         input_shape: as for `sft.plan`; every extent is needed.
-        budgets: device memory, each in bytes or as ``"11GiB"``. Default: `None`, ``num_budgets`` from plain PyTorch's need down to the
-            smallest that works.
+        budgets: device memory, each in bytes or as ``"11GiB"``; or one of them. Default: `None`, ``num_budgets`` from plain PyTorch's need
+            down to the smallest that works.
         num_budgets: number of default budgets, at least two.
-        strategies: names of strategies, see `sft.Options`.
+        strategies: names of strategies, see `sft.Options`; or one name.
         options: other options of the plans. With ``profile="measure"`` each plan is timed, in the memory that it plans with: give budgets
             that the device has. Default: `None`
         path: a file for the plot, with an extension that matplotlib supports. Default: `None`, no plot
@@ -139,10 +139,13 @@ def pareto(
         SourceError: the plot cannot be written.
     """
     base = options or Options()
-    requests = [replace(base, strategy=name) for name in dict.fromkeys(strategies)]  # refuses a wrong name before planning
+    names = (strategies,) if isinstance(strategies, str) else strategies
+    requests = [replace(base, strategy=name) for name in dict.fromkeys(names)]  # refuses a wrong name before planning
     if not requests:
         raise InputError(f"strategies is empty: name one of {', '.join(STRATEGIES)}")
-    budget_list = None if budgets is None else sorted({parse_bytes(budget) for budget in budgets}, reverse=True)
+    budget_list = (
+        None if budgets is None else sorted(set(map(parse_bytes, [budgets] if isinstance(budgets, int | str) else budgets)), reverse=True)
+    )
     if budget_list is not None and not budget_list:
         raise InputError("budgets is empty: name some, or leave it out")
     if budget_list is None and num_budgets < 2:

@@ -3,6 +3,9 @@
 A file may be damaged, of another version, or edited by hand. Each value is checked against the annotation of its field, recursively; an
 error names its place in the text, such as `segments[3].strip_rows`. Lists become tuples, so that the dataclasses stay hashable, and an
 integer is accepted in a float field.
+
+Numbers of a record are counts, sizes and seconds: finite, at least 0 and below 2**63. A field with other values says so in its metadata:
+``minimum`` (None for a field with negative numbers), or ``choices``, the texts that it may have.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from sft.common.errors import InputError, some_names
 __all__ = ["dataclass_from_dict", "parse_json_object"]
 
 Record = TypeVar("Record")
+
+_LIMIT = 2**63
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
@@ -63,7 +68,8 @@ def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
             unknown
         )
         raise InputError(f"{place or cls.__name__} {' and '.join(wrong)}")
-    return cls(**{name: _parse_value(types[name], item, f"{place}.{name}".lstrip(".")) for name, item in data.items()})
+    limits = {field.name: field.metadata for field in fields(cls)}
+    return cls(**{name: _parse_value(types[name], item, f"{place}.{name}".lstrip("."), limits[name]) for name, item in data.items()})
 
 
 @lru_cache
@@ -72,27 +78,37 @@ def _field_types(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(cls) if field.init}
 
 
-def _parse_value(annotation: Any, data: Any, place: str) -> Any:
+def _parse_value(annotation: Any, data: Any, place: str, limits: Mapping[str, Any]) -> Any:
     origin = get_origin(annotation)
     if origin is tuple:
-        return _parse_items(get_args(annotation), data, place)
+        return _parse_items(get_args(annotation), data, place, limits)
     if origin is Literal:
         if data not in get_args(annotation):
             _refuse(place, f"one of {', '.join(map(repr, get_args(annotation)))}", data)
         return data
     if origin in (Union, UnionType):
         (member,) = (each for each in get_args(annotation) if each is not NoneType)
-        return None if data is None else _parse_value(member, data, place)
+        return None if data is None else _parse_value(member, data, place, limits)
     if is_dataclass(annotation):
         return _parse_dataclass(annotation, data, place)
-    if annotation is float and type(data) is int:
-        return float(data)
-    if type(data) is not annotation:  # not isinstance: true is no number
+    is_whole = annotation is float and type(data) is int
+    if not is_whole and type(data) is not annotation:  # not isinstance: true is no number
         _refuse(place, _KINDS[annotation], data)
-    return data
+    if annotation in (int, float):
+        _check_number(data, place, limits.get("minimum", 0))
+    elif data not in limits.get("choices", (data,)):
+        _refuse(place, f"one of {', '.join(map(repr, limits['choices']))}", data)
+    return float(data) if is_whole else data
 
 
-def _parse_items(annotations: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
+def _check_number(number: float, place: str, minimum: int | None) -> None:
+    if not abs(number) < _LIMIT:  # also NaN
+        _refuse(place, "a finite number below 2**63", number)
+    if minimum is not None and number < minimum:
+        _refuse(place, f"at minimum {minimum}", number)
+
+
+def _parse_items(annotations: tuple[Any, ...], data: Any, place: str, limits: Mapping[str, Any]) -> tuple[Any, ...]:
     if not isinstance(data, list | tuple):
         _refuse(place, "a list", data)
     if len(annotations) == 2 and annotations[1] is Ellipsis:
@@ -100,7 +116,7 @@ def _parse_items(annotations: tuple[Any, ...], data: Any, place: str) -> tuple[A
     if len(data) != len(annotations):
         _refuse(place, f"a list of {len(annotations)}", data)
     return tuple(
-        _parse_value(annotation, item, f"{place}[{i}]") for i, (annotation, item) in enumerate(zip(annotations, data, strict=True))
+        _parse_value(annotation, item, f"{place}[{i}]", limits) for i, (annotation, item) in enumerate(zip(annotations, data, strict=True))
     )
 
 
@@ -109,5 +125,7 @@ def _refuse(place: str, expected: str, data: Any) -> NoReturn:
 
 
 def _shorten(data: Any) -> str:
+    if type(data) is int and abs(data) >= _LIMIT:
+        return f"a number of {data.bit_length()} bits"  # its text may be longer than Python writes
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -21,6 +21,7 @@ __all__ = [
     "UnsupportedError",
     "first_problems",
     "some_names",
+    "typed",
 ]
 
 _NUM_SHOWN = 20
@@ -107,7 +108,17 @@ def first_problems(problems: Sequence[str]) -> list[str]:
 def some_names(names: Collection[object]) -> str:
     """Names with commas between them, the first twenty and a count.
 
-    >>> some_names(["a", 1]), some_names(range(25))[-15:]
+    >>> some_names(["a", 1]), some_names(range(25))[-14:]
     ('a, 1', '19, and 5 more')
     """
     return ", ".join(first_problems([*map(str, islice(names, _NUM_SHOWN)), *([""] * (len(names) - _NUM_SHOWN))]))
+
+
+def typed(value: object) -> str:
+    """The type of a value with its article.
+
+    >>> typed(3), typed([])
+    ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"

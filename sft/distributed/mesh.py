@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, typed
 
 __all__ = ["LiveMesh", "MeshShape", "refuse_sinks_on_mesh", "resolve_mesh"]
 
@@ -77,7 +77,7 @@ def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
 
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
-            f"mesh is a {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(device_type, (replicas, bands), "
+            f"mesh is {typed(mesh)}; give a DeviceMesh: init_device_mesh(device_type, (replicas, bands), "
             "mesh_dim_names=('replica', 'band')), or a pair (replicas, bands) to plan only"
         )
     names = mesh.mesh_dim_names or ()

@@ -18,6 +18,11 @@ from sft.planner.timeline import Timeline
 __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
+#: Element types of inputs.
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex128", "complex64", "complex32"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+)
 
 #: Source of a strip's halo rows: kept from the strip before, or computed again.
 HaloMode = Literal["carry", "recompute"]
@@ -84,7 +89,7 @@ class SegmentPlan:
     nodes: tuple[str, ...]
     layers: tuple[str, str]
     mode: Literal["tiled", "whole"]
-    placement: str
+    placement: str = field(metadata={"choices": ("device", "host", "device and host")})
     strip_rows: int
     panel_cols: int
     num_panels: int
@@ -175,9 +180,9 @@ class Plan:
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
-    input_placements: tuple[str, ...]
-    output_placements: tuple[str, ...]
-    dtype: str
+    input_placements: tuple[str, ...] = field(metadata={"choices": ("device", "source")})
+    output_placements: tuple[str, ...] = field(metadata={"choices": ("device", "host")})
+    dtype: str = field(metadata={"choices": _DTYPES})
     training: bool
     budget_bytes: int
     resident_bytes: int

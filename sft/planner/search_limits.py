@@ -6,7 +6,7 @@ find another plan, or the same one in more time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 __all__ = ["SearchLimits"]
 
@@ -109,7 +109,7 @@ class SearchLimits:
     sampled_strides: tuple[tuple[int, tuple[int, ...]], ...] = ((16, (1, 2, 4)), (128, (1, 4, 16)), (4096, (1, 12, 96)))
     sampled_strides_above: tuple[int, ...] = (1, 12, 96, 1024)
     few_run_operators: int = 8
-    samples_of_few: tuple[int, ...] = (0, 2, -2, -1)
+    samples_of_few: tuple[int, ...] = field(default=(0, 2, -2, -1), metadata={"minimum": None})
     num_halo_samples: int = 8
     min_shared_extent: int = 8
     max_restored: float = 6.0

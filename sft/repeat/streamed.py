@@ -240,7 +240,7 @@ class StreamedBlocks:
                 views[spec.name].copy_(old_views[spec.name])
             fill(number, views)
 
-        self.store = self._create_store([layout] * self.num_blocks, copy_and_fill)
+        self.store = self._create_store([layout] * self.num_blocks, copy_and_fill, replaces=old)
         old.close()
         self.weights = self._window(self.store)
         self.rebind()
@@ -269,9 +269,11 @@ class StreamedBlocks:
     def _window(self, store: Store) -> WeightStream:
         return WeightStream(store, self.device, window_bytes=self.window_bytes, prefetch=self.prefetch)
 
-    def _create_store(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+    def _create_store(
+        self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None], *, replaces: Store | None = None
+    ) -> Store:
         if self.path is not None:
-            return DiskStore.create(self.path, layouts, fill, durable=self.durable)
+            return DiskStore.create(self.path, layouts, fill, durable=self.durable, replaces=replaces)
         store = HostStore(layouts, pin=self._pin)
         for number, layout in enumerate(layouts):
             fill(number, layout.views(store.record(number)))
@@ -286,6 +288,8 @@ class StreamedBlocks:
             raise InputError(f"{path} has other blocks than those repeated here: {difference}; give another path")
         if len(store.layouts) != self.num_blocks or any(each is not store.layouts[0] for each in store.layouts):
             raise InputError(f"{path} has {len(store.layouts)} blocks, and {self.num_blocks} are repeated here; give another path")
+        if any(param.requires_grad for param in self.block.parameters()):  # a frozen block only reads
+            store.reserve()
         return store
 
     def _create_buffer_store(self) -> tuple[HostStore | None, WeightStream | None]:

@@ -18,7 +18,7 @@ from torch.func import functional_call, functionalize
 
 from sft.analysis.frontend.module_state import AttributeChanges, override_attributes, preserve_attributes
 from sft.analysis.frontend.trace_context import suppress_output
-from sft.common.errors import InputError, UnsupportedError
+from sft.common.errors import InputError, UnsupportedError, typed
 from sft.common.torch_internals import FakeTensorMode
 from sft.lower.joint_traces import JointTrace, TraceBuilder
 from sft.lower.op_recorder import OpRecording, record_calls
@@ -215,7 +215,7 @@ def _autocast_context(device: torch.device, dtype: torch.dtype | None) -> contex
 
 def _check_output(out: Any, x: TensorMeta, device: torch.device) -> None:
     if not isinstance(out, Tensor):
-        raise UnsupportedError([f"(the repeated block): it returns a {type(out).__name__}; let it take and return one tensor"])
+        raise UnsupportedError([f"(the repeated block): it returns {typed(out)}; let it take and return one tensor"])
     if (tuple(out.shape), out.dtype, out.device.type) != (x.shape, x.dtype, device.type):
         raise UnsupportedError(
             [

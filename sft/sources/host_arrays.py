@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, typed
 
 __all__ = ["AnyArray", "HostArray", "Layout", "as_host_array", "axis_order", "check_mapping", "release_pages", "resolve_layout"]
 
@@ -51,7 +51,7 @@ def as_host_array(value: object, purpose: str) -> HostArray:
     if isinstance(value, np.ndarray):
         return value
     if not isinstance(value, Tensor):
-        raise InputError(f"cannot {purpose} a {type(value).__name__}: expected a NumPy array, a memmap or a host tensor. Convert it.")
+        raise InputError(f"cannot {purpose} {typed(value)}: expected a NumPy array, a memmap or a host tensor. Convert it.")
     if value.device.type != "cpu" or value.layout is not torch.strided or value.is_neg():
         raise InputError(
             f"cannot {purpose} a tensor on {value.device} with layout {value.layout}: rows stream between host and device. "

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import BoolArray
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, read_strips
@@ -157,9 +157,7 @@ class Normalized:
 
     def __init__(self, image: Image, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
         if not isinstance(image, Image):
-            raise InputError(
-                f"cannot read rows of a {type(image).__name__}: expected width_px, height_px and read(). See sft.sources.Image."
-            )
+            raise InputError(f"cannot read rows of {typed(image)}: expected width_px, height_px and read(). See sft.sources.Image.")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {image} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
         for name, given in (("mean", mean), ("std", std)):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import ByteArray, IntArray
-from sft.common.errors import InputError, SkipSlideError, SourceError
+from sft.common.errors import InputError, SkipSlideError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.source import Source
 
@@ -220,7 +220,7 @@ class StripReader:
 
     def __init__(self, source: Source, intervals: Sequence[Interval], *, num_buffers: int = 2) -> None:
         if not isinstance(source, Source):
-            raise InputError(f"cannot read strips of a {type(source).__name__}: expected a sft.sources.Source. Wrap it.")
+            raise InputError(f"cannot read strips of {typed(source)}: expected a sft.sources.Source. Wrap it.")
         height_px = source.shape[2]
         outside = [rows for rows in intervals if rows and not Interval(0, height_px).contains(rows)]
         if outside:

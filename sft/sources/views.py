@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from sft.common.array_types import BoolArray
-from sft.common.errors import InputError
+from sft.common.errors import InputError, typed
 from sft.common.interval import Interval
 from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, valid_mpp
 from sft.sources.row_blocks import RowBlocks
@@ -32,7 +32,7 @@ class RasterView(LevelledImage):
 
     def __init__(self, image: Image) -> None:
         if not isinstance(image, Image):
-            raise InputError(f"cannot look at a {type(image).__name__}: expected width_px, height_px and read(). See sft.sources.Image.")
+            raise InputError(f"cannot look at {typed(image)}: expected width_px, height_px and read(). See sft.sources.Image.")
         self.image = image
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, missing_extra
 from sft.sources.views import Cropped, OneLevelView
@@ -232,7 +232,7 @@ class Masked(OneLevelView):
     def __init__(self, image: Image, mask: _HasRegion, *, background: tuple[int, ...] | None = None) -> None:
         super().__init__(image)
         if not isinstance(mask, _HasRegion):
-            raise InputError(f"cannot mask {image} with a {type(mask).__name__}: give a TissueMask or Regions.")
+            raise InputError(f"cannot mask {image} with {typed(mask)}: give a TissueMask or Regions.")
         if isinstance(mask, TissueMask) and (mask.width_px, mask.height_px) != (image.width_px, image.height_px):
             raise InputError(
                 f"cannot mask {image} ({image.width_px} x {image.height_px} px): the mask is of a slide of {mask.width_px} x "

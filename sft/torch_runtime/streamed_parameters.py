@@ -315,14 +315,16 @@ class StreamedParameters:
             views[name].copy_(old.layouts[record].views(old.record(record))[name])
             fill(record, views)
 
-        self.store = self._stored(layouts, both)
+        self.store = self._stored(layouts, both, replaces=old)
         old.close()
         self.rebind()
         return False
 
-    def _stored(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+    def _stored(
+        self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None], *, replaces: Store | None = None
+    ) -> Store:
         if self._file is not None:
-            return DiskStore.create(self._file.path, layouts, fill, durable=self._file.durable)
+            return DiskStore.create(self._file.path, layouts, fill, durable=self._file.durable, replaces=replaces)
         store = HostStore(layouts, pin=self._pin)
         with torch.no_grad():
             for record, layout in enumerate(layouts):
@@ -338,6 +340,8 @@ class StreamedParameters:
             raise InputError(
                 f"{file.path} has the weights of another model: {difference}; give another path, and load what fits with load_state_dict"
             )
+        if any(param.requires_grad for param in self.params.values()):  # a frozen model only reads
+            store.reserve()
         return store
 
 

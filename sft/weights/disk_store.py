@@ -8,8 +8,10 @@ Guarantees, at every moment:
   :meth:`DiskStore.commit` returns. Without it, a loss of power (only) may lose the last generations.
 - An unfinished generation is a file of the same name with the suffix ``.next``. Opening or creating the store removes it.
 - The space for a generation is reserved when it begins: a full disk is reported before any computation.
-- One process writes at a time: an unfinished generation is locked, and a file that another process has replaced since it was opened is not
-  replaced in turn. Two processes that are given one path never mix their weights.
+- One store writes to a path, for its life: the file is locked from the moment at which a store that writes opens or creates it until that
+  store is closed, collected, or its process dies. A second one is refused when it opens the file, before it has computed anything. Each
+  generation is locked before it takes the place of the last one. Other programs can replace the file; it is not replaced in turn then.
+- Readers take no lock: a store that only reads keeps the generation that it has opened.
 
 The current generation is mapped privately: pages are read on first access, the system may drop them at no cost, and writes to them never
 reach the file. The next generation is written with plain writes at the offsets of its records, then renamed.
@@ -22,9 +24,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import gc
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,9 +36,10 @@ from torch import Tensor
 
 from sft.common.atomic_files import fsync_folder
 from sft.common.errors import InputError, SourceError
+from sft.common.file_lock import LockedFile, lock_file, lock_holder
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.safetensors_header import header_bytes, read_header
-from sft.weights.store import record_offsets
+from sft.weights.store import Store, record_offsets
 
 __all__ = ["DiskStore", "WeightsFile", "check_resume"]
 
@@ -55,7 +55,8 @@ class DiskStore:
         self._offsets = record_offsets(layouts)
         self._data = data
         self._identity: tuple[int, int] | None = None
-        self._file: _SelfClosingFile | None = None
+        self._file: LockedFile | None = None
+        self._lock: LockedFile | None = None  # of the current generation
         self._start = 0
         self._written: set[tuple[int, str]] = set()
 
@@ -68,8 +69,9 @@ class DiskStore:
         *,
         metadata: Mapping[str, str] | None = None,
         durable: bool = True,
+        replaces: Store | None = None,
     ) -> DiskStore:
-        """Write a new file; it replaces an old one of that name when it is complete.
+        """Write a new file; it replaces an old one of that name when it is complete. The file stays locked for the life of the store.
 
         Args:
             path: the file.
@@ -77,15 +79,18 @@ class DiskStore:
             fill: writes the tensors of a block, given its number and zero-initialised views.
             metadata: text to keep with the weights.
             durable: whether each generation survives a loss of power.
+            replaces: the store of the same file that this one replaces, and whose lock it takes over. Default: `None`
 
         Raises:
             InputError: no blocks are given, or an element type has no name in the format.
-            SourceError: the file cannot be written; an old one is unchanged.
+            SourceError: the file cannot be written, or another store writes to it; an old one is unchanged.
         """
         if not layouts:
             raise InputError("a store needs at least one block")
         file_path = Path(path)
         store = cls(file_path, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8, device="cpu"), durable=durable)
+        if isinstance(replaces, DiskStore):
+            store._lock = replaces._lock
         try:
             store.begin(metadata)
             for block, layout in enumerate(layouts):
@@ -95,13 +100,14 @@ class DiskStore:
             store.commit(metadata)
         except BaseException:
             store.abort()
+            store._lock = None  # and not closed: it may be the replaced store's
             raise
         store.generation = 0
         return store
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, durable: bool = True) -> DiskStore:
-        """Open a file that :meth:`create` made.
+        """Open a file that :meth:`create` made, for reading until :meth:`reserve` or :meth:`begin`.
 
         Raises:
             SourceError: it cannot be read, is truncated, or is not such a file.
@@ -110,12 +116,22 @@ class DiskStore:
         layouts, metadata, data, identity = _map_records(file_path)
         with (
             suppress(OSError),
-            _open_locked(_next_generation_path(file_path), creates=False),
+            lock_file(_next_generation_path(file_path), creates=False),
         ):  # not if another process writes to it, or the folder is read-only
             _next_generation_path(file_path).unlink()
         store = cls(file_path, layouts, metadata, data, durable=durable)
         store._identity = identity
         return store
+
+    def reserve(self) -> None:
+        """Lock the file for the life of the store, against all other stores that write.
+
+        Raises:
+            SourceError: another store has the lock, or the file was replaced since it was opened.
+        """
+        if self._lock is None:
+            self._lock = _lock_current(self.path)
+        self._check_identity()
 
     @property
     def is_slow(self) -> bool:
@@ -143,14 +159,14 @@ class DiskStore:
         if self._file is not None:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
         path = _next_generation_path(self.path)
+        self.reserve()
         try:
-            self._file = _lock_after_gc(path)
-            self._check_identity()
+            self._file = lock_file(path, creates=True)
             self._file.truncate(0)
             self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_SLACK_BYTES
             os.posix_fallocate(self._file.fileno(), 0, self._start + self._offsets[-1])
         except BlockingIOError as error:
-            raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
+            raise _in_use(self.path, path) from error
         except OSError as error:
             self.abort()
             raise _io_error("write", path, error) from error
@@ -205,7 +221,7 @@ class DiskStore:
                 if _identity_of(self.path) == identity:
                     self._data, self.metadata, self._identity = data, file_metadata, identity
                     self.generation += 1
-                    self._close_next()
+                    self._lock, self._file = self._file, None
             if self.durable:
                 fsync_folder(self.path.parent)
         except OSError as error:
@@ -221,8 +237,11 @@ class DiskStore:
         self._close_next()
 
     def close(self) -> None:
-        """Discard the next generation and release the mapping."""
+        """Discard the next generation, and release the mapping and the lock."""
         self.abort()
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
         self._data = self._data[:0].clone()
 
     def _close_next(self) -> None:
@@ -261,53 +280,26 @@ def _next_generation_path(path: Path) -> Path:
     return path.with_name(path.name + ".next")
 
 
-class _SelfClosingFile(io.FileIO):
-    """A file that is closed with its last reference: not even Ctrl-C during opening leaves it locked."""
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _open_or_create(path: Path, *, creates: bool) -> _SelfClosingFile:
-    """Open a file for reading and writing, or create it."""
-    while True:
-        try:
-            return _SelfClosingFile(path, "r+")
-        except FileNotFoundError:
-            if not creates:
-                raise
-        with suppress(FileExistsError):
-            return _SelfClosingFile(path, "x+")
-
-
-def _lock_after_gc(path: Path) -> _SelfClosingFile:
-    """Open and lock a file that unreachable models may hold: reference cycles of their autograd graphs are collected first."""
-    for _ in range(2):
-        with suppress(BlockingIOError):
-            return _open_locked(path, creates=True)
-        gc.collect()
-    return _open_locked(path, creates=True)
-
-
-def _open_locked(path: Path, *, creates: bool) -> _SelfClosingFile:
-    """Open a file and lock it until it is closed.
+def _lock_current(path: Path) -> LockedFile | None:
+    """The lock of the current generation; ``None`` without a file.
 
     Raises:
-        BlockingIOError: another process or store holds the lock.
-        OSError: it cannot be opened.
+        SourceError: another store that writes to it has the lock.
     """
-    while True:
-        file = _open_or_create(path, creates=creates)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # the former holder of the lock has renamed or removed it since it was opened here
+    try:
+        return lock_file(path, creates=False)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError as error:
+        raise _in_use(path, path) from error
+    except OSError as error:
+        raise _io_error("read", path, error) from error
+
+
+def _in_use(path: Path, locked: Path) -> SourceError:
+    holder = lock_holder(locked)
+    owner = "another model of this process" if holder == "this process" else holder
+    return SourceError(f"the weights file {path} is in use: {owner} writes to it. Wait for it or close it, or give each its own path.")
 
 
 def _identity_of(path: Path) -> tuple[int, int] | None:

@@ -165,8 +165,8 @@ def heatmap(
     selection: InferenceRequest,
     console: Console,
     *,
-    names: Sequence[str] | None,
-    classes: Sequence[str] | None,
+    names: str | Sequence[str] | None,
+    classes: str | Sequence[str] | None,
     saliency: bool,
     num_crops: int,
     crop_px: int,
@@ -179,6 +179,7 @@ def heatmap(
     if num_crops < 0 or crop_px < 1:
         raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
     loaded = load_trained(selection, console, SINGLE_RANK)
+    names = (names,) if isinstance(names, str) else names
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {some_names(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")

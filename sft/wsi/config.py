@@ -103,7 +103,10 @@ class TaskConfig:
     def __post_init__(self) -> None:
         _refuse_nulls("task", self)
         problems = []
-        if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
+        classes: Any = self.classes  # a text is a sequence of texts, too
+        if isinstance(classes, str):
+            problems.append(f"task.classes {classes!r}: give a list of names, such as [{classes}, other]")
+        elif self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
             problems.append(f"task.classes {self.classes}: give each name once")
         if self.kind == "segmentation" and not self.classes:
             problems.append("task.kind segmentation: name the classes of the masks' values 0, 1, ... in task.classes")

@@ -65,6 +65,12 @@ def test_rows_match_the_plans(captured: list[object], tmp_path: Path) -> None:
     assert row.seconds == row.estimated_seconds == plan.estimated_seconds and row.projected_seconds is None
 
 
+def test_one_strategy_and_one_budget_need_no_list() -> None:
+    one = sft.pareto(_model(), _SHAPE, budgets="1MiB", strategies="auto")
+    assert one == sft.pareto(_model(), _SHAPE, budgets=["1MiB"], strategies=("auto",)) and [row.strategy for row in one] == ["auto"]
+    assert sft.pareto(_model(), _SHAPE, budgets=2**20, strategies="auto") == one
+
+
 def test_given_budgets_are_used_and_infeasible_strategies_are_left_out() -> None:
     with remembered_captures():
         plain_bytes = sft.plan(_model(), _SHAPE, options=sft.Options(strategy="none")).total_bytes
@@ -90,6 +96,8 @@ def test_plans_of_a_sweep_may_be_timed() -> None:
     [
         ({"strategies": ()}, "strategies is empty"),
         ({"strategies": ("fastest",)}, "strategy 'fastest'"),
+        ({"strategies": "fastest"}, "strategy 'fastest'"),
+        ({"budgets": "much"}, "'much'"),
         ({"num_budgets": 1}, "num_budgets 1"),
         ({"budgets": ["much"]}, "much"),
         ({"budgets": []}, "budgets is empty"),

@@ -224,13 +224,16 @@ def test_a_file_that_is_cut_short_while_it_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("disk", "choose 'device', 'host', or a path that ends in .npy, not in ''"),
+        ("disk", r"output 'disk': choose 'device', 'host', or a path that ends in \.npy$"),
+        ("gpu", r"output 'gpu': choose 'device', 'host', or a path that ends in \.npy$"),
+        ("a" * 300 + ".npy", "no file can have this name"),
+        ("a\0.npy", "no file can have this name"),
         ("out.zarr", "not in '.zarr'"),
         ("there/is/none/out.npy", "'there/is/none' is not a directory; make it first"),
         (["a.npy", "./a.npy"], "names a file twice"),
         ([], "choose 'device'"),
         (7, "output 7: choose"),
-        ([7], "output 7 is a int; give a path"),
+        ([7], "output 7 is an int; give a path"),
         (["a.npy", "b.npy"], r"output has 2 path\(s\) for the model's 1 output\(s\)"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -558,3 +559,31 @@ def test_damaged_counts_are_told(text: str, tmp_path: Path) -> None:
             model(torch.ones(2, 4)).sum().backward()
             ours.step()
             ours.close()
+
+
+@pytest.mark.parametrize("kind", ["repeat", "compiled"])
+def test_the_second_model_of_a_file_is_refused_and_readers_are_not(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+
+    def opened(*, frozen: bool = False, resume: bool = True) -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "repeat":
+            model: nn.Module = Repeat(Block, 3, strategy="revolve").double().requires_grad_(not frozen)
+            _repeat(nn.Sequential(nn.Identity(), model)).stream("3KiB", path=path, resume=resume)
+            return model
+        plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).requires_grad_(not frozen)
+        file = sft.WeightsFile(path, resume=resume)
+        net: nn.Module = sft.compile(plain, (1, 3, 16, 16), options=sft.Options(weights=file))
+        net(torch.ones(1, 3, 16, 16))
+        return net
+
+    first = opened(resume=False)
+    with pytest.raises(sft.SourceError, match=r"w\.safetensors is in use: another model of this process writes to it"):
+        opened()
+    reader = opened(frozen=True)
+    del first
+    gc.collect()
+    second = opened()
+    with pytest.raises(sft.SourceError, match="in use"):
+        opened()
+    del reader, second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -222,26 +223,107 @@ def test_a_killed_process_leaves_the_last_complete_generation(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["w"]
 
 
+def _writer(path: Path) -> DiskStore:
+    store = DiskStore.open(path)
+    store.reserve()
+    return store
+
+
 def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill)
-    first, second = DiskStore.open(path), DiskStore.open(path)
+    first, second = DiskStore.open(path), DiskStore.open(path)  # readers, until they begin to write
     first.begin()
-    with pytest.raises(sft.SourceError, match="another process, or another model"):
+    with pytest.raises(sft.SourceError, match="w is in use: another model of this process writes to it"):
         second.begin()
     second.abort()  # which is not the first one's
     DiskStore.open(path)
     first.write(1, torch.full((_EQUAL[0].record_bytes,), 7, dtype=torch.uint8))
     first.commit()
+    for _ in range(2):  # also between two generations
+        with pytest.raises(sft.SourceError, match="in use"):
+            second.begin()
+        with pytest.raises(sft.SourceError, match="in use"):
+            _writer(path)
+        with pytest.raises(sft.SourceError, match="in use"):
+            DiskStore.create(path, _EQUAL, _fill)
+        first.begin()
+        first.commit()
+    assert _contents(DiskStore.open(path)) == _contents(first) != _contents(second)
+    first.close()
     with pytest.raises(sft.SourceError, match="was replaced since its weights were read"):
         second.begin()
-    third = DiskStore.open(path)
-    assert _contents(third) == _contents(first) != _contents(second)
+    second.close()
+    third = _writer(path)
     third.begin()
     third.commit()
-    with pytest.raises(sft.SourceError, match="was replaced"):
-        first.begin()
     assert [each.name for each in tmp_path.iterdir()] == ["w"]
+
+
+def test_a_store_that_replaces_another_takes_its_lock_over(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    old = DiskStore.create(path, _EQUAL, _fill)
+
+    def fail(*_: object) -> None:
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        DiskStore.create(path, _EQUAL, fail, replaces=old)
+    with pytest.raises(sft.SourceError, match="in use"):  # the old one keeps it
+        _writer(path)
+    new = DiskStore.create(path, _DIFFERENT, _fill, replaces=old)
+    old.close()
+    with pytest.raises(sft.SourceError, match="in use"):
+        _writer(path)
+    new.close()
+    _writer(path).close()
+
+
+_HOLDER = """
+import os, sys, time
+from sft.weights import DiskStore
+store = DiskStore.open(sys.argv[1])
+store.reserve()
+if "fork" in sys.argv and os.fork() == 0:
+    time.sleep(60)  # a worker that outlives the closing of the store
+print(os.getpid(), flush=True)
+if sys.stdin.readline().strip() == "close":
+    store.close()
+    print("closed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "close fork", "kill", "exit"])
+def test_the_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "w"
+    DiskStore.create(path, _EQUAL, _fill).close()
+    command = [sys.executable, "-P", "-c", _HOLDER, str(path), *end.split()[1:]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
+        try:
+            assert holder.stdin is not None and holder.stdout is not None
+            pid = holder.stdout.readline().strip()
+            with pytest.raises(sft.SourceError) as caught:
+                _writer(path)
+            message = str(caught.value)
+            assert str(path) in message and "writes to it" in message
+            assert f"another process ({pid})" in message or not Path("/proc/locks").exists()
+            assert len(_contents(DiskStore.open(path))) == len(_EQUAL)  # a reader
+            if end.startswith("close"):
+                holder.stdin.write("close\n")
+                holder.stdin.flush()
+                assert holder.stdout.readline() == "closed\n"
+            elif end == "kill":
+                holder.kill()
+                holder.wait()
+            else:
+                holder.stdin.write("\n")
+                holder.stdin.flush()
+                holder.wait()
+            _writer(path).close()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(holder.pid, signal.SIGKILL)
 
 
 def test_a_dead_writer_holds_no_lock(tmp_path: Path) -> None:
@@ -251,7 +333,7 @@ def test_a_dead_writer_holds_no_lock(tmp_path: Path) -> None:
     holder = [store]
     holder.append(holder)  # type: ignore[arg-type]  # a cycle, as models have
     del store, holder
-    DiskStore.open(path).begin()
+    _writer(path).begin()
 
 
 def test_a_file_that_was_moved_away_is_written_again(tmp_path: Path) -> None:
@@ -274,7 +356,7 @@ def test_files_and_mappings_are_released(tmp_path: Path) -> None:
         store.begin()
         store.commit()
     store.begin()
-    assert held() == (before[0] + 2, 1)  # the mapping's, and the next generation's
+    assert held() == (before[0] + 3, 1)  # the mapping's, the lock's, and the next generation's
     store.close()
     del store
     assert held() == before

@@ -355,7 +355,7 @@ def write_map_table(folder: Path, heatmap: Heatmap) -> None:
     write_csv(path, _MAP_COLUMNS, rows)
 
 
-def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[int]:
+def output_numbers(experiment: Experiment, names: str | Sequence[str] | None) -> list[int]:
     """Indices of the outputs to draw: the named ones, or by default all classes but the first of two.
 
     Raises:
@@ -364,6 +364,7 @@ def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[
     classes = experiment.task.classes
     if not names:
         return [1] if experiment.task.kind == "classification" and len(classes) == 2 else list(range(experiment.task.num_outputs))
+    names = (names,) if isinstance(names, str) else names
     unknown = [name for name in names if name not in classes]
     if unknown:
         raise InputError(f"--classes {some_names(unknown)}: the model's are {some_names(classes) or 'none'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -135,6 +136,66 @@ def test_ome_zarr(tmp_path: Path, version: int) -> None:
 
 def _sum_of(image: ZarrImage) -> int:
     return int(image.read(7, 9, 101, 80).sum())
+
+
+class _Touch:
+    """A pickle that creates a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def _write_foreign_zarr(path: Path, chunk: bytes, *, version: int, codec: str) -> None:
+    """Write an array of one chunk whose metadata name a codec."""
+    path.mkdir()
+    if version == 2:
+        layout = {"zarr_format": 2, "shape": [4, 4, 3], "chunks": [4, 4, 3], "dtype": "|u1", "fill_value": 0, "order": "C", "filters": None}
+        (path / ".zarray").write_text(json.dumps({**layout, "compressor": {"id": codec}}))
+        (path / "0.0.0").write_bytes(chunk)
+        return
+    layout = {"zarr_format": 3, "node_type": "array", "shape": [4, 4, 3], "data_type": "uint8", "fill_value": 0}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [4, 4, 3]}}
+    codecs = [{"name": "bytes"}, {"name": codec, "configuration": {}}]
+    (path / "zarr.json").write_text(json.dumps({**layout, "chunk_grid": grid, "chunk_key_encoding": {"name": "default"}, "codecs": codecs}))
+    (path / "c" / "0" / "0").mkdir(parents=True)
+    (path / "c" / "0" / "0" / "0").write_bytes(chunk)
+
+
+@pytest.mark.parametrize(
+    ("version", "codec"), [(2, "pickle"), (2, "base64"), (2, "msgpack2"), (2, "sft_test_codec"), (3, "numcodecs.pickle"), (3, "vlen-utf8")]
+)
+def test_codecs_that_are_none_of_pixels_are_refused(tmp_path: Path, version: int, codec: str) -> None:
+    pytest.importorskip("zarr")
+    touched = tmp_path / "touched"
+    _write_foreign_zarr(tmp_path / "slide.zarr", pickle.dumps(_Touch(touched)), version=version, codec=codec)
+    with pytest.raises(SourceError, match=r"slide\.zarr"):
+        open_image(tmp_path / "slide.zarr").read(0, 0, 4, 4)
+    assert not touched.exists()
+
+
+def test_a_codec_that_zarr_knows_is_refused_before_a_chunk_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("zarr")
+    _write_foreign_zarr(tmp_path / "slide.zarr", b"", version=2, codec="base64")
+    with pytest.raises(SourceError, match="its codecs base64 are none of pixels, and may run code"):
+        open_image(tmp_path / "slide.zarr")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_codecs_of_pixels_are_read(tmp_path: Path, version: int) -> None:
+    zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
+    pixels = tissue_like(64, 64)
+    options: list[dict[str, Any]] = [{}]
+    if version == 2:
+        options += [{"compressors": numcodecs.Zlib(), "filters": [numcodecs.Delta("u1")]}, {"compressors": numcodecs.Blosc()}]
+    else:
+        options += [{"shards": (64, 64, 3)}, {"compressors": [zarr.codecs.GzipCodec()]}]
+    for number, option in enumerate(options):
+        path = tmp_path / f"{number}.zarr"
+        zarr.create_array(str(path), shape=pixels.shape, dtype="u1", chunks=(32, 32, 3), zarr_format=version, **option)[:] = pixels
+        assert np.array_equal(open_image(path).read(0, 0, 64, 64), pixels)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

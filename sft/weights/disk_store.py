@@ -34,9 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.common.atomic_files import fsync_folder
+from sft.common.atomic_files import LockedFile, fsync_folder, lock_file, lock_holder
 from sft.common.errors import InputError, SourceError
-from sft.common.file_lock import LockedFile, lock_file, lock_holder
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.safetensors_header import header_bytes, read_header
 from sft.weights.store import Store, record_offsets

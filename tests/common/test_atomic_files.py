@@ -1,4 +1,4 @@
-"""Files are replaced atomically or unchanged, and no temporary file remains."""
+"""Files are replaced atomically or unchanged, no temporary file remains, and a lock has one owner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_folder
+from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_folder, lock_file, lock_holder
 from sft.common.errors import SourceError
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import clear_partial, write_text
@@ -138,3 +138,54 @@ def test_a_folder_of_foreign_files_is_no_run_folder(tmp_path: Path) -> None:
     for _ in range(2):  # an empty one, and one that holds a run
         with RunFolder(tmp_path):
             (tmp_path / "splits.csv").write_text("of the run")
+
+
+def test_one_owner_until_the_last_reference(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        lock_file(path, creates=False)
+    first = lock_file(path, creates=True)
+    with pytest.raises(BlockingIOError):
+        lock_file(path, creates=False)
+    assert lock_holder(path) == ("this process" if Path("/proc/locks").exists() else "another process")
+    cycle: list[object] = [first]
+    cycle.append(cycle)
+    del first, cycle
+    second = lock_file(path, creates=False)  # collects the cycle
+    second.close()
+    assert lock_holder(path) == "another process"  # unknown: it is free
+    lock_file(path, creates=False).close()
+
+
+def test_a_child_that_closes_its_copy_does_not_release_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    owner = lock_file(path, creates=True)
+    child = os.fork()
+    if child == 0:
+        owner.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(BlockingIOError):
+        lock_file(path, creates=False)
+    owner.close()
+    lock_file(path, creates=False).close()
+
+
+def test_a_file_that_was_renamed_away_is_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    old = lock_file(path, creates=True)
+    new = lock_file(tmp_path / "next", creates=True)
+    os.replace(tmp_path / "next", path)
+    old.close()
+    with pytest.raises(BlockingIOError):
+        lock_file(path, creates=False)
+    new.close()
+    lock_file(path, creates=False).close()
+
+
+def test_a_read_only_file_can_be_locked(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    path.chmod(0o444)
+    with lock_file(path, creates=False), pytest.raises(BlockingIOError):
+        lock_file(path, creates=False)

@@ -19,7 +19,10 @@ __all__ = ["IGNORED_LABEL", "absent_classes", "count_values", "label_problem", "
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
-_ROWS_COUNTED = 1024
+#: Pixels counted at a time; NumPy needs eight bytes for each.
+_PIXELS_COUNTED = 1 << 22
+#: Values below this are counted in a table.
+_MAX_COUNTED = 1 << 16
 #: Values that a message lists.
 _MAX_LISTED = 20
 #: Distinct values of a label map at most; more are no labels.
@@ -33,14 +36,18 @@ def count_values(labels: npt.NDArray[Any]) -> dict[int, int]:
     {0: 1, 255: 3}
     """
     counts: Counter[int] = Counter()
-    for start in range(0, len(labels), _ROWS_COUNTED):
-        rows = labels[start : start + _ROWS_COUNTED]
-        if rows.dtype in (np.uint8, np.bool_):
-            frequencies = np.bincount(np.ravel(rows).view(np.uint8), minlength=1)
-            counts.update({int(value): int(frequencies[value]) for value in np.flatnonzero(frequencies)})
+    step = max(1, _PIXELS_COUNTED // max(1, labels.shape[1]))
+    for start in range(0, len(labels), step):
+        rows = np.ravel(labels[start : start + step])
+        if rows.dtype == np.bool_:
+            rows = rows.view(np.uint8)
+        if rows.min() >= 0 and rows.max() < _MAX_COUNTED:  # without sorting
+            frequencies = np.bincount(rows.astype(np.intp, copy=False))
+            values = np.flatnonzero(frequencies)
+            frequencies = frequencies[values]
         else:
             values, frequencies = np.unique(rows, return_counts=True)
-            counts.update(dict(zip(values.tolist(), frequencies.tolist(), strict=True)))
+        counts.update(dict(zip(values.tolist(), frequencies.tolist(), strict=True)))
         if len(counts) > _MAX_VALUES:
             break
     return dict(sorted(counts.items()))

@@ -148,7 +148,7 @@ def test_values_merge_and_are_ignored_by_the_mapping() -> None:
 
 
 def test_counts_of_all_kinds_of_integers() -> None:
-    for dtype in (np.bool_, np.uint8, np.int16, np.int64):
+    for dtype in (np.bool_, np.uint8, np.int16, np.int64, np.uint32, np.uint64):
         assert count_values(np.array([[0, 1], [1, 1]], dtype)) == {0: 1, 1: 3}
     assert count_values(np.array([[-1, 70_000]], np.int64)) == {-1: 1, 70_000: 1}
     assert values_text(dict.fromkeys(range(25), 1)).endswith("19 (1 px) and 5 more values")

@@ -137,7 +137,7 @@ def rows_of(case: ModelCase) -> list[Row]:
             options = sft.Options(strategy=strategy)
             own = copy.deepcopy(model)
             try:
-                net = sft.compile(own, x, budget=budget, options=options)
+                net: Any = sft.compile(own, x, budget=budget, options=options)
             except sft.BudgetError as error:
                 assert error.needed_bytes is not None
                 budget = error.needed_bytes

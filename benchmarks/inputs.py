@@ -152,7 +152,7 @@ def check(threads: int) -> Check:
     worst, described = (0.0, "output"), []
     for way in ways:
         model.zero_grad(set_to_none=True)
-        net = sft.compile(model, source, **way)
+        net: Any = sft.compile(model, source, **way)
         worst = max(worst, worst_difference(reference, collect(model, take_step(net, source))))
         described.append(describe_plan(net.plan).strips)
     return Check(height=height, width=width, worst_error=worst[0], worst_tensor=worst[1], ways=tuple(described))
@@ -165,7 +165,7 @@ def measure(case: Case) -> StepNumbers:
     mapped = np.load(case.path, mmap_mode="r")[: case.height]
     source = ArraySource(mapped, mean=MEAN, std=STD)
     started = time.perf_counter()
-    net = sft.compile(model, source, budget=case.budget_bytes)
+    net: Any = sft.compile(model, source, budget=case.budget_bytes)
     prepare_seconds = time.perf_counter() - started
     start_bytes = rss_bytes()
     started = time.perf_counter()

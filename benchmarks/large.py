@@ -130,7 +130,7 @@ def run_segmentation(case: Case) -> Numbers:
     training = sft.nn.WithLoss(model, nn.CrossEntropyLoss())
     x, labels = torch.rand(1, 3, case.size, case.size), torch.randint(num_classes, (1, case.size, case.size))
     plain_bytes = sft.plan(training, [x, labels], budget=2**50, options=sft.Options(strategy="none")).total_bytes
-    net = sft.compile(training, [x, labels], budget=case.budget_bytes)
+    net: Any = sft.compile(training, [x, labels], budget=case.budget_bytes)
     started = time.perf_counter()
     with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
         net(x, labels).backward()
@@ -147,7 +147,7 @@ def run_activation(case: Case) -> Numbers:
     source = ArraySource(np.load(case.path, mmap_mode="r"))
     with torch.no_grad():
         plain_bytes = sft.plan(model, tuple(source.shape), budget=2**50, options=sft.Options(strategy="none")).total_bytes
-        net = sft.compile(model, source, budget=case.budget_bytes)
+        net: Any = sft.compile(model, source, budget=case.budget_bytes)
         started = time.perf_counter()
         with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
             net(source)

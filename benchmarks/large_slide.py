@@ -135,7 +135,7 @@ def check(case: Case) -> Check:
     worst, described = (0.0, "output"), []
     for way in ways:
         model.zero_grad(set_to_none=True)
-        net = sft.compile(model, source, **way)
+        net: Any = sft.compile(model, source, **way)
         output = net(source)
         torch.autograd.backward(loss_of(output))
         worst = max(worst, worst_difference(reference, collect(model, output.detach())))
@@ -150,7 +150,7 @@ def measure(case: Case) -> StepNumbers:
     shape = (1, 3, case.size, case.size)
     source = Normalized(open_image(case.path), mean=MEAN, std=STD)
     started = time.perf_counter()
-    net = sft.compile(model, source, budget=case.budget_bytes)
+    net: Any = sft.compile(model, source, budget=case.budget_bytes)
     prepare_seconds = time.perf_counter() - started
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     start_bytes, cpu_started = rss_bytes(), _cpu_seconds()

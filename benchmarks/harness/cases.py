@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ def prepare(case: Case, built: Built) -> tuple[Callable[[], Tensor], PlanNumbers
     elif case.method == "ours":
         options = None if case.strip_rows is None else sft.Options(tile=(case.strip_rows, case.width))
         budget = UNLIMITED_BYTES if case.budget_bytes is None else case.budget_bytes
-        compiled = sft.compile(body, tuple(x.shape), budget=budget, options=options)
+        compiled: Any = sft.compile(body, tuple(x.shape), budget=budget, options=options)
         net, plan = compiled, describe_plan(compiled.plan)
 
     def step() -> Tensor:

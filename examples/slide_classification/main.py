@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from heatmap import class_activation_map, draw_heatmap
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     model = build_model(image, arguments.seed)
     console.print(f"norm statistics: measured on {NUM_CROPS} crops of the slide, then frozen; all other parameters train")
 
-    net = sft.compile(model, image.shape, budget=arguments.budget)
+    net: Any = sft.compile(model, image.shape, budget=arguments.budget)
     plan: sft.Plan = net.plan
     with atomic_write(arguments.out / "plan.txt") as temporary:
         temporary.write_text(plan.explain() + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     plain_bytes = sft.plan(training, inputs, budget=2**60, options=sft.Options(strategy="none"), optimizer=optimizer).total_bytes
     budget_bytes = int(arguments.share * plain_bytes)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
-    net = sft.compile(training, inputs, budget=budget_bytes, optimizer=optimizer)
+    net: Any = sft.compile(training, inputs, budget=budget_bytes, optimizer=optimizer)
     shape = " x ".join(map(str, brain.volume.shape[2:]))
     print(f"{shape} voxels; plain PyTorch needs {format_bytes(plain_bytes)}, the budget is {format_bytes(budget_bytes)}", flush=True)
 

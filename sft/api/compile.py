@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from sft.api.call_arguments import bind_shapes
 from sft.api.check import check_capturable
+from sft.api.compiled_handle import of
 from sft.api.compiled_module import CompiledModule, wrap_module
 from sft.api.engine import Engine
 from sft.api.inputs import InputShape, dtypes_of, examples_of, input_grads_of, shapes_of
@@ -25,8 +26,11 @@ from sft.torch_runtime.streamed_parameters import StreamedParameters
 __all__ = ["compile", "plan"]
 
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
 def compile(
-    model: nn.Module,
+    model: ModuleT,
     input_shape: InputShape,
     *,
     budget: float | str | None = None,
@@ -36,7 +40,7 @@ def compile(
     plan: Plan | None = None,
     mesh: Any = None,
     options: Options | None = None,
-) -> Any:
+) -> ModuleT:
     """Wrap ``model`` in a module that computes the same outputs and gradients inside ``budget`` bytes.
 
     Args:
@@ -121,7 +125,7 @@ def compile(
         mesh=resolved_mesh,
         limits=limits,
     )
-    net = wrap_module(model, engine)
+    net: ModuleT = wrap_module(model, engine)
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
     elif all(extent is not None for shape in shapes for extent in shape):
@@ -147,9 +151,9 @@ def plan(
         UnsupportedError, BudgetError, InputError: as :func:`compile`.
     """
     net = compile(model, input_shape, budget=budget, options=options, **compile_arguments)
-    if net._sft_engine.last_plan is None:
+    result = of(net).engine.last_plan
+    if result is None:
         raise InputError(f"a plan needs every extent, got input_shape {input_shape!r}")
-    result: Plan = net._sft_engine.last_plan
     return result
 
 

@@ -33,6 +33,11 @@ class CompiledHandle:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, which runs the calls; not part of the public interface."""
+        return self._engine
+
     def __repr__(self) -> str:
         plan = self._engine.last_plan
         return f"<compiled {type(self._engine.model).__name__}, {'no plan yet' if plan is None else repr(plan)}>"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sft.api.compile import compile
-from sft.api.engine import Engine
+from sft.api.compiled_handle import of
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import BudgetError, InputError, SftError, UnsupportedError
 from sft.planner.options import STRATEGIES, Options
@@ -52,7 +52,7 @@ class PlanningSession:
     def __init__(self, model: nn.Module, input_shape: Any, **compile_arguments: Any) -> None:
         # No budget: the capture must not fail for lack of memory.
         net = compile(model, input_shape, budget=_UNLIMITED_BYTES, options=Options(strategy="none"), **compile_arguments)
-        self._engine: Engine = net._sft_engine
+        self._engine = of(net).engine
         plain = self._engine.last_plan
         if plain is None:
             raise InputError(f"every extent is needed to plan, got input_shape {input_shape!r}")

@@ -17,6 +17,7 @@ from torch import nn
 
 import sft
 from sft.api.compile import compile
+from sft.api.compiled_handle import of
 from sft.api.free_memory import FreeMemory, free_device_memory, free_host_memory
 from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
@@ -123,7 +124,7 @@ def _step_in_strips(device: torch.device) -> tuple[float, int, int]:
     with measure_peak(device) as peak:
         actual = _gradients(net, x.clone())
     errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in zip(actual, expected, strict=True)]
-    return max(errors), peak.num_bytes, net.plan.projected_peak_bytes
+    return max(errors), peak.num_bytes, of(net).plan.projected_peak_bytes
 
 
 def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -162,6 +162,14 @@ def test_the_handle_of_a_model_in_a_wrapper() -> None:
             sft.of(other)
 
 
+def test_the_type_is_that_of_the_model() -> None:
+    net = sft.compile(seeded(_Documented), _SHAPE)
+    width: int = net.conv.out_channels  # type checkers know the attribute
+    assert width == 4
+    hints = typing.get_type_hints(sft.compile)
+    assert hints["return"] is hints["model"] and hints["return"].__bound__ is nn.Module
+
+
 def test_a_plan_prints_in_a_few_lines() -> None:
     plan = sft.plan(seeded(ConvNet), (1, 3, 256, 256), options=sft.Options(tile=(16, None)))
     assert "\n" not in repr(plan) and len(repr(plan)) < 250

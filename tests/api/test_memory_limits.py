@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_memory_of_the_model_counts_as_free(probe: Probe) -> None:
 
 def test_the_budget_is_read_once(probe: Probe) -> None:
     probe("10.8GiB")
-    net = sft.compile(_model(), (1, 3, None, None))
+    net: Any = sft.compile(_model(), (1, 3, None, None))
     probe("5GiB")
     first, second = net.plan_for(_SHAPE), net.plan_for((1, 3, 128, 64))
     assert {first.budget_bytes, second.budget_bytes} == {sft.parse_bytes("9.5GiB")}
@@ -102,7 +103,7 @@ def test_a_plan_keeps_its_origin_in_json_and_pickles(probe: Probe) -> None:
 def test_a_given_plan_brings_its_budget(probe: Probe) -> None:
     probe("10.8GiB")
     plan = sft.plan(_model(), _SHAPE, budget="64MiB")
-    assert sft.compile(_model(), _SHAPE, plan=plan).plan.budget_bytes == 64 * 2**20
+    assert sft.of(sft.compile(_model(), _SHAPE, plan=plan)).plan.budget_bytes == 64 * 2**20
 
 
 def test_host_memory_of_the_options_is_left_for_the_host(probe: Probe) -> None:

@@ -71,7 +71,7 @@ def test_each_row_is_read_once_a_pass(name: str, batch_tile: int) -> None:
     make, forwards, backwards = _READING[name]
     model = seeded(make).train()
     source = Watched(image(2, *_SHAPE[1:]))
-    net = sft.compile(model, source, options=sft.Options(tile=(4, None), state_every=1, batch_tile=batch_tile))
+    net: Any = sft.compile(model, source, options=sft.Options(tile=(4, None), state_every=1, batch_tile=batch_tile))
     y = net(source)
     times = _readers(net)
     assert times == forwards
@@ -122,7 +122,9 @@ def test_the_analytic_profile_equals_the_simulated_sweep(
     # `sft.plan` is the function; the package of that name is reached by import alone.
     monkeypatch.setattr(import_module("sft.planner.materialize"), "project_step", both)
     pixels = random_pixels(3, 44, 10, 3)
-    net = sft.compile(seeded(make).train(), (3, 3, None, None), options=sft.Options(tile=(rows, None), state_every=every, batch_tile=2))
+    net: Any = sft.compile(
+        seeded(make).train(), (3, 3, None, None), options=sft.Options(tile=(rows, None), state_every=every, batch_tile=2)
+    )
     net.plan_for(pixels, input_grad=np.zeros((3, 44, 10, 3)) if wants_gradient else None)
     with torch.no_grad():
         net.plan_for(pixels)
@@ -150,10 +152,10 @@ def test_a_budget_below_the_image(wants_gradient: bool) -> None:
     target = np.zeros((512, 40, 3)) if wants_gradient else None
     image_bytes = pixels.size * 8
     with pytest.raises(sft.BudgetError) as refused:
-        sft.compile(_thin(), (1, 3, None, None), budget="10KiB").plan_for(pixels, input_grad=target)
+        sft.of(sft.compile(_thin(), (1, 3, None, None), budget="10KiB")).plan_for(pixels, input_grad=target)
     needed = refused.value.needed_bytes
     assert needed < image_bytes / 4
-    net = sft.compile(_thin(), (1, 3, None, None), budget=needed)
+    net: Any = sft.compile(_thin(), (1, 3, None, None), budget=needed)
     plan = check_budget(net, pixels, target)
     assert plan.total_bytes <= needed and "read in strips" in plan.explain()
     assert sft.Plan.from_json(plan.to_json()) == plan
@@ -163,7 +165,7 @@ def test_a_budget_below_the_image(wants_gradient: bool) -> None:
 
 def test_a_plan_for_a_tensor_is_not_one_for_a_source() -> None:
     model, x = _thin(), random_pixels(256, 32, 3)
-    net = sft.compile(model, (1, 3, 256, 32))
+    net: Any = sft.compile(model, (1, 3, 256, 32))
     assert net.plan.input_placements == ("device",)
     assert net.plan_for(x).input_placements == ("source",)
     assert sft.plan(model, x).input_placements == ("source",)

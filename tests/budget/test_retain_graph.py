@@ -89,11 +89,11 @@ def test_a_budget_too_small_for_a_retained_graph_refuses() -> None:
 
 def test_the_budget_that_is_named_works() -> None:
     budget = _least()
-    net = sft.compile(seeded(_model), _SHAPE, budget=budget)
+    net: Any = sft.compile(seeded(_model), _SHAPE, budget=budget)
     with pytest.raises(sft.BudgetError) as refused:
         net(image(*_SHAPE)).sum().backward(retain_graph=True)
     needed = refused.value.needed_bytes
-    roomy = sft.compile(seeded(_model), _SHAPE, budget=needed, plan=net.plan)
+    roomy: Any = sft.compile(seeded(_model), _SHAPE, budget=needed, plan=net.plan)
     measured, _ = _backward_twice(roomy, input_grad=False)
     parameters = sum(p.numel() * p.element_size() for p in roomy.parameters())
     assert measured + parameters <= needed

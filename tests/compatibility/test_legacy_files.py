@@ -494,7 +494,7 @@ def test_a_plan_in_json_trains_exactly(name: str) -> None:
     plan, case = sft.Plan.from_json(_text(name)), PLANS[name]
     model, x = seeded(case.make), image(*case.shape)
     plain = _plain(model)
-    net = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.given)
+    net: Any = sft.compile(model, x.numpy() if case.source else case.shape, plan=plan, **case.given)
     found = net.plan
     if plan.timeline.is_measured:  # nothing is measured for a plan that is handed in
         found = replace(found, projected_seconds=plan.projected_seconds, timeline=plan.timeline)
@@ -525,7 +525,7 @@ def test_plans_name_operators_that_are_still_called_so(name: str) -> None:
     model, x = seeded(NAMED[name]), image(2, 3, 16, 12)
     more = (_LABELS,) if isinstance(model, Labelled) else ()
     plain = copy.deepcopy(model)
-    net = sft.compile(model, [tuple(x.shape), *more], plan=plan)
+    net: Any = sft.compile(model, [tuple(x.shape), *more], plan=plan)
     assert _decisions(net.plan) == _decisions(plan)
     if any(isinstance(part, (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)) for part in model.modules()) or name == "noise":
         net(x).sum().backward()  # other numbers than torch's
@@ -537,7 +537,7 @@ def test_plans_name_operators_that_are_still_called_so(name: str) -> None:
 def test_plans_in_half_precision_name_operators_that_are_still_called_so(name: str) -> None:
     plan = sft.Plan.from_json(_named_plans()[f"{name} in bfloat16"])
     model = seeded(NAMED[name], dtype=torch.bfloat16)
-    net = sft.compile(model, [(2, 3, 16, 12), *((_LABELS,) if isinstance(model, Labelled) else ())], plan=plan)
+    net: Any = sft.compile(model, [(2, 3, 16, 12), *((_LABELS,) if isinstance(model, Labelled) else ())], plan=plan)
     assert _decisions(net.plan) == _decisions(plan)
 
 

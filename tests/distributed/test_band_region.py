@@ -308,7 +308,7 @@ def test_bands_that_own_no_row_of_small_images(four: Ranks) -> None:
 def _automatic_budget(rank: int, free_gib: tuple[float, ...]) -> tuple[int, str, bool]:
     free = FreeMemory(free_bytes=int(free_gib[rank] * 2**30), total_bytes=2**34)
     with patch.object(memory_limits, "free_host_memory", lambda: free):
-        net = sft.compile(seeded(lambda: Vgg(norm=False)), (1, 3, 32, 24), mesh=mesh_of(1, 2))
+        net: Any = sft.compile(seeded(lambda: Vgg(norm=False)), (1, 3, 32, 24), mesh=mesh_of(1, 2))
     net(image(1, 3, 32, 24))
     return net.plan.budget_bytes, net.plan.budget_note, net.plan.mesh is not None
 

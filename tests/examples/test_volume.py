@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_a_step_in_strips_has_the_gradients_of_plain_pytorch() -> None:
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     inputs = [volume, brain.left]
-    net = sft.compile(training, inputs, options=sft.Options(tile=(12, None)))
+    net: Any = sft.compile(training, inputs, options=sft.Options(tile=(12, None)))
     assert any(segment.num_steps > 1 for segment in net.plan.segments)
     net(volume, brain.left).backward()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())

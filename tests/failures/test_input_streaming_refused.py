@@ -160,7 +160,7 @@ class _Whole:
 def test_a_source_that_cannot_be_split() -> None:
     """Its batch is walked as one; forcing anything else is refused before anything runs."""
     model = seeded(Residual)
-    net = sft.compile(copy.deepcopy(model), (2, *_SHAPE[1:]), options=sft.Options(tile=(4, None)))
+    net: Any = sft.compile(copy.deepcopy(model), (2, *_SHAPE[1:]), options=sft.Options(tile=(4, None)))
     torch.testing.assert_close(net(_Whole()), model(image(2, *_SHAPE[1:])))
     assert all(segment.batch_tile == 2 for segment in net.plan.segments)
     net = sft.compile(copy.deepcopy(model), (2, *_SHAPE[1:]), options=sft.Options(tile=(4, None), batch_tile=1))
@@ -191,7 +191,7 @@ def test_a_read_that_fails_in_the_forward_pass(row: int, options: dict[str, Any]
 @pytest.mark.parametrize("row", [0, 17, 29])
 def test_a_read_that_fails_in_the_backward_pass(row: int, options: dict[str, Any]) -> None:
     model = seeded(SkipFromInput).train()
-    net = sft.compile(model, _SHAPE, options=sft.Options(**options))
+    net: Any = sft.compile(model, _SHAPE, options=sft.Options(**options))
     source = Watched(image(*_SHAPE))
     target = np.zeros(_SHAPE)
     net(source, input_grad=target).sum().backward()

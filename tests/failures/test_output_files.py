@@ -108,7 +108,7 @@ class ClassMap(nn.Module):
 def test_a_map_of_classes(tmp_path: Path) -> None:
     model = seeded(ClassMap)
     with torch.no_grad():
-        net = sft.compile(model, SHAPE, output=tmp_path / "classes.npy", options=TILED)
+        net: Any = sft.compile(model, SHAPE, output=tmp_path / "classes.npy", options=TILED)
         net(image(*SHAPE))
         classes = np.load(tmp_path / "classes.npy")
         assert classes.dtype == np.uint8 and np.array_equal(classes, model(image(*SHAPE)).numpy())

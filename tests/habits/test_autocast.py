@@ -351,7 +351,7 @@ def test_a_given_plan_is_for_its_own_precision() -> None:
     x = torch.randn(_SHAPE)
     with torch.autocast("cpu", torch.bfloat16):
         plan = sft.Plan.from_json(sft.plan(model, _SHAPE, options=sft.Options(tile=(8, _WIDTH))).to_json())
-        net = sft.compile(copy.deepcopy(model), _SHAPE, plan=plan)
+        net: Any = sft.compile(copy.deepcopy(model), _SHAPE, plan=plan)
         net(x)
         assert net.plan.segments[1].strip_rows == 8
     net = sft.compile(copy.deepcopy(model), _SHAPE, plan=sft.plan(model, _SHAPE, options=sft.Options(tile=(8, _WIDTH))))

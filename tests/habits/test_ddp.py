@@ -91,7 +91,7 @@ def _worker(rank: int, store: str) -> None:
     try:
         for name, habit in _HABITS.items():
             model = seeded(SometimesFar)
-            net = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(4, 8)))
+            net: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(4, 8)))
             for module in (model, net):
                 habit(DistributedDataParallel, module, rank)
             ours, eager = ({key: p.grad for key, p in module.named_parameters()} for module in (net, model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_sums_have_an_order(
 
 def test_a_change_of_the_wish_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.api.call_signature.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
-    net = sft.compile(seeded(_flat), (1, 3, 16, 12), budget="1GiB")
+    net: Any = sft.compile(seeded(_flat), (1, 3, 16, 12), budget="1GiB")
     x = torch.randn(1, 3, 16, 12, dtype=torch.float64)
     net(x)
     count = len(net._sft_engine.plan_cache.prepared)

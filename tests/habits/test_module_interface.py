@@ -40,7 +40,8 @@ def test_is_an_instance_of_the_model_s_class() -> None:
 def test_modules_that_it_makes_of_its_class_are_plain() -> None:
     """Slices and sums of a Sequential are new modules of its class, which nobody has compiled."""
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)))
-    net, x = sft.compile(model, _SHAPE, options=_OPTIONS), image(*_SHAPE)
+    net: Any = sft.compile(model, _SHAPE, options=_OPTIONS)
+    x = image(*_SHAPE)
     makes: list[Callable[[Any], Any]] = [lambda m: m[:2], lambda m: m + nn.Sequential(nn.ReLU()), lambda m: type(m)(*m)]
     for make in makes:
         assert torch.equal(make(net)(x), make(model)(x))
@@ -186,9 +187,10 @@ def test_deepcopy_is_independent() -> None:
 
 def test_a_copy_counts_the_same_bytes_of_an_optimizer() -> None:
     model = seeded(ConvNet)
-    plain, counted = (sft.compile(model, _SHAPE, options=_OPTIONS, optimizer=state_bytes) for state_bytes in (0, 12_345))
-    assert counted.plan.resident_bytes == plain.plan.resident_bytes + 12_345
-    assert copy.deepcopy(counted).plan_for(_SHAPE).resident_bytes == counted.plan.resident_bytes
+    nets = [sft.compile(model, _SHAPE, options=_OPTIONS, optimizer=state_bytes) for state_bytes in (0, 12_345)]
+    plain, counted = (sft.of(net).plan.resident_bytes for net in nets)
+    assert counted == plain + 12_345
+    assert sft.of(copy.deepcopy(nets[1])).plan_for(_SHAPE).resident_bytes == counted
 
 
 def test_pickle() -> None:

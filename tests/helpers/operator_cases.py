@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def cases(draw: st.DrawFn, *, axes: int, least: int = 3, most: int = 14) -> tupl
 
 def assert_streams(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Assert that everything in a model that reads an image reads it in strips."""
-    net = sft.compile(model, shape, options=sft.Options(tile=(2, None)))
+    net: Any = sft.compile(model, shape, options=sft.Options(tile=(2, None)))
     assert not net._sft_engine.phases().whole_reasons
 
 

@@ -110,7 +110,7 @@ def assert_same_bits_in_stages(original: nn.Module, shape: tuple[int, ...], stra
     found = []
     for budget, chosen in ((refusal.value.needed_bytes, options), ("1GiB", sft.Options())):
         model = copy.deepcopy(original)
-        net = sft.compile(model, shape, budget=budget, options=chosen)
+        net: Any = sft.compile(model, shape, budget=budget, options=chosen)
         y = net(x)
         y.square().sum().backward()
         found.append((len(net.plan.segments), [y.detach(), *model.buffers(), *(param.grad for param in model.parameters())]))

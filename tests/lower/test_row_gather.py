@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +40,7 @@ def test_a_gather_equals_index_select_and_its_adjoint_index_add(index: list[int]
 def test_programs_with_paddings_have_a_name_and_upload_nothing() -> None:
     """So their times are cached, and CUDA graphs can record them."""
     model = seeded(lambda: torch.nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"))
-    net = sft.compile(model, (1, 3, 64, 24), budget="1GiB", options=sft.Options(tile=(4, None)))
+    net: Any = sft.compile(model, (1, 3, 64, 24), budget="1GiB", options=sft.Options(tile=(4, None)))
     net(torch.randn(1, 3, 64, 24, dtype=torch.float64)).sum().backward()
     (ready,) = net._sft_engine.plan_cache.prepared.values()
     programs = recordable_programs(ready.region, training=True)

@@ -144,7 +144,7 @@ def test_neither_the_output_nor_its_gradient_is_whole() -> None:
     loss = _Function(lambda y, t: F.cross_entropy(y, t) + sft.nn.DiceLoss()(y, t))
     x, target = image(1, 3, size, size).float(), torch.randint(num_classes, (1, size, size))
     output_bytes = 4 * num_classes * size**2
-    net = sft.compile(sft.nn.WithLoss(model, loss), [tuple(x.shape), target], budget=output_bytes // 3)
+    net: Any = sft.compile(sft.nn.WithLoss(model, loss), [tuple(x.shape), target], budget=output_bytes // 3)
     with sft.measure_peak() as peak:
         net(x, target).backward()
     assert peak.num_bytes <= net.plan.projected_peak_bytes <= net.plan.total_bytes <= output_bytes // 3
@@ -155,7 +155,7 @@ def test_labels_are_read_strip_by_strip() -> None:
     model, x, labels = _network().float(), image(1, 3, 24, 16).float(), _labels(1, 24, 16)
     expected = F.cross_entropy(model(x), labels)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
-    net = sft.compile(sft.nn.WithLoss(model, nn.CrossEntropyLoss()), [x.shape, labels], options=sft.Options(tile=(4, None)))
+    net: Any = sft.compile(sft.nn.WithLoss(model, nn.CrossEntropyLoss()), [x.shape, labels], options=sft.Options(tile=(4, None)))
     source = LabelSource(labels[0].to(torch.uint8).numpy())
     loss = net(x.numpy(), source)
     loss.backward()

@@ -143,7 +143,7 @@ def test_gradients_are_added_up_and_clipped_in_two_phases() -> None:
 
 
 def test_half_precision_has_full_copies_in_the_state() -> None:
-    net = sft.compile(seeded(Mlp).bfloat16(), (4, 16), options=STREAM)
+    net: Any = sft.compile(seeded(Mlp).bfloat16(), (4, 16), options=STREAM)
     optimizer = sft.StreamedOptimizer(net, "adamw", lr=1e-3)
     x = image(4, 16).bfloat16()
     before = [param.detach().clone() for param in net.parameters()]
@@ -249,7 +249,7 @@ def test_a_file_resumes_with_another_plan(tmp_path: Path) -> None:
 
 
 def test_prefetched_weights_are_hits(tmp_path: Path) -> None:
-    net = sft.compile(seeded(Mlp), (4, 16), options=sft.Options(weights=sft.WeightsFile(tmp_path / "w")))
+    net: Any = sft.compile(seeded(Mlp), (4, 16), options=sft.Options(weights=sft.WeightsFile(tmp_path / "w")))
     x = x_of("mlp")
     net(x).sum().backward()
     counters = net.weight_counters

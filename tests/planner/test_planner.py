@@ -94,14 +94,14 @@ def test_a_plan_from_json_is_the_plan() -> None:
     plan = sft.plan(model, _SHAPE, budget=int(_smallest(model, _SHAPE) * 1.3))
     again = sft.Plan.from_json(plan.to_json())
     assert again == plan
-    net = sft.compile(model, _SHAPE, budget=plan.budget_bytes, plan=again)
+    net: Any = sft.compile(model, _SHAPE, budget=plan.budget_bytes, plan=again)
     assert net.plan_for(image(*_SHAPE)) == plan
 
 
 def test_a_plan_that_does_not_fit_here_is_refused() -> None:
     model = seeded(Residual)
     plan = sft.plan(model, _SHAPE, budget=int(_smallest(model, _SHAPE) * 1.3))
-    assert sft.compile(model, _SHAPE, budget=plan.total_bytes, plan=plan).plan.segments == plan.segments
+    assert sft.of(sft.compile(model, _SHAPE, budget=plan.total_bytes, plan=plan)).plan.segments == plan.segments
     with pytest.raises(sft.BudgetError, match="plan that was given") as refused:
         sft.compile(model, _SHAPE, budget=plan.total_bytes - 1, plan=plan)
     assert refused.value.needed_bytes == plan.total_bytes

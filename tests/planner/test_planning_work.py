@@ -95,7 +95,7 @@ def test_no_search_runs_if_plain_pytorch_fits(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(auto, "CandidateGrid", counted)
     model = seeded(_Normed)
-    net = sft.compile(model, (1, 3, 96, 64), budget="1GiB")
+    net: Any = sft.compile(model, (1, 3, 96, 64), budget="1GiB")
     for shape in ((1, 3, 64, 96), (1, 3, 33, 47)):
         assert [segment.mode for segment in net.plan_for(shape).segments] == ["whole"]
         assert net.plan_for(shape).flops == net.plan_for(shape).plain_flops
@@ -117,7 +117,7 @@ def test_a_plan_does_not_depend_on_the_sizes_before_it(share: float) -> None:
     budget = int(share * min(alone))
     first = [sft.plan(model, shape, budget=budget) for shape in shapes]
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        net = sft.compile(model, shapes[order[0]], budget=budget)
+        net: Any = sft.compile(model, shapes[order[0]], budget=budget)
         assert [net.plan_for(shapes[place]).to_json() for place in order] == [first[place].to_json() for place in order]
 
 
@@ -132,7 +132,7 @@ def test_an_example_that_requires_a_gradient_is_planned_for_once(monkeypatch: py
 
     monkeypatch.setattr(searching, "plan_segments", counted)
     model, x = seeded(Residual), image(*_SHAPE).float()
-    net = sft.compile(model.float(), torch.empty(_SHAPE, device="meta", requires_grad=True))
+    net: Any = sft.compile(model.float(), torch.empty(_SHAPE, device="meta", requires_grad=True))
     with_gradient = net.plan_for(x.clone().requires_grad_())
     assert (net.plan, count) == (with_gradient, 1)
     without = net.plan_for(x)
@@ -274,7 +274,7 @@ def test_flops_are_those_that_torch_counts() -> None:
 def test_unused_plans_are_freed_at_once() -> None:
     """Regression: programs of a deep network (a million objects) and memory for copies waited for the garbage collector."""
     model = seeded(Residual)
-    net = sft.compile(model, _SHAPE, budget="1GiB")
+    net: Any = sft.compile(model, _SHAPE, budget="1GiB")
     engine = weakref.ref(net._sft_engine)
     region = weakref.ref(next(iter(net._sft_engine.plan_cache.prepared.values())).region)
     with gc_paused():

@@ -121,7 +121,7 @@ def test_blocks_without_a_budget_follow_that_of_the_model() -> None:
         assert len(report.plan.repeat_budgets) == 1
         flops.append(report.plan.redundancy)
         again = sft.Plan.from_json(report.plan.to_json())
-        assert sft.compile(copy.deepcopy(model), shape, budget=budget, plan=again).plan.segments == report.plan.segments
+        assert sft.plan(copy.deepcopy(model), shape, budget=budget, plan=again).segments == report.plan.segments
     assert flops[0] > flops[1] > 1.0
 
 
@@ -276,7 +276,7 @@ def test_masks_in_blocks_follow_the_seed_of_the_call() -> None:
 
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Repeat(block, 6, budget="1400KiB"), nn.Conv2d(4, 1, 1)).double())
     eager: Any = copy.deepcopy(model)
-    net = sft.compile(model, _SHAPE, budget="3MiB")
+    net: Any = sft.compile(model, _SHAPE, budget="3MiB")
     assert net.plan.redundancy > 1  # a recomputation draws the same masks
     with pytest.MonkeyPatch.context() as patches:
         drawn: list[int] = []

@@ -88,7 +88,7 @@ def test_profile_where_strips_may_be_left_out(
 ) -> None:
     """Both count the comparison of rows and the separate gradients of sources."""
     options = sft.Options(tile=(rows, cols), halo=halo, state_every=every, state_slots=slots, skip_repeats=True)
-    net = sft.compile(_Dense(), torch.empty(3, 3, 44, 10, requires_grad=True), options=options, output=output)
+    net: Any = sft.compile(_Dense(), torch.empty(3, 3, 44, 10, requires_grad=True), options=options, output=output)
     assert compared and net.plan.skips_repeats
 
 
@@ -106,5 +106,5 @@ def test_profile_of_outputs_on_the_host(
 ) -> None:
     options = sft.Options(tile=(rows, cols), batch_tile=2, halo=halo, state_every=every, state_slots=slots)
     with torch.set_grad_enabled(grad):
-        net = sft.compile(_Dense(), (3, 3, 44, 10), options=options, output="host")
+        net: Any = sft.compile(_Dense(), (3, 3, 44, 10), options=options, output="host")
     assert compared and net.plan.segments[0].placement == "device and host"

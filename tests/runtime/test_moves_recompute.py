@@ -94,7 +94,7 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     order = _random_order(found, seed)
     made = _given(model, found, order)
     eager = seeded(_MODELS[name])
-    net = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
     assert net.plan.order in (order, ())  # nothing where it is the plain one
     x = image(*_SHAPE, seed=seed).requires_grad_()
     step(net, x, seed)
@@ -191,7 +191,7 @@ def test_a_step_may_be_repeated_and_its_graph_retained() -> None:
     model = seeded(Normed).eval()
     options = sft.Options(strategy="optimal")
     tight = sft.plan(model, _SHAPE, budget=least_budget(model, "optimal", _SHAPE), options=options)
-    net = sft.compile(model, _SHAPE, budget="4GiB", plan=tight)  # a graph that is retained needs more
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=tight)  # a graph that is retained needs more
     assert net.plan.order == tight.order != ()
     x = image(*_SHAPE).requires_grad_()
     y = net(x).square().sum()

@@ -112,9 +112,9 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
     found = staged[name]
     order = _random_order(found, seed, recomputes=recomputes)
     model = seeded(MODELS[name])
-    net = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
     assert net.plan.host_bytes > 0 or not any(move.is_copy for move in order)
-    eager = sft.compile(seeded(MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
+    eager: Any = sft.compile(seeded(MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
     x = image(*_SHAPE, seed=seed).requires_grad_()
     y = x.detach().clone().requires_grad_()
     for again in range(2):
@@ -243,7 +243,7 @@ def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     model = seeded(Normed).eval()
     options = sft.Options(strategy="offload-dp")
     tight = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
-    net = sft.compile(model, _SHAPE, budget="4GiB", options=options, plan=tight)  # a graph that is retained needs more
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", options=options, plan=tight)  # a graph that is retained needs more
     assert net.plan.host_bytes == tight.host_bytes > 0
     plain = seeded(MODELS["normed"]).eval()
     x, z = (image(*_SHAPE, seed=seed).requires_grad_() for seed in (1, 2))
@@ -431,9 +431,9 @@ def test_tiled_segments_may_leave_too() -> None:
         *(f"B{i}" for i in reversed(range(first + 1))),
     ]
     made = replace(plan, order=tuple(order))
-    net = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
+    net: Any = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
     assert net.plan.host_bytes > 0
-    other = sft.compile(seeded(Normed), _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
+    other: Any = sft.compile(seeded(Normed), _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
     x, y = (image(*_SHAPE).requires_grad_() for _ in range(2))
     step(net, x, 0)
     step(other, y, 0)
@@ -473,7 +473,7 @@ def test_a_dry_run_copies_nothing_and_counts_the_same() -> None:
     model, options = seeded(Normed).to("meta"), sft.Options(strategy="offload-dp")
     with pytest.raises(sft.BudgetError) as refused:
         sft.plan(model, _SHAPE, budget=1, options=options)
-    net = sft.compile(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
+    net: Any = sft.compile(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
     x = torch.empty(_SHAPE, dtype=torch.float64, device="meta")
     with sft.measure_peak("meta") as peak:
         y = net(x.clone())

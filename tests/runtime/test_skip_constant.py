@@ -230,7 +230,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     x = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
     x[:, :, 1::2] = -0.0
     options = sft.Options(tile=(2, None), skip_repeats=True)
-    net = sft.compile(Inverse().double(), x, options=options)
+    net: Any = sft.compile(Inverse().double(), x, options=options)
     assert torch.equal(net(x), copy.deepcopy(net._sft_engine.model)(x))
     assert net.last_skipping.forward.num_skipped == 0
     x.fill_(float("nan"))
@@ -241,7 +241,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
 def test_a_gradient_that_differs_runs_the_strips_back() -> None:
     """Constant image, non-constant gradient of the output: forward strips are left out, backward strips run."""
     x = banded_image((1, 2, 64, 8), (0, 64)).requires_grad_()
-    net = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
+    net: Any = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     net(x).backward(torch.randn(1, 3, 32, 4, dtype=torch.float64))
     assert net.last_skipping.forward.num_skipped > 8
     assert net.last_skipping.backward.num_skipped == 0
@@ -268,7 +268,7 @@ def test_masks_are_never_repeated() -> None:
     """Dropout draws a different mask at every position."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.5))
     x = banded_image((1, 2, 64, 8), (0, 64))
-    net = sft.compile(model.double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
+    net: Any = sft.compile(model.double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     net(x)
     assert net.last_skipping.forward.num_skipped == 0
 
@@ -303,7 +303,7 @@ def test_a_plan_says_that_strips_may_be_left_out() -> None:
     assert plan.skips_repeats and "last_skipping" in plan.explain()
     again = sft.Plan.from_json(plan.to_json())
     assert again == plan
-    net = sft.compile(_made("plain").double(), x.shape, plan=again)
+    net: Any = sft.compile(_made("plain").double(), x.shape, plan=again)
     net(x)
     assert net.last_skipping.forward.num_skipped > 0
     assert net.plan.projected_peak_bytes == plan.projected_peak_bytes
@@ -332,7 +332,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_what_was_left_out_is_counted_by_pass() -> None:
     """Inference has no backward pass; without the option no strip is counted."""
     x = banded_image((1, 2, 64, 8), (0, 64))
-    net = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
+    net: Any = sft.compile(_made("plain").double(), x, options=sft.Options(tile=(4, None), skip_repeats=True))
     with torch.no_grad():
         net(x)
     found = net.last_skipping

@@ -101,7 +101,7 @@ def test_strips_on_the_host(host: dict[str, Any]) -> None:
     options = {"tile": (4, None), **{key: value for key, value in host.items() if key == "host_budget"}}
     least = _least_budget(make(), x, options) if "host_budget" in host else 2**32
     eager = make()
-    net = sft.compile(make(), x, budget=least, output=host.get("output", "device"), options=sft.Options(**options, skip_repeats=True))
+    net: Any = sft.compile(make(), x, budget=least, output=host.get("output", "device"), options=sft.Options(**options, skip_repeats=True))
     placed = {name for segment in net.plan.segments for name in segment.streamed}
     assert bool(placed) == ("host_budget" in host)
     expected, found = eager(x), net(x)

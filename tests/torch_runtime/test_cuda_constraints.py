@@ -40,7 +40,7 @@ class _Network(nn.Sequential):
 
 def _calls(model: nn.Module, name: str, **options: Any) -> list[tuple[Any, ...]]:
     """The arguments of all calls of an operator in the programs of a step."""
-    net = sft.compile(model, _SHAPE, options=sft.Options(**options))
+    net: Any = sft.compile(model, _SHAPE, options=sft.Options(**options))
     net(torch.randn(_SHAPE, dtype=torch.float64)).sum().backward()
     found = []
     for segment in next(iter(net._sft_engine.plan_cache.prepared.values())).region.segments:
@@ -103,7 +103,7 @@ def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPa
     reader = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d((1, None)), _Steps(model))
     traces.trace_whole.cache_clear()
     try:
-        net = sft.compile(reader, (2, 1, 16, 4))
+        net: Any = sft.compile(reader, (2, 1, 16, 4))
         net(torch.randn(2, 1, 16, 4)).sum().backward()
     finally:
         traces.trace_whole.cache_clear()
@@ -138,7 +138,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), To(), nn.Conv2d(4, 4, 3, padding=1))
     chosen: dict[str, Any] = {"strategy": "none"} if tile is None else {"tile": tile}
-    net = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
+    net: Any = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
     net.plan_for(torch.empty(1, 3, 32, 32, device="meta", requires_grad=True))
     for ready in net._sft_engine.plan_cache.prepared.values():
         programs = [program for segment in ready.region.segments for program in segment.lowered_programs]

@@ -62,7 +62,7 @@ def _step(net: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("tile", [(8, None), (8, 9)])
 def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | None]) -> None:
     torch.manual_seed(0)
-    plain = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=tile))
+    plain: Any = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=tile))
     replayed = copy.deepcopy(plain)
     for net in (plain, replayed):
         net.plan_for(torch.zeros(_SHAPE, dtype=torch.float64, requires_grad=True))
@@ -100,7 +100,7 @@ def test_what_the_budget_has_left_decides() -> None:
 def test_a_program_is_recorded_once(train_norm: bool) -> None:
     """Although gradients are summed up in other tensors than the step before's, as where they are accumulated over batches."""
     torch.manual_seed(0)
-    net = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=(8, None)))
+    net: Any = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=(8, None)))
     plain = copy.deepcopy(net)
     x = torch.randn(_SHAPE, dtype=torch.float64, requires_grad=True)
     net.plan_for(x)
@@ -126,7 +126,7 @@ def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
     """An upload while a graph is recorded would be the same in each replay, and CUDA refuses it."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
-    net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
+    net: Any = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
     (ready,) = net._sft_engine.plan_cache.prepared.values()
     lowered = [program for segment in ready.region.segments for program in segment.lowered_programs]
     uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
@@ -148,7 +148,7 @@ def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
 def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
     """Two sizes, with the backward pass of the first after the forward pass of the second: each plan's bytes exclude the other's."""
     torch.manual_seed(0)
-    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    net: Any = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
     small, large = (torch.randn((1, 3, height, 14), dtype=torch.float64) for height in (80, 112))
     plain = copy.deepcopy(net)
     expected = [_step(plain, x)[1] for x in (small, large)]
@@ -169,7 +169,7 @@ def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
 
 
 def test_on_the_cpu_nothing_is_recorded() -> None:
-    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
+    net: Any = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
     assert [ready.graphs for ready in net._sft_engine.plan_cache.prepared.values()] == [None]
 
 
@@ -178,7 +178,9 @@ def test_on_the_cpu_nothing_is_recorded() -> None:
 def test_cuda_graphs_on_a_gpu() -> None:
     torch.manual_seed(0)
     model = _model(train_norm=True).cuda()
-    nets = [sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=on)) for on in (False, True)]
+    nets: list[Any] = [
+        sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=on)) for on in (False, True)
+    ]
     for seed in range(3):
         x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).cuda()
         torch.testing.assert_close(_step(nets[1], x), _step(nets[0], x), rtol=1e-10, atol=1e-10)

@@ -224,7 +224,7 @@ def test_an_image_that_is_read_its_gradient_and_the_output_are_all_in_strips() -
     """As for a slide: no tensor as large as the image or the output is ever on the device."""
     pixels, target = image(1, 3, 96, 40), np.empty((1, 3, 96, 40))
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 16, 3, padding=1)))
-    net = sft.compile(copy.deepcopy(model), Watched(pixels), output="host", options=sft.Options(tile=(4, None), state_every=4))
+    net: Any = sft.compile(copy.deepcopy(model), Watched(pixels), output="host", options=sft.Options(tile=(4, None), state_every=4))
     plan = net.plan_for(Watched(pixels), input_grad=target)
     (gradient,) = directions([torch.empty(1, 16, 96, 40, device="meta")])
     gradient = gradient.double()
@@ -343,7 +343,7 @@ def test_a_budget_below_the_output(with_grad: bool) -> None:
     with torch.set_grad_enabled(with_grad):
         with pytest.raises(sft.BudgetError, match="output='host'"):
             sft.compile(_segmenting(), tuple(x.shape), budget=output_bytes)
-        net = sft.compile(_segmenting(), tuple(x.shape), budget=output_bytes // 2, output="host")
+        net: Any = sft.compile(_segmenting(), tuple(x.shape), budget=output_bytes // 2, output="host")
         plan = net.plan_for(x)
         gradient = directions([torch.empty(1, 32, 256, 192, device="meta")])[0].float()
         with sft.measure_peak("cpu") as peak:
@@ -359,7 +359,7 @@ def test_a_budget_below_the_output(with_grad: bool) -> None:
 def test_the_smallest_budget_works() -> None:
     with pytest.raises(sft.BudgetError) as refused:
         sft.compile(_segmenting(), (1, 3, 128, 96), budget=1000, output="host")
-    net = sft.compile(_segmenting(), (1, 3, 128, 96), budget=refused.value.needed_bytes, output="host")
+    net: Any = sft.compile(_segmenting(), (1, 3, 128, 96), budget=refused.value.needed_bytes, output="host")
     assert net.plan.total_bytes <= refused.value.needed_bytes < 32 * 128 * 96 * 4
 
 
@@ -375,7 +375,7 @@ def test_no_more_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dry_run_on_the_meta_device() -> None:
-    net = sft.compile(_segmenting().to("meta"), (1, 3, 256, 192), output="host", budget="8MiB")
+    net: Any = sft.compile(_segmenting().to("meta"), (1, 3, 256, 192), output="host", budget="8MiB")
     with sft.measure_peak("meta") as peak:
         y = net(torch.empty(1, 3, 256, 192, device="meta"))
         y.sum().backward()
@@ -395,6 +395,6 @@ def test_a_plan_says_where_outputs_go() -> None:
     # A plan for outputs on the device does not apply to this call.
     other = sft.plan(model, (1, 3, 17, 14), options=sft.Options(tile=(4, None)))
     assert other.output_placements == ("device",) * 4
-    made = sft.compile(model, (1, 3, 17, 14), output="host", plan=other).plan
+    made = sft.of(sft.compile(model, (1, 3, 17, 14), output="host", plan=other)).plan
     assert made.output_placements == ("host",) * 4
     assert [segment.nodes for segment in made.segments] != [segment.nodes for segment in plan.segments]

@@ -298,7 +298,7 @@ def test_several_inputs(second: str) -> None:
     model = seeded(_Two)
     pixels, b = random_pixels(1, 23, 14, 3), image(1, 3, 23, 14)
     targets = (np.zeros((23, 14, 3)), np.zeros((1, 3, 23, 14)) if second == "source" else None)
-    net = sft.compile(copy.deepcopy(model), [(1, 3, 23, 14)] * 2, options=sft.Options(tile=(4, None), state_every=2))
+    net: Any = sft.compile(copy.deepcopy(model), [(1, 3, 23, 14)] * 2, options=sft.Options(tile=(4, None), state_every=2))
     given_b: Any = Watched(b) if second == "source" else b.clone().requires_grad_()
     y = net(pixels, given_b, input_grad=targets)
     y.square().sum().backward()

@@ -126,7 +126,7 @@ def test_any_of_them_may_be_streamed(problems: list[PlanningProblem]) -> None:
     def check(options: sft.Options, mask: int) -> None:
         model = seeded(Normed)
         made = _streamed_plan(model, _SHAPE, options, problems, mask)
-        net = sft.compile(copy.deepcopy(model), _SHAPE, budget="4GiB", plan=made)
+        net: Any = sft.compile(copy.deepcopy(model), _SHAPE, budget="4GiB", plan=made)
         streamed = [name for segment in net.plan.segments for name in segment.streamed]
         assert streamed == [name for segment in made.segments for name in segment.streamed]
         assert bool(streamed) == (net.plan.host_bytes > 0)
@@ -148,7 +148,7 @@ def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[
     monkeypatch.setattr(import_module("sft.planner.materialize"), "project_step", both)
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, options, problems, -1)
-    assert sft.compile(model, _SHAPE, budget="4GiB", plan=made).plan.host_bytes > 0
+    assert sft.of(sft.compile(model, _SHAPE, budget="4GiB", plan=made)).plan.host_bytes > 0
 
 
 _HOST = sft.Options(host_budget="64GiB")
@@ -356,7 +356,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
 def test_volumes_and_signals_stream_too(shape: tuple[int, ...], options: sft.Options, problems: list[PlanningProblem]) -> None:
     model = seeded(lambda: Normed(axes=len(shape) - 2))
     made = _streamed_plan(model, shape, options, problems, -1)
-    net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
+    net: Any = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
     assert net.plan.host_bytes > 0
     _compare(net, copy.deepcopy(model), image(*shape))
     assert_within_budget(net, image(*shape), budget="4GiB", to_the_byte=True)
@@ -432,7 +432,8 @@ def test_inference_streams_too(problems: list[PlanningProblem]) -> None:
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     whole = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
     net, eager = sft.compile(copy.deepcopy(model), _SHAPE, budget="4GiB", plan=made), copy.deepcopy(model)
-    assert net.plan.projected_peak_bytes < whole.projected_peak_bytes and net.plan.host_bytes > 0
+    streamed = sft.of(net).plan
+    assert streamed.projected_peak_bytes < whole.projected_peak_bytes and streamed.host_bytes > 0
     torch.testing.assert_close(net(image(*_SHAPE)), eager(image(*_SHAPE)), rtol=1e-12, atol=1e-12)
 
 

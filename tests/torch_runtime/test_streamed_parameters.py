@@ -93,7 +93,7 @@ def test_planning_moves_nothing_and_plans_are_data() -> None:
     assert sft.Plan.from_json(plan.to_json()) == plan
     assert plan.resident_bytes == 0
     assert max(len(segment.nodes) for segment in plan.segments) < sum(len(segment.nodes) for segment in plan.segments)
-    net = sft.compile(model, SHAPE, plan=sft.Plan.from_json(plan.to_json()))  # the plan says it
+    net: Any = sft.compile(model, SHAPE, plan=sft.Plan.from_json(plan.to_json()))  # the plan says it
     x = image(*SHAPE)
     torch.testing.assert_close(net(x), seeded(Vgg)(x))
     assert net.plan == plan
@@ -104,7 +104,7 @@ def test_planning_moves_nothing_and_plans_are_data() -> None:
 
 def test_other_sizes_eval_no_grad_and_several_backward_passes() -> None:
     model, plain = seeded(Normed), seeded(Normed)
-    net = sft.compile(model, (None, 3, None, None), options=STREAM)
+    net: Any = sft.compile(model, (None, 3, None, None), options=STREAM)
     for part in (net, plain):
         part.drop.p = 0.0
         part.down[3].p = 0.0
@@ -131,7 +131,7 @@ def test_what_no_gradient_reaches_has_none() -> None:
     model, plain = seeded(TwoHeads), seeded(TwoHeads)
     for part in (model, plain):
         part.tied.bias.data = part.second.bias.data  # tied by their memory
-    net = sft.compile(model, (4, 8), options=STREAM)
+    net: Any = sft.compile(model, (4, 8), options=STREAM)
     x = image(4, 8)
     with torch.inference_mode():
         net(x)  # the first call moves the weights to the store
@@ -166,7 +166,7 @@ def test_the_model_stays_the_users() -> None:
     copied.load_state_dict(plain.state_dict())
     torch.testing.assert_close(copied(x), plain(x))
     torch.testing.assert_close(net(x), other(x))
-    again = sft.compile(model, SHAPE)  # another compiled module of the model streams the same weights
+    again: Any = sft.compile(model, SHAPE)  # another compiled module of the model streams the same weights
     assert torch.equal(again(x), net(x))
     assert again.plan.streamed_weights == 10
     torch.optim.SGD(net.parameters(), lr=0.1).step()  # on the host, in place

@@ -163,7 +163,7 @@ def test_a_mask_filled_in_place() -> None:
 def test_an_encoder_without_gradients_keeps_no_residuals() -> None:
     """Its strips run only forward, a second time in the backward pass; its parameters have no gradient instead of zeros."""
     model = seeded(FrozenEncoder)
-    net = sft.compile(model, _SHAPE, options=sft.Options(tile=(4, None)))
+    net: Any = sft.compile(model, _SHAPE, options=sft.Options(tile=(4, None)))
     training = net.plan_for(_SHAPE)
     with torch.no_grad():
         assert training.flops == 2 * net.plan_for(_SHAPE).flops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class _Resized(_Scaled):
 def test_sizes_are_rounded_once(make: type[_Scaled], factor: float, mode: str) -> None:
     """0.6 * (2 * 23 - 1) is 27; as 1.2 * 23 - 0.6 it would be just below."""
     model = seeded(lambda: make(factor, mode))
-    net = sft.compile(model, (1, 3, 31, 33))
+    net: Any = sft.compile(model, (1, 3, 31, 33))
     for rows in range(20, 50, 3):
         x = image(1, 3, rows, rows + 1)
         ours, expected = net(x), model(x)

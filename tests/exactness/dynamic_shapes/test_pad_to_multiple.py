@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ class _Multiple(nn.Module):
 @pytest.mark.parametrize("mode", _MODES)
 def test_to_a_multiple(mode: str, both: bool) -> None:
     model = seeded(lambda: _Multiple(mode, both=both))
-    net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(8, None)))
+    net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(8, None)))
     for size in ((22, 18), (24, 32), (17, 24)):  # to be padded, not to be padded, and along one axis
         x = image(1, 3, *size)
         for ours, theirs in zip(net(x), model(x), strict=True):
@@ -64,6 +66,6 @@ def test_to_a_least_size(mode: str) -> None:
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_capture_for_one_size_is_the_last_resort(mode: str) -> None:
     """Amounts of circular padding decide what is computed before the first strip; all others follow the size."""
-    net = sft.compile(seeded(lambda: _Multiple(mode, both=True)), (1, 3, 22, 18))
+    net: Any = sft.compile(seeded(lambda: _Multiple(mode, both=True)), (1, 3, 22, 18))
     net.plan_for(image(1, 3, 30, 18))
     assert len(net._sft_engine.plan_cache.captures) == (2 if mode == "circular" else 1)

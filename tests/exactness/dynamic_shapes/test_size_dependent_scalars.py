@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_numbers_follow_the_size(name: str) -> None:
     model = seeded(lambda: _Sized({**_IN_TILES, **_IN_PART_WHOLE}[name]))
     assert_exact(model, image(1, 3, 20, 30))
     assert_exact(model, image(2, 3, 20, 30), options=sft.Options(tile=(5, 8)), steps=1)
-    net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, 8)))
+    net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, 8)))
     for size in ((20, 30), (24, 26), (35, 17)):  # of one capture
         x = image(1, 3, *size)
         torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)

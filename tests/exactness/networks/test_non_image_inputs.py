@@ -118,10 +118,10 @@ def _given(x: Tensor) -> Tensor:
 
 def _budgets(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
     """The smallest one of a step that also differentiates the first input, one in the middle, and that of plain PyTorch."""
-    net = sft.compile(model, list(inputs), budget="1GiB")
+    net: Any = sft.compile(model, list(inputs), budget="1GiB")
     most = net.plan_for(_given(inputs[0]), *inputs[1:]).total_bytes
     with pytest.raises(sft.BudgetError) as refused:
-        sft.compile(model, [(None,) * x.dim() for x in inputs], budget=1).plan_for(_given(inputs[0]), *inputs[1:])
+        sft.of(sft.compile(model, [(None,) * x.dim() for x in inputs], budget=1)).plan_for(_given(inputs[0]), *inputs[1:])
     least = refused.value.needed_bytes
     return [least, (least + most) // 2, most]
 
@@ -182,7 +182,7 @@ def test_a_repetition_follows_the_budget() -> None:
     with remembered_captures():
         plain = sft.plan(model, (4, 8)).total_bytes
         for budget in (_least(model, (4, 8)), plain):
-            net = sft.compile(copy.deepcopy(model), (4, 8), budget=budget)
+            net: Any = sft.compile(copy.deepcopy(model), (4, 8), budget=budget)
             with sft.measure_peak() as peak:
                 out = net(x.clone())
                 out.square().sum().backward()
@@ -202,8 +202,8 @@ def test_ids_alone_masks_and_other_sizes() -> None:
     """Whole numbers of rank 2 as the only input, whose extents vary; the masks do not depend on the budget."""
     model = seeded(FromIds)
     with remembered_captures():
-        net = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")
-        small = sft.compile(model, (None, 12), budget=_least(model, [torch.empty(2, 12, dtype=torch.long, device="meta")]))
+        net: Any = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")
+        small: Any = sft.compile(model, (None, 12), budget=_least(model, [torch.empty(2, 12, dtype=torch.long, device="meta")]))
         found = []
         for each in (net, small):
             torch.manual_seed(3)

@@ -68,4 +68,4 @@ def test_a_volume_needs_the_bytes_of_its_slabs() -> None:
 def test_a_size_for_each_rank() -> None:
     with pytest.raises(sft.InputError, match="batch it"):
         sft.compile(nn.Conv3d(2, 2, 3), (2, 8, 8, 8))
-    assert [segment.mode for segment in sft.compile(nn.Linear(4, 2), (3, 4)).plan.segments] == ["whole"]  # no image, so no strips
+    assert [segment.mode for segment in sft.plan(nn.Linear(4, 2), (3, 4)).segments] == ["whole"]  # no image, so no strips

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, .
     autocast, weights = precision
     eager = seeded(make).to(weights)
     # The height is left open: one capture, at the first call, under its autocast.
-    net = sft.compile(copy.deepcopy(eager), (*shape[:2], None, *shape[3:]), options=sft.Options(tile=(max(6, shape[2] // 4), None)))
+    net: Any = sft.compile(copy.deepcopy(eager), (*shape[:2], None, *shape[3:]), options=sft.Options(tile=(max(6, shape[2] // 4), None)))
     errors: tuple[dict[str, list[float]], ...] = ({}, {})
     for seed in range(_NUM_SEEDS):
         reference = seeded(make, seed=seed)

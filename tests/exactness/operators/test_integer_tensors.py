@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class _Labelled(nn.Module):
 def test_whole_numbers_are_computed_with(name: str, tile: tuple[int, int | None] | None) -> None:
     model = seeded(lambda: _Labelled(_FUNCTIONS[name]))
     x, labels = image(2, 3, 18, 14), (image(2, 18, 14) * 2).long().clamp(-1, 3)
-    net = sft.compile(model, [x, labels], options=sft.Options(tile=tile))
+    net: Any = sft.compile(model, [x, labels], options=sft.Options(tile=tile))
     found = []
     for call in (net, model):
         given = x.clone().requires_grad_()

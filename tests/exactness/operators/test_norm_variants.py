@@ -125,7 +125,7 @@ def test_a_weight_for_each_pixel_makes_a_layer_norm_whole() -> None:
     model = seeded(lambda: AroundFunction(nn.LayerNorm((4, 9, 8)), axes=2))
     options = sft.Options(tile=(3, None))
     assert_exact(model, image(2, 3, 9, 8), options=options)
-    (reason,) = sft.compile(model, (2, 3, 9, 8), options=options)._sft_engine.phases().whole_reasons.values()
+    (reason,) = sft.of(sft.compile(model, (2, 3, 9, 8), options=options)).engine.phases().whole_reasons.values()
     assert "a weight for each pixel" in reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_narrow_images_broadcast(name: str) -> None:
     assert_exact(model, image(2, 3, 22, 18))
     assert_exact(model, image(2, 3, 22, 18), options=sft.Options(tile=(5, None)), steps=1)
     assert_exact(model, image(1, 3, 22, 18), options=sft.Options(tile=(4, 7)), steps=1)
-    net = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, None)))
+    net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(5, None)))
     for size in ((22, 18), (30, 17)):
         x = image(1, 3, *size)
         torch.testing.assert_close(net(x), model(x), rtol=1e-11, atol=1e-11)
@@ -95,7 +96,7 @@ def test_images_as_small_as_a_scale_and_a_shift(axes: int, options: sft.Options)
     for norm in (nn.GroupNorm(1, 4), instance_norm(4, affine=True)):
         model = nn.Sequential(pool, conv, norm)
         assert_exact(model, image(*shape), options=options, steps=1)
-    wanted = sft.compile(copy.deepcopy(model).double(), [image(*shape).double().requires_grad_()], options=options).plan.total_bytes
+    wanted = sft.plan(copy.deepcopy(model).double(), [image(*shape).double().requires_grad_()], options=options).total_bytes
     assert_exact(model, image(*shape), options=options, budget=wanted, steps=1)
 
 

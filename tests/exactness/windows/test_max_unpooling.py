@@ -141,7 +141,7 @@ def test_to_another_width_than_was_pooled_it_runs_whole() -> None:
     options = sft.Options(tile=(4, None))
     report = assert_exact(model, image(1, 3, 13, 8), options=options, steps=1)
     assert is_tiled(report.plan, "unpool")
-    net = sft.compile(model, (1, 3, 12, 8), options=options)
+    net: Any = sft.compile(model, (1, 3, 12, 8), options=options)
     for width, streams in ((8, True), (9, False), (10, True)):
         plan = net.plan_for(image(1, 3, 12, width))
         assert is_tiled(plan, "unpool") == streams
@@ -150,6 +150,6 @@ def test_to_another_width_than_was_pooled_it_runs_whole() -> None:
 
 @pytest.mark.parametrize("how", [{"kernel_size": 3, "stride": 2}, {"kernel_size": 2, "padding": 1}], ids=str)
 def test_windows_that_overlap_or_leave_the_image_run_whole(how: dict[str, Any]) -> None:
-    net = sft.compile(_Pair(how).double(), (1, 3, 14, 10), options=sft.Options(tile=(4, None)))
+    net: Any = sft.compile(_Pair(how).double(), (1, 3, 14, 10), options=sft.Options(tile=(4, None)))
     (reason,) = net._sft_engine.phases().whole_reasons.values()
     assert "stride = kernel" in reason

@@ -45,7 +45,7 @@ def test_the_planner_counts_bytes_read(options: Options, restores: bool, monkeyp
 
     monkeypatch.setattr(clock, "input_pass_bytes", noting)
     source = ArraySource(_pixels(48, 40))
-    net = sft.compile(seeded(Residual).float().train(), source, options=options)
+    net: Any = sft.compile(seeded(Residual).float().train(), source, options=options)
     net(source).sum().backward()
     counted = input_pass_bytes(*noted[-1])
     forward, backward = (sum(each[number] for each in counted) for number in (0, 1))
@@ -65,7 +65,7 @@ def test_a_small_network_is_not_planned_in_panels_that_read_again() -> None:
     smallest = sft.plan(model, source, options=Options(tile=(64, None))).total_bytes
     plan = sft.plan(model, source, budget=2 * smallest)
     assert [segment.num_panels for segment in plan.segments if segment.mode == "tiled"] == [1]
-    net = sft.compile(model, source, plan=plan)
+    net: Any = sft.compile(model, source, plan=plan)
     net(source).sum().backward()
     assert net.last_reading is not None
     assert net.last_reading.forward.num_rows_read == net.last_reading.backward.num_rows_read == 1024

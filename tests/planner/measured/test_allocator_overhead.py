@@ -130,7 +130,7 @@ _NETWORKS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 @pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
 def test_a_step_needs_no_more_than_projected(make: Callable[[], nn.Module], options: dict[str, Any], gpu: None) -> None:
     model = seeded(make)
-    net = sft.compile(model, _SHAPE, budget="64MiB", options=sft.Options(**options))
+    net: Any = sft.compile(model, _SHAPE, budget="64MiB", options=sft.Options(**options))
     x = image(*_SHAPE)
     net.plan_for(x)
     _step(net, x)
@@ -174,9 +174,9 @@ def test_without_rounding_the_simulated_allocator_equals_the_projection(make: Ca
 def test_the_plan_leaves_room_for_device_overhead(gpu: None) -> None:
     """A budget that the projection alone would fill: another plan is chosen, and it fits with its overhead and as measured."""
     model, x = seeded(ConvNet), image(*_SHAPE)
-    plain = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(strategy="none")).plan
+    plain = sft.plan(copy.deepcopy(model), _SHAPE, options=sft.Options(strategy="none"))
     budget_bytes = plain.total_bytes - 1  # all whole and its overhead do not fit
-    net = sft.compile(model, _SHAPE, budget=budget_bytes)
+    net: Any = sft.compile(model, _SHAPE, budget=budget_bytes)
     assert plain.total_bytes - plain.overhead_bytes < budget_bytes
     assert net.plan.total_bytes <= budget_bytes and net.plan.segments != plain.segments
     with _measured() as peak:
@@ -190,22 +190,22 @@ def test_refusals_name_device_overhead(gpu: None) -> None:
         sft.compile(seeded(ConvNet), _SHAPE, budget=1)
     with pytest.raises(sft.BudgetError, match=r"for blocks and workspaces of the device") as second:
         sft.compile(seeded(ConvNet), _SHAPE, budget=first.value.needed_bytes)
-    net = sft.compile(seeded(ConvNet), _SHAPE, budget=second.value.needed_bytes)
+    net: Any = sft.compile(seeded(ConvNet), _SHAPE, budget=second.value.needed_bytes)
     assert first.value.needed_bytes < net.plan.total_bytes <= second.value.needed_bytes
 
 
 def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
     model = seeded(Residual)
-    net = sft.compile(copy.deepcopy(model), _SHAPE)
+    net: Any = sft.compile(copy.deepcopy(model), _SHAPE)
     handed_in = sft.Plan.from_json(net.plan.to_json())
-    again = sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes)
+    again: Any = sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes)
     assert again.plan.overhead_bytes == net.plan.overhead_bytes
     with pytest.raises(sft.BudgetError, match="the plan that was given needs"):
         sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes - 1)
 
 
 def test_timed_alternatives_have_their_overhead(gpu: None) -> None:
-    net = sft.compile(seeded(ConvNet), _SHAPE, budget="1MiB", options=sft.Options(profile="measure"))
+    net: Any = sft.compile(seeded(ConvNet), _SHAPE, budget="1MiB", options=sft.Options(profile="measure"))
     assert net.plan.projected_seconds is not None
     assert net.plan.overhead_bytes > 0 and net.plan.total_bytes <= 2**20
 

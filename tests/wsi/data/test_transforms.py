@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def test_a_network_computes_the_same_in_strips_of_an_augmented_slide(tmp_path: P
     image = augmentation.apply(open_slide(tmp_path / "s.tif").image)
     source = Normalized(image, mean=(0.5,) * 3, std=(0.25,) * 3, dtype=torch.float64)
     model = TinyNet().double().eval()
-    net = sft.compile(model, source, budget="8MiB", options=sft.Options(tile=(16, None)))
+    net: Any = sft.compile(model, source, budget="8MiB", options=sft.Options(tile=(16, None)))
     tensor = (torch.from_numpy(_whole(image)).permute(2, 0, 1)[None] / 255.0 - 0.5).double() / 0.25
     plain = torch.autograd.grad(model(tensor).square().sum(), list(model.parameters()))
     assert net.plan_for(source).segments[0].num_steps > 1

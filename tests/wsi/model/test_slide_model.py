@@ -195,7 +195,7 @@ def _model(head: Any) -> SlideModel:
 def test_heads_stream_exactly(head: Any) -> None:
     model = _model(head)
     x = torch.randn(1, 3, 136, 72, dtype=torch.float64, requires_grad=True)
-    net = sft.compile(model, x.shape, budget="64MiB", options=sft.Options(tile=(24, None)))
+    net: Any = sft.compile(model, x.shape, budget="64MiB", options=sft.Options(tile=(24, None)))
     assert any(segment.mode == "tiled" and segment.num_steps > 2 for segment in net.plan.segments)
     plain, streamed = model(x), net(x)
     assert torch.allclose(plain, streamed, rtol=1e-12, atol=1e-13)

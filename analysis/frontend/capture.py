@@ -23,7 +23,10 @@ from torch.export import ExportedProgram
 from sft.analysis.frontend.autocast import contracted_letters
 from sft.analysis.frontend.call_mode_guards import CallModeGuards, CallModes, GuardValues
 from sft.analysis.frontend.class_labels import LabelShapes
-from sft.analysis.frontend.export import CHANNELS_LAST, MIXED_DTYPES, export_model, memory_formats_of
+from sft.analysis.frontend.constants.expressions import tensor_attribute
+from sft.analysis.frontend.constants.tracking import ConstantRead, ConstantTracker, model_tensors
+from sft.analysis.frontend.diagnostics.export_errors import MIXED_DTYPES
+from sft.analysis.frontend.export import CHANNELS_LAST, export_model, memory_formats_of
 from sft.analysis.frontend.graph_builder import build_graph, substitute_sizes, symbol_bounds, symbol_guards, tied_sizes
 from sft.analysis.frontend.module_state import (
     AttributeChanges,
@@ -68,6 +71,7 @@ class Capture:
         guard_values: modes of the call that `forward` queries; the capture holds for calls with the same values.
         enables_grad: true where `forward` switches gradients on by itself.
         labels: shapes of the labels of losses, which are checked at each size.
+        reads: values that `forward` read from tensors of the model; the capture holds while they are the same.
     """
 
     graph: Graph
@@ -80,6 +84,7 @@ class Capture:
     guard_values: GuardValues = ()
     enables_grad: bool = False
     labels: tuple[LabelShapes, ...] = ()
+    reads: tuple[ConstantRead, ...] = ()
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """Return the symbols' values for input shapes; ``None`` where the capture does not hold for them."""
@@ -229,6 +234,7 @@ def _capture_once(
             guard_values=call_guards.modes.guard_values(call_guards.kinds),
             enables_grad=call_guards.enables_grad,
             labels=LabelShapes.of(graph),
+            reads=functional.reads,
         ),
         module_changes,
         object_changes,
@@ -269,14 +275,6 @@ def _unknown_constant_problem(value: torch.Tensor, program: ExportedProgram) -> 
     return "makes a tensor whose numbers are not known; make it a buffer"
 
 
-def tensor_attribute(model: nn.Module, path: str) -> torch.Tensor | None:
-    """Return the tensor attribute of a module with a qualified name; ``None`` where the model has none of that name."""
-    value: Any = model
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value if isinstance(value, torch.Tensor) else None
-
-
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
@@ -303,10 +301,11 @@ def outputs_channels_last(
         autocast: dtype of autocast, as for :func:`capture`.
     """
     mode = FakeTensorMode()
+    tracker = ConstantTracker(model, model_tensors(model), is_any_size=False)
     layouts = memory_formats_of(shapes, channels_last)
     with suppress_output(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), disable_root_hooks(model):
         try:
-            with mode, use_fake_tensors(model, mode), capture_repeats(model):
+            with mode, use_fake_tensors(model, mode), capture_repeats(model), tracker.watch():
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(model(*inputs))
         except Exception:

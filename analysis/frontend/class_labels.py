@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sft.analysis.ir.graph import Graph, refs_in
-from sft.common.errors import InputError
+from sft.common.errors import InputRuntimeError
 
 __all__ = ["ClassLabelMode", "LabelShapes", "check_label_dtype"]
 
@@ -41,7 +41,7 @@ def check_label_dtype(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return
     is_byte_vector = target.dtype == torch.uint8 and prediction.dim() <= 2  # as in eager PyTorch
     if target.dtype != torch.int64 and not is_byte_vector:
-        raise InputError(
+        raise InputRuntimeError(
             f"class labels of {func.__name__} have dtype {target.dtype}, expected torch.int64: give labels.long(), or a "
             "sft.sources.LabelSource, which converts what it reads"
         )
@@ -73,7 +73,7 @@ def _check_shapes(name: str, prediction: tuple[int, ...], target: tuple[int, ...
         return
     expected = prediction if len(target) == len(prediction) else (*prediction[:1], *prediction[2:]) if len(prediction) > 1 else ()
     if target != expected:
-        raise InputError(
+        raise InputRuntimeError(
             f"{name}: class labels of shape {target} for a prediction of shape {prediction}; expected labels of shape {expected}, "
             "one for each pixel of the prediction"
         )

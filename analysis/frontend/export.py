@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,36 +19,23 @@ from torch.export import Dim, ExportedProgram
 
 from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
-from sft.analysis.frontend.class_labels import ClassLabelMode
+from sft.analysis.frontend.constants.tracking import ConstantTracker, model_tensors
+from sft.analysis.frontend.diagnostics.export_errors import refusal_of, refuse_reads_of_updated_buffers, refuse_tensor_to_number
+from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_error
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
-from sft.analysis.frontend.graph_builder import module_path_of, symbol_guards
-from sft.analysis.frontend.source_location import error_location, is_distributions_error
+from sft.analysis.frontend.graph_builder import symbol_guards
 from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
-from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors, use_unsharded_parameters
+from sft.analysis.frontend.trace_context import suppress_output, use_unsharded_parameters
 from sft.analysis.ir.axes import Axes
-from sft.common.errors import InputError, UnsupportedError
-from sft.common.torch_internals import REGISTER_PYTREE_NODE, FakeTensorMode
+from sft.common.errors import UnsupportedError
+from sft.common.torch_internals import FakeTensorMode
 
-__all__ = ["CHANNELS_LAST", "MIXED_DTYPES", "export_model", "memory_formats_of"]
-
-aten = torch.ops.aten
+__all__ = ["CHANNELS_LAST", "export_model", "memory_formats_of"]
 
 #: Channels last format by number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-MIXED_DTYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
-#: Remedies by words of the exporter's errors.
-_REMEDIES = {
-    "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
-    "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
-    "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
-    "expected scalar type": MIXED_DTYPES,
-}
-_DISTRIBUTIONS_REMEDY = "distributions look at their values to check them; make them with validate_args=False"
-_CONTROL_FLOW_REMEDY = "control flow that depends on tensor values must move out of `forward`"
-
 
 #: Rows of the patch table that hold while the exporter decomposes a program, and while it traces one.
 _DECOMPOSITION_PATCHES = (
@@ -58,7 +44,7 @@ _DECOMPOSITION_PATCHES = (
 )
 _EXPORT_PATCHES = (
     *_DECOMPOSITION_PATCHES,
-    *("batch_norm_shapes", "grid_sample_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache"),
+    *("batch_norm_shapes", "grid_sample_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache", "module_stack"),
 )
 
 
@@ -82,7 +68,8 @@ def export_model(
 
     Raises:
         UnsupportedError: the model cannot be followed.
-        InputError: the model itself refuses inputs of this shape.
+        InputError: an operator of the model refuses inputs of this shape.
+        Exception: `forward` itself raises it.
     """
     axes = Axes.of_inputs(shapes)
     dynamic = tuple(
@@ -91,57 +78,27 @@ def export_model(
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )
+    exporter = _Exporter(model, shapes, dtypes, device, guards)
     with suppress_output():
         try:
-            functional = _export_once(model, shapes, dtypes, device, dynamic if any_size else None, guards)
+            functional = exporter.export(dynamic if any_size else None)
             # A fixed product of sizes (position embeddings of a list of pixels) determines no size, and few sizes satisfy it.
             is_fixed = any(map(_specializes_size_product, symbol_guards(functional.program)))
-            return _export_once(model, shapes, dtypes, device, None, guards) if is_fixed else functional
+            if not is_fixed and not exporter.tracker.has_size_dependent_reads:
+                return functional
+        except Exception as error:
+            if not exporter.tracker.has_size_dependent_reads:
+                if isinstance(error, UnsupportedError):
+                    raise
+                exporter.raise_error_of_model(error)
+        # The exporter's solver fails on some size expressions, or takes too long; constant sizes need no solver.
+        try:
+            return exporter.export(None)
         except UnsupportedError:
             raise
-        except Exception as error:
-            # Distinguish a model that rejects this input from a model that only the exporter cannot follow.
-            reason = _eager_error(model, shapes, dtypes, device)
-            if reason is not None:
-                sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"the model refuses an input of shape {sizes}: {reason}{_detector_hint(model, reason)}") from error
-            # The exporter's solver fails on some size expressions, or takes too long; constant sizes need no solver.
-            try:
-                return _export_once(model, shapes, dtypes, device, None, guards)
-            except UnsupportedError:
-                raise
-            except Exception as constant_size_error:
-                error = constant_size_error  # without symbols the error is about the model
-            raise _export_error(model, error) from error
-
-
-def _detector_hint(model: nn.Module, reason: str) -> str:
-    """Remedy for torchvision's detectors, which in training take lists of boxes."""
-    if "targets" not in reason or not isinstance(getattr(model, "backbone", None), nn.Module):
-        return ""
-    return "; of a detector compile the backbone alone: model.backbone = sft.compile(model.backbone, input_shape)"
-
-
-def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
-    """The exporter's error as a refusal with a remedy."""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if match := _UNREGISTERED_OUTPUT.search(first_line):
-        return UnsupportedError(
-            [
-                f"(the model itself): returns a {match[1]}, and torch.export does not know what is inside; register the class with "
-                f"torch.export.register_dataclass or {REGISTER_PYTREE_NODE}, or return a tuple or a dict"
-            ]
-        )
-    message = f"{type(error).__name__}: {first_line}"
-    default_remedy = _DISTRIBUTIONS_REMEDY if is_distributions_error(error) else _CONTROL_FLOW_REMEDY
-    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in message), default_remedy)
-    line = error_location(error)
-    location = f"the model at {line}" if line else "the model"
-    return UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {location} ({message}); {remedy}"])
-
-
-#: The exporter's error about an output of an unregistered class.
-_UNREGISTERED_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
+        except Exception as error:  # without symbols the error is about the model
+            exporter.raise_error_of_model(error)
+            raise refusal_of(model, error, exporter.tracker.unknown_reads) from error
 
 
 def _specializes_size_product(guard: sp.Basic) -> bool:
@@ -152,31 +109,65 @@ def _specializes_size_product(guard: sp.Basic) -> bool:
     return bool(small < large)
 
 
-def _export_once(
-    model: nn.Module,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    dynamic: tuple[tuple[Any, ...], ...] | None,
-    guards: CallModeGuards,
-) -> FunctionalProgram:
-    mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
-    with mode:
-        inputs = _fake_inputs(shapes, dtypes, device, guards)
-    patches = _EXPORT_PATCHES if dynamic is None else (*_EXPORT_PATCHES, "size_complexity_limit")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_model_state(model))  # a second attempt must not see state that the first one left
-        stack.enter_context(use_unsharded_parameters(model, mode))
-        unregistered = stack.enter_context(track_grad_modes(model, guards))
-        stack.enter_context(autocast_composites(device))
-        stack.enter_context(apply_patches(*patches))
-        exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
-    _refuse_grad_mode_hooks(model, exported)
-    _refuse_tensor_to_number(model, exported)
-    is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    with apply_patches(*_DECOMPOSITION_PATCHES):
-        functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
-    return replace(functional, unregistered=tuple(unregistered))
+class _Exporter:
+    """Exports one model, with symbolic or constant sizes.
+
+    Args:
+        model: the model.
+        shapes: shapes of its inputs.
+        dtypes: dtypes of its inputs.
+        device: device of its inputs.
+        guards: guards on the call's modes; the trace adds to them.
+
+    Attributes:
+        tracker: constants of the last trace.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        guards: CallModeGuards,
+    ) -> None:
+        self._model, self._shapes, self._dtypes, self._device, self._guards = model, shapes, dtypes, device, guards
+        self._accepts_input = False
+        self.tracker = ConstantTracker(model, {}, is_any_size=False)
+
+    def export(self, dynamic: tuple[tuple[Any, ...], ...] | None) -> FunctionalProgram:
+        """Export the model and functionalize the program; ``dynamic`` are its symbolic sizes, ``None`` for constant ones."""
+        model, device = self._model, self._device
+        mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
+        with mode:
+            inputs = _fake_inputs(self._shapes, self._dtypes, device, self._guards)
+        patches = _EXPORT_PATCHES if dynamic is None else (*_EXPORT_PATCHES, "size_complexity_limit")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserve_model_state(model))  # a second attempt must not see state that the first one left
+            stack.enter_context(use_unsharded_parameters(model, mode))
+            self.tracker = ConstantTracker(model, model_tensors(model), is_any_size=dynamic is not None)
+            unregistered = stack.enter_context(track_grad_modes(model, self._guards, self.tracker))
+            stack.enter_context(autocast_composites(device))
+            stack.enter_context(apply_patches(*patches))
+            exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
+        _refuse_grad_mode_hooks(model, exported)
+        refuse_tensor_to_number(exported, self.tracker.unknown_reads)
+        is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        with apply_patches(*_DECOMPOSITION_PATCHES):
+            functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
+        refuse_reads_of_updated_buffers(model, self.tracker.reads, functional.updates.values())
+        return replace(functional, unregistered=tuple(unregistered), reads=tuple(self.tracker.reads))
+
+    def raise_error_of_model(self, error: Exception) -> None:
+        """Raise the error of the eager model on these inputs, if it has one; ``error`` is that of the exporter."""
+        if self._accepts_input:
+            return
+        own_error = eager_error(self._model, self._shapes, self._dtypes, self._device)
+        if own_error is None:
+            self._accepts_input = True
+            return
+        raised = model_error(own_error, self._model, self._shapes)
+        raise raised from (None if raised is own_error else own_error)
 
 
 def _fake_inputs(
@@ -220,53 +211,3 @@ def _refuse_grad_mode_hooks(model: nn.Module, exported: ExportedProgram) -> None
                     "runs outside of what is compiled. Use torch.nn.utils.parametrizations.spectral_norm, or nn.Sequential(model)"
                 ]
             )
-
-
-#: Operators that turn a tensor into a Python number.
-_TO_NUMBER_OPS = (aten.item.default, aten._local_scalar_dense.default)
-
-
-def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> None:
-    """Refuse computation with Python numbers read from tensors (``item()``): they differ between calls, and a graph has no node for them.
-
-    Raises:
-        UnsupportedError: an operator or an output uses such a number.
-    """
-    numbers: dict[torch.fx.Node, str] = {}
-    problems: dict[str, None] = {}
-    for node in exported.graph.nodes:
-        value = node.meta.get("val")
-        paths = [numbers[operand] for operand in node.all_input_nodes if operand in numbers]
-        if node.target in _TO_NUMBER_OPS:
-            numbers[node] = module_path_of(node) or "(the model itself)"
-        elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            numbers[node] = paths[0]
-        elif paths and (value is not None or node.op == "output"):
-            problems |= {f"{path}: item: it computes with a Python number read from a tensor": None for path in paths}
-    if problems:
-        raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute" for problem in problems])
-
-
-def _eager_error(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
-    """The error of the eager model on a fake input of this shape; ``None`` where it accepts the input or does not run on fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with suppress_output():
-        try:
-            with (
-                torch.enable_grad(),
-                mode,
-                use_fake_tensors(model, mode),
-                ClassLabelMode(),
-            ):  # gradients on: models that differentiate inside need them
-                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
-        except InputError as error:  # of a loss of ours, or of labels
-            return str(error)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            message = str(error).strip().splitlines() or [""]
-            # Errors about fake tensors (data-dependent control flow) have types of their own, or these words.
-            is_eager_error = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-            is_eager_error = is_eager_error and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
-            return message[0] or type(error).__name__ if is_eager_error else None
-        except Exception:
-            return None
-    return None

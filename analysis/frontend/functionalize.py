@@ -25,6 +25,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.frontend.autocast import AutocastPolicy, OperandCast, replace_tensor_operands, tensor_operands
+from sft.analysis.frontend.constants.tracking import ConstantRead
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor
 from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import OpOverload, is_composite_op, op_schema
@@ -44,6 +45,7 @@ class FunctionalProgram:
         outputs: values that the program returns.
         updates: buffers that are updated at the end of a call, by the name of their new value.
         unregistered: tensors that `forward` reads and that require a gradient without being parameters.
+        reads: values that `forward` reads from tensors of the model.
     """
 
     program: ExportedProgram
@@ -51,6 +53,7 @@ class FunctionalProgram:
     outputs: tuple[Any, ...]
     updates: Mapping[str, str]
     unregistered: tuple[UnregisteredTensor, ...] = ()
+    reads: tuple[ConstantRead, ...] = ()
 
 
 def functionalize(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.class_labels import check_label_dtype
+from sft.analysis.frontend.constants.tracking import ConstantTracker
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
 from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor, check_registrations, forbid_external_rng
@@ -44,17 +45,22 @@ __all__ = ["track_grad_modes"]
 
 
 @contextlib.contextmanager
-def track_grad_modes(model: nn.Module, guards: CallModeGuards) -> Iterator[list[UnregisteredTensor]]:
+def track_grad_modes(model: nn.Module, guards: CallModeGuards, tracker: ConstantTracker) -> Iterator[list[UnregisteredTensor]]:
     """A context in which ``model.forward`` can be exported: results under ``torch.no_grad`` are detached, and queries become guards.
 
-    Yields the list of tensors that `forward` reads and that require a gradient without being parameters; calls fill it. Calls raise
-    UnsupportedError for habits that a graph cannot express.
+    Reads of constant values are recorded by ``tracker``. Yields the list of tensors that `forward` reads and that require a gradient
+    without being parameters; calls fill it. Calls raise UnsupportedError for habits that a graph cannot express.
     """
     inner = model.forward
     unregistered: list[UnregisteredTensor] = []
+    is_running = False
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_running
+        if is_running:  # `forward` calls itself
+            return inner(*args, **kwargs)
+        is_running = True
         contexts = (
             _restore_grad_mode(),
             forbid_external_rng(model),
@@ -62,9 +68,15 @@ def track_grad_modes(model: nn.Module, guards: CallModeGuards) -> Iterator[list[
             _DetachUnderNoGrad(model, unregistered),
         )
         with contextlib.ExitStack() as stack:
-            for context in (*contexts, guards.watch(model), check_registrations(model), watch_submodule_hooks(model)):
+            stack.callback(finish)
+            watches = (tracker.watch(), guards.watch(model), check_registrations(model), watch_submodule_hooks(model))
+            for context in (*contexts, *watches):
                 stack.enter_context(context)
             return inner(*args, **kwargs)
+
+    def finish() -> None:
+        nonlocal is_running
+        is_running = False
 
     instance_forward = vars(model).get("forward")
     vars(model)["forward"] = forward

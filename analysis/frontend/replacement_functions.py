@@ -24,6 +24,7 @@ from sft.common.torch_internals import FakeTensor
 __all__ = [
     "VALUE_FREE_FUNCTIONS",
     "SymbolicSizeTooComplexError",
+    "balanced_module_stack",
     "batch_norm_shapes",
     "bincount_with_dtype",
     "floor_quotient",
@@ -188,6 +189,24 @@ def bincount_with_dtype(kernel: Function) -> Function:
         return counts if counts.dtype == dtype else inputs.new_empty(counts.shape, dtype=dtype)
 
     return bincount
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def balanced_module_stack(call_module: Function) -> Function:
+    """``Tracer.call_module`` that restores the stack of running modules where a module raises an error."""
+
+    def call(self: Any, m: Any, forward: Function, args: Any, kwargs: Any) -> Any:
+        before = dict(self.module_stack)
+        try:
+            return call_module(self, m, forward, args, kwargs)
+        except BaseException:
+            self.module_stack.clear()
+            self.module_stack.update(before)
+            raise
+
+    return call
 
 
 # -- metadata and losses -----------------------------------------------------------------------------------------------------------

@@ -220,6 +220,13 @@ PATCHES: dict[str, Patch] = {
         without="Programs for GPUs contain operators of the CPU.",
         switch=without_onednn,
     ),
+    "module_stack": Patch(
+        target="torch.fx._symbolic_trace.Tracer.call_module",
+        parameters=("self", "m", "forward", "args", "kwargs"),
+        why="`forward` may catch an error of a submodule, and go on. The exporter leaves that submodule on its stack of running modules.",
+        without="Models that catch an error of a submodule are refused.",
+        replacement=functions.balanced_module_stack,
+    ),
     # -- time of a capture
     "batch_norm_shapes": Patch(
         target="torch._decomp.decompositions.native_batch_norm_helper",

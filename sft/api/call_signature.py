@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -75,6 +76,7 @@ class CallSignature:
         weights_revision: revision of streamed weights, which changes with the destination of their gradients; ``None`` if resident.
         modes: the answers to all questions that ``forward`` may ask. Not compared.
         guards: the answers to the questions that captures have asked so far.
+        constants: values that ``forward`` has read from tensors of the model in any capture, by a digest of their expression.
     """
 
     shapes: tuple[Shape, ...]
@@ -92,16 +94,17 @@ class CallSignature:
     weights_revision: int | None = None
     modes: CallModes = field(default=CallModes(), compare=False)
     guards: GuardValues = ()
+    constants: tuple[Any, ...] = ()
 
     @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.capture_key.device
 
-    def with_guards(self, kinds: Iterable[GuardKind]) -> CallSignature:
-        """The signature with the answers to questions of these kinds."""
+    def with_guards(self, kinds: Iterable[GuardKind], constants: tuple[Any, ...] = ()) -> CallSignature:
+        """The signature with the answers to questions of these kinds, and with values read from tensors of the model."""
         guards = self.modes.guard_values(kinds)
-        return self if guards == self.guards else replace(self, guards=guards)
+        return self if (guards, constants) == (self.guards, self.constants) else replace(self, guards=guards, constants=constants)
 
     def rank_invariants(self) -> tuple[object, ...]:
         """Properties that must be equal on all ranks that share an image."""

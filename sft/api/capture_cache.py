@@ -19,6 +19,7 @@ from torch import nn
 
 from sft.analysis.frontend.call_mode_guards import GuardKind
 from sft.analysis.frontend.capture import Capture, capture
+from sft.analysis.frontend.constants.guards import ConstantGuards
 from sft.analysis.frontend.trace_context import squeeze_label_channels
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import ELEMENTWISE
@@ -172,9 +173,15 @@ class CaptureCache:
         self._model = model
         self.guard_kinds: frozenset[GuardKind] = frozenset()
         self._captures: tuple[CapturedModel, ...] = ()
+        self._constants = ConstantGuards(model)
 
     def __len__(self) -> int:
         return len(self._captures)
+
+    def with_guards(self, signature: CallSignature) -> CallSignature:
+        """The signature with the guards of all captures: modes that ``forward`` queries, and values that it reads from tensors."""
+        reads = [read for captured in self._captures for read in captured.capture.reads]
+        return signature.with_guards(self.guard_kinds, self._constants.keys(reads) if reads else ())
 
     def get_or_capture(self, signature: CallSignature) -> SpecializedModel:
         """The model at the sizes of a call, of a capture that holds for it; captured on a miss.
@@ -183,7 +190,8 @@ class CaptureCache:
             UnsupportedError, InputError: as :func:`capture_model`.
         """
         for captured in self._captures:
-            if captured.key == signature.capture_key and signature.modes.satisfies(captured.capture.guard_values):
+            is_same_call = captured.key == signature.capture_key and signature.modes.satisfies(captured.capture.guard_values)
+            if is_same_call and self._constants.hold(captured.capture.reads):
                 specialized = captured.specialize(signature.shapes)
                 if specialized is not None:
                     return specialized

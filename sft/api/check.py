@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sft.analysis.frontend.source_location import error_line
 from sft.analysis.tiling.position_grid import PositionGrid, output_grids
 from sft.api.call_arguments import bind_arguments, bind_shapes, describes_shapes
 from sft.api.engine import Engine
 from sft.api.inputs import InputShape, dtypes_of, shapes_of
-from sft.common.errors import InputError, UnsupportedError
+from sft.common.errors import InputError, MissingValuesError, SftError, UnsupportedError
 from sft.planner.options import Options
 
-__all__ = ["CheckReport", "check", "check_capturable", "position_grids"]
+__all__ = ["CheckReport", "check", "check_capturable", "checked", "position_grids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +58,32 @@ class CheckReport:
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     """Report which operators of ``model`` run in strips, which cannot, and remedies. Never raises."""
     try:
+        return checked(model, input_shape)
+    except UnsupportedError as error:
+        return CheckReport(ok=False, problems=error.problems)
+
+
+def checked(model: nn.Module, input_shape: InputShape) -> CheckReport:
+    """As :func:`check`.
+
+    Raises:
+        MissingValuesError: ``forward`` reads values, and the model is on the meta device.
+    """
+    try:
         check_capturable(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
         input_shape, structure = bind_shapes(model, input_shape)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in shapes_of(input_shape)]
         engine.plan_for_shapes(shapes, dtypes_of(input_shape), structure=structure)
         phases = engine.phases()
+    except MissingValuesError:
+        raise
     except UnsupportedError as error:
         return CheckReport(ok=False, problems=error.problems)
     except Exception as error:
-        return CheckReport(ok=False, problems=(f"{type(error).__name__}: {error}",))
+        line = None if isinstance(error, SftError) else error_line(error)
+        place = f" (at {line})" if line is not None else ""
+        return CheckReport(ok=False, problems=(f"{type(error).__name__}: {error}{place}",))
     streamed = sum(len(phase.streamed) for phase in phases.phases)
     whole = sum(len(phase.tail) for phase in phases.phases)
     return CheckReport(

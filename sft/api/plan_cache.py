@@ -122,7 +122,7 @@ class PlanCache:
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
-        return signature.with_guards(self.captures.guard_kinds)
+        return self.captures.with_guards(signature)
 
     def add(self, signature: CallSignature, prepared: PreparedPlan) -> None:
         """Store a prepared plan."""

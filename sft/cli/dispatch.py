@@ -15,7 +15,7 @@ from sft.cli.doctor import show_doctor
 from sft.cli.plans import PlanRequest, compare_strategies, load_model, parse_input, parse_tile, show_check, show_pareto, show_plan
 from sft.cli.tune import TuneRequest, show_tune, standard_models
 from sft.common.byte_units import parse_rate
-from sft.common.errors import InputError
+from sft.common.errors import InputError, MissingValuesError
 from sft.planner.options import STRATEGIES, Options
 
 __all__ = ["run_command"]
@@ -33,8 +33,20 @@ def run_command(args: argparse.Namespace, console: Console) -> int:
         return show_tune(_tune_request(args), console, as_json=args.json)
     if args.command == "plan":
         _check_unused_options(args)
-    # A model on the meta device can be planned, but not timed.
-    model = load_model(args.model, _parse_model_arguments(args.model_args), meta=not getattr(args, "time", False))
+    is_timed = getattr(args, "time", False)
+    try:
+        return _run_on_model(args, console, meta=not is_timed)  # a model on the meta device can be planned, but not timed
+    except MissingValuesError:
+        return _run_on_model(args, console, meta=False)
+
+
+def _run_on_model(args: argparse.Namespace, console: Console, *, meta: bool) -> int:
+    """Run `plan` or `check`.
+
+    Raises:
+        MissingValuesError: ``forward`` reads values, which a model on the meta device lacks.
+    """
+    model = load_model(args.model, _parse_model_arguments(args.model_args), meta=meta)
     model.train(not args.inference)
     if args.frozen_norms:
         for module in model.modules():

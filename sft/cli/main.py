@@ -39,12 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run_command(args, console)
             sys.stdout.flush()
             return code
-    except (SftError, OSError) as error:
-        if args.debug:
+    except Exception as error:
+        text = _error_text(error)
+        if args.debug or text is None:
             raise
-        message = message_for(error, COMMAND_LINE) if isinstance(error, BudgetError) else error
-        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"error: {text}", markup=False, highlight=False, soft_wrap=True)
         return 1
+
+
+def _error_text(error: Exception) -> str | None:
+    """An error as one line; ``None`` for a defect of this program, which is shown with its traceback."""
+    if getattr(error, "__notes__", None):  # of the model, so torch is loaded already
+        from sft.analysis.frontend.diagnostics.model_errors import noted_error_text
+
+        if (text := noted_error_text(error)) is not None:
+            return text
+    if isinstance(error, BudgetError):
+        return str(message_for(error, COMMAND_LINE))
+    return str(error) if isinstance(error, (SftError, OSError)) else None
 
 
 def escape_unencodable_output() -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sft.api.check import check
+from sft.api.check import checked
 from sft.api.compile import plan
 from sft.api.memory_limits import automatic_budget, is_automatic
 from sft.api.pareto import PlanningSession, pareto
@@ -314,8 +314,12 @@ def _strategy_row(session: PlanningSession, budget_bytes: int, options: Options,
 
 
 def show_check(model: nn.Module, inputs: Sequence[ExampleInput], console: Console, *, as_json: bool) -> int:
-    """Print the operators that run in strips, the problems, and remedies; returns 1 if the model cannot be compiled."""
-    report = check(model, list(inputs))
+    """Print the operators that run in strips, the problems, and remedies; returns 1 if the model cannot be compiled.
+
+    Raises:
+        MissingValuesError: ``forward`` reads values, and the model is on the meta device.
+    """
+    report = checked(model, list(inputs))
     text = json.dumps(asdict(report), indent=2) if as_json else str(report)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return int(not report.ok)

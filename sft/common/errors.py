@@ -13,13 +13,18 @@ from typing import Any
 __all__ = [
     "BudgetError",
     "InputError",
+    "InputIndexError",
+    "InputRuntimeError",
+    "InputTypeError",
     "InternalError",
+    "MissingValuesError",
     "RankError",
     "SftError",
     "SkipSlideError",
     "SourceError",
     "UnsupportedError",
     "first_problems",
+    "input_error_of",
     "some_names",
     "typed",
 ]
@@ -50,6 +55,10 @@ class UnsupportedError(SftError):
         return type(self), (self.problems,)
 
 
+class MissingValuesError(UnsupportedError):
+    """``forward`` reads values of a tensor on the meta device, which has none."""
+
+
 class BudgetError(SftError, MemoryError):
     """No plan fits the byte budget.
 
@@ -68,6 +77,26 @@ class BudgetError(SftError, MemoryError):
 
 class InputError(SftError, ValueError):
     """An argument of the caller is invalid: rank, dtype, device, size, option."""
+
+
+class InputRuntimeError(InputError, RuntimeError):
+    """An operator of the model raises a RuntimeError for inputs of these shapes or dtypes."""
+
+
+class InputTypeError(InputError, TypeError):
+    """An operator of the model raises a TypeError for inputs of these shapes or dtypes."""
+
+
+class InputIndexError(InputError, IndexError):
+    """An operator of the model raises an IndexError for inputs of these shapes or dtypes."""
+
+
+def input_error_of(cause: type[BaseException], message: str) -> InputError:
+    """An input error that is an instance of the class of its cause as well."""
+    for error_class in (InputRuntimeError, InputTypeError, InputIndexError):
+        if issubclass(cause, error_class.__bases__[1]):
+            return error_class(message)
+    return InputError(message)
 
 
 class SourceError(SftError, OSError):

@@ -126,28 +126,51 @@ class WithLoss(nn.Module):
     operators of the table in docs/operators.md, such as a sum of these. Other losses are exact too, but need the full output; ``sft.check``
     reports them.
 
+    Targets reach the loss as they are given, as in ``loss(model(*inputs), target)``. Conventions differ: torch's cross-entropy takes labels
+    ``[N, H, W]``, MONAI's losses take ``[N, 1, H, W]``. With ``keep_channel="auto"`` a loss that raises an error for a target of one of the
+    two shapes gets the other one. A loss that accepts the target as it is given is never asked again, and if it refuses both, its error is
+    the one for the target as given.
+
+    >>> label_image = labels[:, None]
+    >>> bool(training(torch.ones(1, 3, 64, 48), label_image) == training(torch.ones(1, 3, 64, 48), labels))
+    True
+
     Args:
         model: computes the prediction.
         loss: a module or function of the prediction and the target.
         output: index or key of the prediction in the model's result, if that is not a tensor. Default: `None` (the result itself)
+        keep_channel: the loss takes targets with a channel dimension of size one (`True`) or without it (`False`). Default: `"auto"`
+            (as given, and the other one only where the loss raises an error)
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], *, output: int | str | None = None) -> None:
+    keep_channel: bool | Literal["auto"] = "auto"  # of pickles of earlier versions
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Tensor], Tensor],
+        *,
+        output: int | str | None = None,
+        keep_channel: bool | Literal["auto"] = "auto",
+    ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
         if not callable(loss):
             raise InputError(f"loss must be a function of prediction and target, got {type(loss).__name__}")
+        if keep_channel != "auto" and not isinstance(keep_channel, bool):
+            raise InputError(f"keep_channel {keep_channel!r}: choose True, False or 'auto'")
         self.model = model
         self.loss = loss
         self.output = output
+        self.keep_channel = keep_channel
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The loss.
 
         Args:
             inputs: the model's inputs and, last, the target of the loss. Labels may have a channel, ``[N, 1, H, W]``, as those
-                of a `sft.sources.LabelSource` have.
+                of a `sft.sources.LabelSource` have, or lack it.
 
         Raises:
             InputError: no target is given.
@@ -158,11 +181,41 @@ class WithLoss(nn.Module):
         prediction = self.model(*model_inputs)
         if self.output is not None:
             prediction = prediction[self.output]
-        return self.loss(prediction, _class_labels(prediction, target))
+        other_target = _other_channel_convention(prediction, target)
+        if self.keep_channel == "auto":
+            return self._loss_by_convention(prediction, target, other_target)
+        has_channel = isinstance(prediction, Tensor) and target.dim() == prediction.dim()
+        return self.loss(prediction, target if other_target is None or has_channel == self.keep_channel else other_target)
+
+    def _loss_by_convention(self, prediction: Any, target: Tensor, other_target: Tensor | None) -> Tensor:
+        try:
+            return self.loss(prediction, target)
+        except _REFUSALS as error:
+            if other_target is None or _is_about_tracing(error):
+                raise
+            try:
+                return self.loss(prediction, other_target)
+            except _REFUSALS as other_error:
+                if _is_about_tracing(other_error):
+                    raise
+                raise error from other_error
 
 
-def _class_labels(prediction: Any, target: Tensor) -> Tensor:
-    """Class labels without their channel of size one, as torch's losses take them."""
-    is_image = isinstance(prediction, Tensor) and target.dim() == prediction.dim() and target.shape[1] == 1
-    is_label = target.dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
-    return target.squeeze(1) if is_image and is_label and prediction.shape[1] > 1 else target
+#: Errors by which losses refuse the shape of a target.
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
+
+def _is_about_tracing(error: Exception) -> bool:
+    """Return true for an error about memory, or about a value that a trace does not have, and not about a shape."""
+    is_class_of_torch = type(error).__module__.partition(".")[0] == "torch"
+    return is_class_of_torch or any(word in str(error) for word in ("Fake", "tensor subclasses"))
+
+
+def _other_channel_convention(prediction: Any, target: Tensor) -> Tensor | None:
+    """A target without its channel of size one, or with one where it lacks it; ``None`` where it has channels like the prediction."""
+    if not isinstance(prediction, Tensor) or prediction.dim() < 3:
+        return None
+    if target.dim() == prediction.dim() - 1:
+        return target.unsqueeze(1)
+    has_channel = target.dim() == prediction.dim() and target.shape[1] == 1
+    return target.squeeze(1) if has_channel and prediction.shape[1] > 1 else None

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize
 
+from sft.analysis.frontend.diagnostics.model_errors import is_own_error, raised_error
 from sft.analysis.frontend.module_state import AttributeChanges, override_attributes, preserve_attributes
 from sft.analysis.frontend.trace_context import suppress_output
-from sft.common.errors import InputError, UnsupportedError, typed
+from sft.common.errors import UnsupportedError, input_error_of, typed
 from sft.common.torch_internals import FakeTensorMode
 from sft.lower.joint_traces import JointTrace, TraceBuilder
 from sft.lower.op_recorder import OpRecording, record_calls
@@ -142,9 +143,12 @@ def trace_block(
             preserve_attributes(block),
             suppress_output(),
         ):
-            refusal = _eager_error(lambda: functional_call(block, {**weights, **states}, (image,)))
+            refusal = raised_error(lambda: functional_call(block, {**weights, **states}, (image,)))
         if refusal is not None:
-            raise InputError(f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {refusal}") from error
+            if is_own_error(refusal):
+                raise refusal from None
+            message = f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {_first_line(refusal)}"
+            raise input_error_of(type(refusal), message) from error
         remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
         if "in-place operation" in str(error):
             remedy = "Its input is that of another block as well: let its first operator not work in place"
@@ -188,15 +192,6 @@ class _Replay:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".")
-
-
-def _eager_error(call: Callable[[], Any]) -> str | None:
-    """The error of eager PyTorch for the input; ``None`` if it accepts it."""
-    try:
-        call()
-    except Exception as error:  # a decision on values, which fake tensors do not have, raises another type
-        return _first_line(error) if type(error) in (RuntimeError, ValueError, TypeError, IndexError) else None
-    return None
 
 
 def _refuse_stateful_block(first: OpRecording, second: OpRecording, changes: AttributeChanges) -> None:

@@ -190,6 +190,29 @@ def test_time_is_drawn_against_memory(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
+class Strided(nn.Module):
+    """A model that reads a number from a buffer, which it lacks on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.register_buffer("stride", torch.tensor([8.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x) / float(self.get_buffer("stride")[0])
+        return y
+
+
+def test_models_that_read_buffers_are_built_with_values(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "check"):
+        assert main([command, f"{__name__}:Strided", "--input", "1x3x64x64"]) == 0
+    assert "exact" in capsys.readouterr().out
+    with torch.device("meta"):
+        model = Strided()
+    with pytest.raises(sft.UnsupportedError, match=r"stride: .*reads values of this tensor at cli/test_cli\.py:\d+ .*meta device"):
+        sft.plan(model, (1, 3, 64, 64))
+
+
 def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *_NET]) == 0
     assert "exact" in capsys.readouterr().out

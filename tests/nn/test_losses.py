@@ -196,6 +196,62 @@ def test_a_model_with_several_outputs() -> None:
     assert_exact(model, image(1, 3, 12, 8), _labels(1, 12, 8), options=sft.Options(tile=(4, None)))
 
 
+class _Shapes(nn.Module):
+    """A loss that notes the shapes of its targets, and takes those of one number of dimensions."""
+
+    def __init__(self, *accepted: int) -> None:
+        super().__init__()
+        self.accepted, self.shapes = accepted, list[tuple[int, ...]]()
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        self.shapes.append(tuple(t.shape))
+        if t.dim() not in self.accepted:
+            raise ValueError(f"no target of {t.dim()} dimensions")
+        labels = t if t.dim() == 4 else t[:, None]
+        return -y.log_softmax(1).gather(1, labels).mean() * t.dim()
+
+
+@pytest.mark.parametrize("target_dims", [3, 4])
+@pytest.mark.parametrize(
+    ("accepted", "keep_channel", "received"),
+    [
+        ((3, 4), "auto", "as given"),
+        ((3,), "auto", 3),
+        ((4,), "auto", 4),
+        ((3, 4), True, 4),
+        ((3, 4), False, 3),
+    ],
+)
+def test_the_channel_of_labels(target_dims: int, accepted: tuple[int, ...], keep_channel: Any, received: Any) -> None:
+    """As given where the loss takes it; the other form only where it refuses, or where the caller says so."""
+    loss, x, labels = _Shapes(*accepted), image(2, 3, 12, 8), _labels(2, 12, 8)
+    target = labels if target_dims == 3 else labels[:, None]
+    model = sft.nn.WithLoss(_network(), loss, keep_channel=keep_channel).double()
+    expected_dims = target_dims if received == "as given" else received
+    shapes = {3: (2, 12, 8), 4: (2, 1, 12, 8)}
+    value = model(x, target)
+    assert loss.shapes[-1] == shapes[expected_dims]
+    assert_exact(model, x, target, options=sft.Options(tile=(4, None)), steps=1)
+    torch.testing.assert_close(value, F.cross_entropy(model.model(x), labels) * expected_dims)
+
+
+def test_a_loss_that_refuses_both_forms_raises_its_error_for_the_target_as_given() -> None:
+    model = sft.nn.WithLoss(_network(), _Shapes(7))
+    x, target = image(1, 3, 12, 8).float(), _labels(1, 1, 12, 8)
+    with pytest.raises(ValueError, match="no target of 4 dimensions"):
+        model(x, target)
+    with pytest.raises(ValueError, match="no target of 4 dimensions"):
+        sft.compile(model, [x, target])
+
+
+def test_a_mask_of_one_channel_stays() -> None:
+    """A prediction of one channel has no labels of classes: binary losses take masks of its shape."""
+    x, mask = image(2, 3, 12, 8), torch.rand(2, 1, 12, 8, generator=torch.Generator().manual_seed(4)).double()
+    network = nn.Sequential(nn.Conv2d(3, 1, 3, padding=1))
+    for target in (mask, mask[:, 0]):
+        assert_exact(sft.nn.WithLoss(network, nn.BCEWithLogitsLoss()), x, target, options=sft.Options(tile=(4, None)), steps=1)
+
+
 def test_labels_outside_the_classes_raise_and_change_nothing() -> None:
     model, x = _network(), image(1, 3, 12, 8)
     net = sft.compile(
@@ -211,6 +267,7 @@ def test_labels_outside_the_classes_raise_and_change_nothing() -> None:
     [
         (lambda: sft.nn.WithLoss(nn.MSELoss, nn.MSELoss()), "nn.Module, got type"),  # type: ignore[arg-type]
         (lambda: sft.nn.WithLoss(nn.Identity(), 3), "got int"),  # type: ignore[arg-type]
+        (lambda: sft.nn.WithLoss(nn.Identity(), nn.MSELoss(), keep_channel="yes"), "keep_channel 'yes'"),  # type: ignore[arg-type]
         (lambda: sft.nn.WithLoss(nn.Identity(), nn.MSELoss())(torch.zeros(1)), "the target"),
         (lambda: sft.nn.DiceLoss("softmin"), "softmin"),  # type: ignore[arg-type]
         (lambda: sft.nn.DiceLoss(smooth=float("nan")), "at least 0"),

@@ -371,6 +371,40 @@ def _switches_loggers() -> bool:
     return _is_switched(lambda: logging.getLogger("torch.export").isEnabledFor(logging.WARNING), "loggers")
 
 
+class _Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("another way")
+
+
+class _Catches(nn.Module):
+    """Goes on after an error of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = _Raises()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self.fails(x)
+        except ValueError:
+            y = x + 1
+        return y
+
+
+def _caught_errors_of_modules_fail() -> bool:
+    try:
+        torch.export.export(_Catches(), (torch.zeros(1, 3, 4, 4),), strict=False)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_errors_of_submodules_may_be_caught() -> None:
+    net = sft.compile(nn.Sequential(nn.Conv2d(3, 3, 1), _Catches()), (1, 3, 8, 6))
+    x = torch.ones(1, 3, 8, 6)
+    torch.testing.assert_close(net(x), net[0](x) + 1)
+
+
 #: For each row a check that torch without it still behaves as its ``without`` says, or that its switch switches.
 _NEEDS: dict[str, Callable[[], bool]] = {
     **dict.fromkeys(("is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled"), _modes_see_no_queries),
@@ -394,6 +428,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "tracer_stack_traces": _tracers_know_no_setting,
     "fake_tensor_cache": lambda: _is_switched(lambda: bool(torch._dynamo.config.fake_tensor_cache_enabled), "fake_tensor_cache"),
     "buffer_hooks": _failed_exports_leave_a_hook,
+    "module_stack": _caught_errors_of_modules_fail,
     "anomaly_mode": _switches_anomaly_mode,
     "saved_tensor_hooks": _switches_hooks,
     "global_module_hooks": _switches_hooks,

@@ -113,5 +113,5 @@ def test_a_capture_serves_all_sizes_so_related(name: str, monkeypatch: pytest.Mo
 
 def test_a_model_that_asserts_how_its_sizes_are_related_refuses_others() -> None:
     net = sft.compile(seeded(lambda: _Related(_asserted)), [(1, 3, 24, 20), (1, 2, 12, 10)])
-    with pytest.raises(sft.InputError, match=r"the model refuses an input of shape 1x3x25x20, 1x2x12x10: [Aa]ssert"):
+    with pytest.raises(AssertionError):
         net(image(1, 3, 25, 20), image(1, 2, 12, 10))

@@ -1,0 +1,111 @@
+"""Errors that a model raises itself, as eager PyTorch would raise them.
+
+An error of the user's own code (``1 / 0``, ``raise ValueError``, a missing key, endless recursion) is raised as it is, with a note. An
+error of torch's operators about the inputs (channels that do not match) becomes an :class:`InputError` of the same class as well.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft.analysis.frontend.class_labels import ClassLabelMode
+from sft.analysis.frontend.constants.tracking import ConstantTracker, model_tensors
+from sft.analysis.frontend.source_location import ANALYSIS_FOLDER, error_line
+from sft.analysis.frontend.trace_context import suppress_output, use_fake_tensors
+from sft.common.errors import SftError, input_error_of
+from sft.common.torch_internals import FakeTensorMode
+
+__all__ = ["eager_error", "is_own_error", "model_error", "noted_error_text", "raised_error"]
+
+_TORCH_FOLDER = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+#: Files of torch whose lookups (`__getattr__`, `__getitem__`) fail for attributes and layers that the user's code names.
+_LOOKUP_FILES = tuple(os.path.join(_TORCH_FOLDER, "nn", "modules", name) for name in ("module.py", "container.py"))
+_CALL_FUNCTIONS = frozenset({"_call_impl", "_wrapped_call_impl", "inner", "forward"})
+
+#: Words of errors about fake tensors.
+_FAKE_WORDS = ("Fake", "fake", "tensor subclasses", "meta tensor", "Meta")
+
+
+#: First words of the note on an error of the user's code.
+_NOTE_START = "Raised by `forward`"
+
+
+def noted_error_text(error: BaseException) -> str | None:
+    """Class, message and line of an error of the user's code that a capture raised; ``None`` for any other error."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_START)]
+    if not notes:
+        return None
+    line = error_line(error)
+    return f"{type(error).__name__}: {error}{f' (at {line})' if line else ''}. {notes[0]}"
+
+
+def eager_error(
+    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> Exception | None:
+    """The error of the eager model on fake inputs of these shapes; ``None`` where it accepts them or does not run on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = ConstantTracker(model, model_tensors(model), is_any_size=False)
+
+    def call() -> None:
+        model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
+
+    # Gradients are on, since models that differentiate inside need them.
+    with suppress_output(), torch.enable_grad(), mode, use_fake_tensors(model, mode), tracker.watch(), ClassLabelMode():
+        return raised_error(call)
+
+
+def raised_error(call: Callable[[], Any]) -> Exception | None:
+    """The error that eager PyTorch raises for a call on fake tensors; ``None`` without one, and for errors about fake tensors."""
+    try:
+        call()
+    except Exception as error:
+        return None if _is_about_fake_tensors(error) else error
+    return None
+
+
+def _is_about_fake_tensors(error: Exception) -> bool:
+    """Return true for an error that eager PyTorch would not raise: a decision on values, or an operator without a fake implementation."""
+    if type(error).__module__.partition(".")[0] == "torch":
+        return True
+    return not is_own_error(error) and any(word in str(error) for word in _FAKE_WORDS)
+
+
+def is_own_error(error: BaseException) -> bool:
+    """Return true for an error raised by the user's code, and not by an operator or function of torch."""
+    if isinstance(error, (RecursionError, SftError)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    name = os.path.realpath(frames[-1].filename)
+    if name in _LOOKUP_FILES:
+        return frames[-1].name not in _CALL_FUNCTIONS
+    return not name.startswith((_TORCH_FOLDER, ANALYSIS_FOLDER))  # function modes of the capture call torch's functions
+
+
+def model_error(error: Exception, model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> Exception:
+    """The exception to raise for an error of the model: the error itself with a note, or an input error of its class."""
+    sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    if isinstance(error, SftError):
+        return error
+    if is_own_error(error):
+        error.add_note(f"{_NOTE_START} of {type(model).__name__}, which sft traced for an input of shape {sizes}. Nothing was computed.")
+        return error
+    first_line = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+    line = error_line(error)
+    cause = RuntimeError if isinstance(error, AssertionError) else type(error)  # operators assert in traces only
+    reason = first_line + _detector_hint(model, first_line) + (f" (at {line})" if line else "")
+    return input_error_of(cause, f"the model refuses an input of shape {sizes}: {reason}")
+
+
+def _detector_hint(model: nn.Module, reason: str) -> str:
+    """Remedy for torchvision's detectors, which in training take lists of boxes."""
+    if "targets" not in reason or not isinstance(getattr(model, "backbone", None), nn.Module):
+        return ""
+    return "; of a detector compile the backbone alone: model.backbone = sft.compile(model.backbone, input_shape)"

@@ -31,7 +31,7 @@ from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
 from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
-from sft.torch_runtime.pass_statistics import PassStatistics
+from sft.torch_runtime.pass_statistics import LISTENERS, PassStatistics, note_flops
 from sft.torch_runtime.skip_constant import TorchStripOps
 from sft.torch_runtime.streamed_cuts import CutStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
@@ -144,6 +144,8 @@ class TorchMachine:
     def run(
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
     ) -> tuple[dict[Port, Buffer], Residuals]:
+        if LISTENERS:
+            note_flops(program.flops)
         if self.graphs is not None and saved is None:
             results = self.graphs.run(program, bindings, lambda recorded, buffers: self._run(recorded, buffers, None)[0])
             if results is not None:

@@ -24,7 +24,7 @@ from sft.lower.program import Program
 from sft.lower.rules.base import AdditivePart
 from sft.runtime.skip_constant import comparison_chunk_rows
 from sft.sources.source import RepeatingSource, Source, select_samples
-from sft.torch_runtime.pass_statistics import PassSkipping
+from sft.torch_runtime.pass_statistics import LISTENERS, PassSkipping, note_flops
 from sft.torch_runtime.streamed_cuts import HostGradient
 
 __all__ = ["TorchStripOps", "equal_rows_on_device", "source_equal_rows"]
@@ -69,6 +69,8 @@ class TorchStripOps:
 
     def count_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
         self.skipping.note(num_run=num_run, num_skipped=num_skipped, flops=program.flops)
+        if LISTENERS:
+            note_flops(num_skipped * program.flops)
 
 
 def equal_rows_on_device(image: Tensor, axes: Axes) -> BoolArray | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from rich.console import Console
 
 import sft
@@ -35,7 +35,7 @@ __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE",
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
 
-_ON_SEVERAL_RANKS = ("train", "evaluate")
+_ON_SEVERAL_RANKS = ("train", "evaluate", "folds")
 
 #: Remedies of a budget error that a run can take.
 _REMEDIES: dict[Setting, Spelling] = {
@@ -46,7 +46,7 @@ _REMEDIES: dict[Setting, Spelling] = {
 }
 _INFERENCE_REMEDIES = {**_REMEDIES, "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}")}
 _TRUST = "--trust"
-_WITH_NETWORK = ("plan", "train", "evaluate", "heatmap")
+_WITH_NETWORK = ("plan", "train", "evaluate", "heatmap", "folds")
 
 
 def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
@@ -102,7 +102,8 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
         print(json.dumps(result.value, allow_nan=False))
     if result.num_failed and world.num_ranks > 1:
         # What starts ranks takes any other code for a failure, and would start them again.
-        console.print(f"{result.num_failed} slides were left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
+        left_out = "1 slide was" if result.num_failed == 1 else f"{result.num_failed} slides were"
+        console.print(f"{left_out} left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
         return 0
     return EXIT_FAILED_SLIDES if result.num_failed else 0
 
@@ -171,7 +172,18 @@ def _parser() -> ArgumentParser:
     heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")
     heatmap.add_argument("--crops", type=int, default=5, help="how many crops to cut out where the map is highest")
     heatmap.add_argument("--crop-px", type=int, default=256, help="their side")
-    for sub in (plan, train, evaluate, heatmap):
+    folds = _configured("train each fold of a cross-validation, or go on with it; then one table over the folds")
+    folds.add_argument("--folds", type=PositiveInt, help="number of folds; default: data.num_folds")
+    folds.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
+    compare = _plain("one table of the metrics of several runs, and the settings in which they differ")
+    compare.add_argument("runs", type=Path, nargs="+", help="folders of runs, or of folds")
+    compare.add_argument("--split", type=str, help="folder of results to compare; default: val and test")
+    compare.add_argument("--out", type=Path, help="CSV file for the table")
+
+    report = _plain("write the pages of a run, summary.md and report.html, from what its folder has")
+    report.add_argument("run", type=Path, help="folder of a run")
+
+    for sub in (plan, train, evaluate, heatmap, folds):
         about = "module, file or folder whose classes and functions model.backbone may name; may be repeated (never in a file)"
         sub.add_argument(_TRUST, type=str, action="append", metavar="MODULE", help=about)
 
@@ -183,6 +195,9 @@ def _parser() -> ArgumentParser:
         ("train", train),
         ("evaluate", evaluate),
         ("heatmap", heatmap),
+        ("folds", folds),
+        ("compare", compare),
+        ("report", report),
     ):
         subcommands.add_subcommand(name, sub, help=sub.description)
     return parser

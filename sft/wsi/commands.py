@@ -16,17 +16,21 @@ from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.config import Config
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError, RunInterrupted
-from sft.wsi.eval.evaluate import as_plain, evaluate_records, note_filled
-from sft.wsi.eval.heatmap import HeatmapMaker, output_numbers, write_map_table
+from sft.wsi.eval.evaluate import evaluate_records, newer_best, note_filled
+from sft.wsi.eval.heatmap import HeatmapMaker, output_numbers
+from sft.wsi.eval.heatmap_folder import HeatmapFolder
 from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_trained
-from sft.wsi.eval.report import draw_curves
-from sft.wsi.run.files import write_csv, write_json, write_text
+from sft.wsi.eval.report import plain_estimates
+from sft.wsi.eval.run_summary import write_run_summary
+from sft.wsi.run.files import counted, write_csv, write_json, write_text
 from sft.wsi.run.folder import NullRunFolder, RunFolder
 from sft.wsi.run.progress import Reporter
+from sft.wsi.run.results import results_lock, staging_folder
 from sft.wsi.train.checkpoint import restore_weights
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import Experiment, check_slides, load_experiment, plan_of_size
 from sft.wsi.train.run_state import RunProgress, config_fingerprint
+from sft.wsi.train.run_work import estimate_text, plain_estimate, plain_training, run_work, step_text, training_text
 from sft.wsi.train.signals import EndRequested, Interruption
 from sft.wsi.train.size_plan import experiment_without_slides
 from sft.wsi.train.trainer import Trainer
@@ -61,6 +65,7 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
         BudgetError: it does not fit.
         InputError, SourceError: the configuration is wrong.
     """
+    experiment: Experiment | None = None
     if size is not None:
         plan = plan_of_size(experiment_without_slides(config, trust=trust), (size[0], size[1]), ranks)
         console.print(f"Slide of {size[1]} x {size[0]} px (width x height), on {config.train.device}", markup=False, highlight=False)
@@ -71,6 +76,10 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         plan = _plans(experiment, trainer, failed)[0]
     console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
+    if experiment is None:
+        _say(console, step_text(plan, config))
+    else:
+        _say(console, estimate_text(run_work(experiment, plan, ranks), plan, config.train.device))
     return CommandResult(value=json.loads(plan.to_json()))
 
 
@@ -100,15 +109,23 @@ def train(
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
     told = ", ".join(f"{count} {split}" for split, count in counts.items())
     console.print(
-        f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False, soft_wrap=True
+        f"{counted(len(experiment.table.records), 'slide', 'slides')} ({told}); task {config.task.kind}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
+    for line in training_text(experiment):
+        _say(console, line)
     if is_dry:
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         plan = _plans(experiment, trainer, failed)[0]
         console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
-        return CommandResult(value={"slides": counts, "failed": failed, "plan": json.loads(plan.to_json())}, num_failed=len(failed))
+        work = run_work(experiment, plan, ranks)
+        _say(console, estimate_text(work, plan, config.train.device))
+        value = {"slides": counts, "failed": failed, "plan": json.loads(plan.to_json()), "estimate": plain_estimate(work, plan)}
+        return CommandResult(value={**value, "training": plain_training(experiment)}, num_failed=len(failed))
     is_first = ranks.rank == 0
     opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else NullRunFolder(config.run)
     with opened as folder:
@@ -121,9 +138,8 @@ def train(
                 trainer.restore()
                 if is_first:
                     _describe(folder, experiment, plans[0])
-                progress = trainer.run(interruption)
-        if is_first:
-            draw_curves(config.run / "curves.png", progress.epochs)
+                _say(console, estimate_text(run_work(experiment, plans[0], ranks), plans[0], config.train.device))
+                progress = trainer.run(interruption, plan=plans[0])
         failed = dict(progress.failed)
         with Interruption() as interruption:
             try:
@@ -153,12 +169,24 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
     """
     loaded = load_trained(selection, console, ranks)
     folder = selection.folder(f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
-    title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     predictor = Predictor(loaded.experiment, ranks=ranks)
-    estimates = evaluate_records(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
-    value = {"folder": str(folder), "metrics": as_plain(estimates), "failed": loaded.failed}
-    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, ranks)
-    return CommandResult(value={**value, **filled}, num_failed=len(loaded.failed))
+    result = evaluate_records(
+        predictor, loaded, folder, console, run=selection.run, title=folder.name, num_draws=num_draws, ranks=ranks, lists_damage=True
+    )
+    value: dict[str, Any] = {
+        "folder": str(result.folder),
+        "weights": loaded.weights.as_dict(),
+        "metrics": plain_estimates(result.estimates, result.num_patients),
+        "failed": loaded.failed,
+    }
+    if result.newer is not None:
+        value["newer_best"] = result.newer.as_dict()
+    if result.num_filled is not None:
+        value["filled_tiles"] = result.num_filled
+    if result.num_filled:
+        _say(console, f"{counted(result.num_filled, 'damaged tile is', 'damaged tiles are')} background: {result.folder / 'damaged.csv'}")
+    _say(console, f"written to {result.folder}: summary.md, metrics.json, predictions.csv")
+    return CommandResult(value=value, num_failed=len(loaded.failed))
 
 
 def heatmap(
@@ -183,26 +211,37 @@ def heatmap(
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {some_names(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
-    folder = selection.folder("heatmaps")
-    maker = HeatmapMaker(loaded.experiment, folder)
+    place = HeatmapFolder(selection.run, selection.folder("heatmaps"), loaded.weights)
     outputs = output_numbers(loaded.experiment, classes)
     drawn = []
-    for record in loaded.records:
-        if (names and record.name not in names) or record.name in loaded.failed:
-            continue
-        try:
-            for output in outputs:
-                heatmap = maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px)
-                drawn.append(heatmap)
-                write_map_table(folder, heatmap)
-                console.print(f"{heatmap.slide}, {heatmap.output}: {heatmap.files[1]}", markup=False, highlight=False, soft_wrap=True)
-        except sft.SourceError as error:
-            if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
-                raise
-            loaded.failed[record.name] = " ".join(str(error).split())
-    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, SINGLE_RANK)
-    values = [{**asdict(heatmap), "files": [str(path) for path in heatmap.files]} for heatmap in drawn]
-    return CommandResult(value={"heatmaps": values, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
+    with staging_folder(place.root) as staged:
+        maker = HeatmapMaker(loaded.experiment, staged, label=loaded.weights.text)
+        for record in loaded.records:
+            if (names and record.name not in names) or record.name in loaded.failed:
+                continue
+            try:
+                maps = [maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px) for output in outputs]
+            except sft.SourceError as error:
+                if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
+                    raise
+                loaded.failed[record.name] = " ".join(str(error).split())
+                continue
+            for heatmap in place.publish(staged, maps):
+                drawn.append({**asdict(heatmap), "files": [str(path) for path in heatmap.files]})
+                _say(console, f"{heatmap.slide}, {heatmap.output}: {heatmap.files[1]}")
+    if place.is_in_run:
+        with results_lock(place.root):
+            write_run_summary(selection.run)
+    newer = newer_best(selection.run, loaded.weights)
+    if newer is not None:
+        _say(console, f"the run has a better model by now ({newer.text}); start heatmap again for its maps")
+    filled = note_filled(loaded.experiment, selection.folder("heatmaps") / "damaged.csv", console, SINGLE_RANK)
+    value = {"heatmaps": drawn, "weights": loaded.weights.as_dict(), "failed": loaded.failed, **filled}
+    return CommandResult(value=value, num_failed=len(loaded.failed))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
@@ -285,37 +324,38 @@ def _finish(
     Raises:
         EndRequested: the run was asked to end.
     """
-    best = ranks.from_first(lambda: folder.checkpoints.load("best"))
-    if best is not None:
-        restore_weights(experiment.model, best.weights, folder.path)
-    epoch = progress.best[1] if progress.best else progress.epoch
-    lines = [f"# {folder.path.name}", "", f"Best epoch: {epoch} of {progress.epoch}; {progress.step} optimizer steps.", ""]
-    lines += ["![losses and metrics](curves.png)", ""]
+    best = ranks.from_first(lambda: folder.checkpoints.load("best") or folder.checkpoints.load("last"))
+    assert best is not None  # training has saved the last one
+    restore_weights(experiment.model, best.weights, folder.path)
     metrics = {}
     for split in ("val", "test"):
         records = experiment.records(split)
         if records:
-            loaded = LoadedModel(experiment=experiment, records=records, epoch=epoch, failed=failed)
-            title = f"{split}, best model (epoch {epoch})"
-            estimates = evaluate_records(
-                predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks, interruption=interruption
+            loaded = LoadedModel(experiment=experiment, records=records, weights=best.weights_id, failed=failed)
+            result = evaluate_records(
+                predictor,
+                loaded,
+                folder.path / split,
+                console,
+                run=folder.path,
+                title=split,
+                num_draws=num_draws,
+                ranks=ranks,
+                interruption=interruption,
             )
-            metrics[split] = as_plain(estimates)
-            if ranks.rank == 0:
-                page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
-                lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
+            metrics[split] = plain_estimates(result.estimates, result.num_patients)
     filled = note_filled(experiment, folder.path / "damaged.csv", console, ranks)
-    if filled.get("filled_tiles"):
-        lines += [f"{filled['filled_tiles']} tiles could not be decoded and are background: [damaged.csv](damaged.csv).", ""]
     if ranks.rank == 0:
-        write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
         write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
-    console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False, soft_wrap=True)
+        with results_lock(folder.path):
+            write_run_summary(folder.path)
+    _say(console, f"written to {folder.path}: summary.md, report.html")
     return {
         "run": str(folder.path),
         "epochs": progress.epoch,
         "steps": progress.step,
-        "best_epoch": epoch,
+        "best_epoch": progress.best[1] if progress.best else progress.epoch,
+        "weights": best.weights_id.as_dict(),
         "metrics": metrics,
         "failed": failed,
         **filled,

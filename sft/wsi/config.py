@@ -6,7 +6,8 @@ A group checks itself when it is made, so that a mistake stops the run before an
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +60,10 @@ class DataConfig:
     test_fraction: float = 0.0
     mask_values: dict[int, int] | None = None
     background: list[int] | None = None
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        _restore(self, state)
 
     def __post_init__(self) -> None:
         _refuse_nulls("data", self)
@@ -221,6 +226,9 @@ class TrainConfig:
         device: cpu or cuda.
         on_error: effect of an unreadable slide: stop the run (raise), or skip the slide (skip; the exit code reports it at the end). With
             fill, tiles that cannot be decoded become background and are listed in damaged.csv; a file that cannot be opened stops the run.
+        layer_decay: layer-wise decay of the learning rate, in 0..1: the head learns at lr, each block before it at the rate of the block
+            after it times this; 1 for none.
+        freeze: modules that do not train, by name ([backbone.layer1], with * for any characters). Their norms stay in eval mode.
     """
 
     epochs: int = 20
@@ -239,6 +247,12 @@ class TrainConfig:
     seed: int = 0
     device: str = "cpu"
     on_error: Literal["raise", "skip", "fill"] = "raise"
+    layer_decay: float = 1.0
+    freeze: list[str] = field(default_factory=list)
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        _restore(self, state)
 
     def __post_init__(self) -> None:
         _refuse_nulls("train", self)
@@ -254,6 +268,8 @@ class TrainConfig:
         ]
         if _DEVICE.fullmatch(self.device) is None:
             problems.append(f"train.device {self.device}: give cpu, cuda, or cuda:N")
+        if not 0 < self.layer_decay <= 1:
+            problems.append(f"train.layer_decay {self.layer_decay}: give a factor above 0 and at most 1, such as 0.75")
         if not 0 <= self.weight_decay < inf or self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
             problems.append("train.weight_decay and train.warmup_steps are at least 0, train.min_lr a share in 0..1")
         _refuse(problems)
@@ -375,6 +391,16 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
     except InputError as error:
         return [f"{name}: {error}"]
     return []
+
+
+def _restore(config: Any, state: Sequence[Any]) -> None:
+    """Set the fields of a group from its pickle; the last ones, which an older release did not have, to their defaults."""
+    members = fields(config)
+    for member, value in zip(members, state, strict=False):
+        object.__setattr__(config, member.name, value)
+    for member in members[len(state) :]:
+        value = member.default if member.default_factory is MISSING else member.default_factory()
+        object.__setattr__(config, member.name, value)
 
 
 def _refuse_nulls(group: str, config: Any) -> None:

@@ -1,4 +1,7 @@
-"""Commands of ``python -m sft.wsi`` by name: parsed options become arguments of the functions in `commands` and `inspect_commands`."""
+"""Commands of ``python -m sft.wsi`` by name.
+
+Parsed options become arguments of the functions in `commands`, `compare_commands` and `inspect_commands`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping
 from jsonargparse import Namespace
 from rich.console import Console
 
-from sft.wsi import commands
+from sft.wsi import commands, compare_commands
 from sft.wsi import inspect_commands as inspection
 from sft.wsi.cli import make_config, read_config
 from sft.wsi.config import RanksConfig
@@ -36,6 +39,12 @@ def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
         return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks)
 
 
+def _folds(given: Namespace, console: Console) -> commands.CommandResult:
+    config = make_config(given)
+    with joined(config.ranks) as ranks:
+        return compare_commands.folds(config, console, num_folds=given.folds, num_draws=given.bootstrap, ranks=ranks, trust=given.trust)
+
+
 def _selection(given: Namespace) -> InferenceRequest:
     return InferenceRequest(
         run=given.run,
@@ -61,6 +70,9 @@ COMMANDS: Mapping[str, Callable[[Namespace, Console], commands.CommandResult]] =
     "plan": _plan,
     "train": _train,
     "evaluate": _evaluate,
+    "folds": _folds,
+    "compare": lambda given, console: compare_commands.compare(given.runs, console, split=given.split, out=given.out),
+    "report": lambda given, console: compare_commands.report(given.run, console),
     "heatmap": lambda given, console: commands.heatmap(
         _selection(given),
         console,

@@ -78,12 +78,14 @@ class HeatmapMaker:
     Args:
         experiment: with the model and the slides; its head is pooled.
         folder: output folder, created if missing.
+        label: of the model, in the titles of pictures. Default: none
 
     Raises:
         InputError: a segmentation has no class-activation map.
     """
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, *, label: str = "") -> None:
+        self._label = f"\n{label}" if label else ""
         if experiment.task.kind == "segmentation":
             raise InputError("heatmaps are for models that pool; a segmentation's output is a map itself. Use evaluate.")
         self._experiment, self._folder = experiment, folder
@@ -118,7 +120,7 @@ class HeatmapMaker:
         image, frame = experiment.feed.coloured(record), experiment.feed.frame(record)
         small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
-        title = f"{record.name}, {name}: score {scores[0, output].item():.3f}"
+        title = f"{record.name}, {name}: score {scores[0, output].item():.3f}{self._label}"
         files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
@@ -185,7 +187,7 @@ class HeatmapMaker:
         files = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".npy", ".png")]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, blocks)
-        title = f"{record.name}, {name}: gradient of the score"
+        title = f"{record.name}, {name}: gradient of the score{self._label}"
         block_px = Fraction(max(factor, 4))
         blocks_grid = sft.PositionGrid(stride_px=block_px, first_centre_px=block_px / 2)
         label = "root mean square of the gradient"
@@ -332,13 +334,18 @@ def _draw_overlay(
         picture.convert("RGB").save(temporary, optimize=True)  # opaque: without alpha the file is smaller
 
 
-_MAP_COLUMNS = ("slide", "output", "score", "stride_x_px", "stride_y_px", "first_centre_x_px", "first_centre_y_px", "map")
+_MAP_COLUMNS = ("slide", "output", "score", "stride_x_px", "stride_y_px", "first_centre_x_px", "first_centre_y_px", "map", "weights")
 
 
-def write_map_table(folder: Path, heatmap: Heatmap) -> None:
+def write_map_table(folder: Path, heatmap: Heatmap, weights: str = "") -> None:
     """Add a map to ``maps.csv``: its stride and the centre of its first position, in px of the slide's largest level.
 
     Rows of other maps are kept; a file with other columns is replaced.
+
+    Args:
+        folder: of the maps.
+        heatmap: the map.
+        weights: epoch and hash of the weights that it is of. Default: none
 
     Raises:
         RunFolderError: it cannot be written.
@@ -351,7 +358,7 @@ def write_map_table(folder: Path, heatmap: Heatmap) -> None:
     rows: list[Sequence[object]] = [row for row in written[1:] if row[:2] != [heatmap.slide, heatmap.output]]
     rows = rows if written and tuple(written[0]) == _MAP_COLUMNS else []
     place = [*heatmap.stride_px, *heatmap.first_centre_px]
-    rows.append([heatmap.slide, heatmap.output, heatmap.score, *place, heatmap.files[0].relative_to(folder).as_posix()])
+    rows.append([heatmap.slide, heatmap.output, heatmap.score, *place, heatmap.files[0].relative_to(folder).as_posix(), weights])
     write_csv(path, _MAP_COLUMNS, rows)
 
 

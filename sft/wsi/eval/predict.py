@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -23,12 +22,21 @@ from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_f
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.errors import RunFolderError, TrainingError
 from sft.wsi.eval.metrics import Prediction
-from sft.wsi.model.backbones import backbone_library
+from sft.wsi.model.backbones import backbone_library, check_backbone
 from sft.wsi.model.heads import set_training
-from sft.wsi.model.tasks import Task, cox_gradients
+from sft.wsi.model.tasks import cox_gradients, make_task
 from sft.wsi.run.folder import RunFolder
 from sft.wsi.run.progress import Reporter
-from sft.wsi.train.checkpoint import restore_weights
+from sft.wsi.run.trained_record import (
+    check_config,
+    check_network,
+    check_outputs,
+    check_splits,
+    check_table,
+    read_task,
+    recorded_state,
+)
+from sft.wsi.train.checkpoint import WeightsId, restore_weights
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import (
     Experiment,
@@ -57,6 +65,7 @@ class Predictor:
 
     def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = SINGLE_RANK, ahead: SlidePrefetcher | None = None) -> None:
         self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlidePrefetcher()
+        self._before: Callable[[SlideRecord, int], None] | None = None
         self._segments = experiment.task.kind == "segmentation"
         model, config = experiment.model, experiment.config
         if self._segments:
@@ -102,6 +111,9 @@ class Predictor:
         experiment = self._experiment
         loss = math.nan
         with torch.no_grad(), autocast_context(experiment.config):
+            if self._before is not None:
+                nets = (self._net, self._counts) if self._segments else (self._net,)
+                self._before(record, sum(net.eval().plan_for(*inputs).flops for net in nets))
             if self._segments:
                 loss = float(self._net.eval()(*inputs))
                 output = tuple(self._counts.eval()(*inputs).double().tolist())
@@ -123,6 +135,7 @@ class Predictor:
         records: Sequence[SlideRecord],
         failed: dict[str, str],
         *,
+        before: Callable[[SlideRecord, int], None] | None = None,
         after: Callable[[], None] | None = None,
         interruption: Interruption | None = None,
     ) -> list[Prediction]:
@@ -131,7 +144,8 @@ class Predictor:
         Args:
             records: the slides.
             failed: problems of slides, by name; these are skipped.
-            after: called after each slide of this rank.
+            before: called before each slide of this rank, with the FLOPs of its prediction. Default: `None`
+            after: called after each slide of this rank. Default: `None`
             interruption: requests the end. Default: `None` (no request)
 
         Raises:
@@ -140,6 +154,7 @@ class Predictor:
             BudgetError: a slide does not fit.
         """
         mine = scatter_items([record for record in records if record.name not in failed], self._ranks)
+        self._before = before
         try:
             parts = gather_results(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
         except SlideFailed as failure:
@@ -229,13 +244,13 @@ class LoadedModel:
     Attributes:
         experiment: with the model.
         records: the selected slides.
-        epoch: of the weights.
+        weights: identity of the weights.
         failed: problems of skipped slides, by name.
     """
 
     experiment: Experiment
     records: list[SlideRecord]
-    epoch: int
+    weights: WeightsId
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -251,68 +266,67 @@ def config_path(run: Path) -> Path:
     return path
 
 
-def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
-    """Contents of a run's task.json, and the task.
-
-    Raises:
-        RunFolderError: it is damaged.
-    """
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
-        return saved, Task(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
-
-
 def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) -> LoadedModel:
     """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
 
     Raises:
-        RunFolderError: the run is not complete enough.
-        InputError: its table has changed.
+        RunFolderError: the run is not complete enough, or one of its files contradicts the checkpoint.
+        InputError: there are no such slides, or they cannot be used.
     """
-    saved, task = ranks.from_first(lambda: _task_of(selection.run / "task.json"))
-    config = selection.config
-    config = replace(
-        config,
-        train=replace(config.train, device=selection.device or config.train.device),
-        model=replace(
-            config.model, budget=selection.budget or config.model.budget, weights=None, options=options_without_download(config.model)
-        ),
-    )
+    run = selection.run
+    check_backbone(selection.config.model.backbone, trust=selection.trust)  # before anything else of a folder that may be from anybody
+    checkpoint = ranks.from_first(lambda: RunFolder(run).checkpoints.load(selection.checkpoint))
+    if checkpoint is None:
+        raise RunFolderError(f"{run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last.")
+    state = ranks.from_first(lambda: recorded_state(run, checkpoint))
+    check_config(run, state, selection.config)
+    task = ranks.from_first(lambda: read_task(run, state))
+    check_outputs(run, checkpoint, task, selection.config.task.kind)
+    config = _evaluation_config(selection)
     available_device(config.train.device)
     ranks.use_device(config.train.device)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
-        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
-        config = replace(config, data=replace(config.data, csv=selection.csv, slides=selection.slides))
+        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=task.kind == "segmentation")
         experiment = load_experiment(
             config, table=SlideTable(records=table.records, classes=task.classes), task=task, trust=selection.trust
         )
         records = list(table.records)
     else:
-        if selection.slides is not None:
-            config = replace(config, data=replace(config.data, slides=selection.slides))
         experiment = load_experiment(config, task=task, trust=selection.trust)
-        if experiment.table.digest() != saved["table"]:
-            raise InputError(f"{config.data.csv} has changed since the run was trained, and its splits with it. Give slides with --csv.")
-        records = [r for r in experiment.table.records if selection.split in ("all", r.split)]
+        table = experiment.table
+        derived = make_task(config.task, table.classes, experiment.records("train"))
+        check_table(run, state, table, task, derived)
+        ranks.from_first(lambda: check_splits(run, table))
+        records = [r for r in table.records if selection.split in ("all", r.split)]
     if not records:
         raise InputError(f"the run has no slides of split {selection.split!r}; choose another with --split, or give --csv")
-    with_weights = ranks.from_first(lambda: RunFolder(selection.run).checkpoints.load(selection.checkpoint))
-    if with_weights is None:
-        raise RunFolderError(
-            f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
-        )
-    restore_weights(experiment.model, with_weights.weights, selection.run)
-    state = with_weights.state
-    loaded = LoadedModel(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
+    restore_weights(experiment.model, checkpoint.weights, run)
+    check_network(run, state, experiment.feature_shapes)
+    loaded = LoadedModel(experiment=experiment, records=records, weights=checkpoint.weights_id)
     with Reporter(console, 0) as reporter:
         loaded.failed |= check_records(experiment, records, ranks, reporter)
     if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(first_problems([*loaded.failed.values()])))
     return loaded
+
+
+def _evaluation_config(selection: InferenceRequest) -> Config:
+    """Configuration of the run with the device, budget and slides of the request; no weights to download."""
+    config = selection.config
+    data = config.data
+    if selection.csv is not None:
+        data = replace(data, csv=selection.csv, slides=selection.slides)
+    elif selection.slides is not None:
+        data = replace(data, slides=selection.slides)
+    return replace(
+        config,
+        data=data,
+        train=replace(config.train, device=selection.device or config.train.device),
+        model=replace(
+            config.model, budget=selection.budget or config.model.budget, weights=None, options=options_without_download(config.model)
+        ),
+    )
 
 
 #: What torchvision's builders set where weights are given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,20 +14,35 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
 from sft.wsi.eval.metrics import Estimate, Prediction, confusion_counts, evaluate_predictions, patient_predictions
+from sft.wsi.eval.prediction_table import output_columns, target_cells, target_columns, write_predictions
 from sft.wsi.model.tasks import Task
-from sft.wsi.run.files import atomic_write_with_parents, write_csv, write_json, write_text
+from sft.wsi.run.files import atomic_write_with_parents, counted, write_csv, write_json, write_text
+from sft.wsi.train.checkpoint import WeightsId
 
-__all__ = ["PLAIN_TEXT", "draw_curves", "write_evaluation"]
+__all__ = ["MIN_INTERVAL_PATIENTS", "PLAIN_TEXT", "draw_curves", "mark_outdated", "plain_estimates", "write_evaluation"]
 
 _Estimates = Mapping[str, Mapping[str, Estimate]]
+
+#: Characters of a class name in the confusion matrix.
+_MAX_LABEL = 24
+#: Of fewer patients the draws of a bootstrap are nearly the same, and its interval is too narrow.
+MIN_INTERVAL_PATIENTS = 10
 
 #: Of matplotlib: names of classes are anybody's, and ``$`` in them is no formula.
 PLAIN_TEXT: Any = {"text.parse_math": False}
 
 
 def write_evaluation(
-    folder: Path, task: Task, predictions: Sequence[Prediction], failed: Mapping[str, str], *, title: str, num_draws: int, seed: int
-) -> dict[str, dict[str, Estimate]]:
+    folder: Path,
+    task: Task,
+    predictions: Sequence[Prediction],
+    failed: Mapping[str, str],
+    weights: Any,
+    *,
+    title: str,
+    num_draws: int,
+    seed: int,
+) -> tuple[dict[str, dict[str, Estimate]], int]:
     """Write predictions.csv, patients.csv, metrics.json, failed.csv, figures and summary.md.
 
     Args:
@@ -34,12 +50,13 @@ def write_evaluation(
         task: of the predictions.
         predictions: of the slides.
         failed: slides without a prediction, with their problems.
+        weights: identity of the weights that the predictions are of, for metrics.json.
         title: of the page.
         num_draws: of the bootstrap.
         seed: of the bootstrap.
 
     Returns:
-        Metrics of slides and patients.
+        Metrics of slides and patients, and the number of patients with a target.
 
     Raises:
         RunFolderError: a file cannot be written.
@@ -49,27 +66,51 @@ def write_evaluation(
         "slides": evaluate_predictions(task, predictions, seed=seed, num_draws=num_draws),
         "patients": evaluate_predictions(task, patients, seed=seed, num_draws=num_draws),
     }
-    if task.kind == "segmentation":
-        columns: list[str] = [f"{name}_{what}_px" for name in task.classes for what in ("right", "predicted", "true")]
-    else:
-        columns = list(task.columns())
-    names = _target_columns(task)
-    write_csv(
-        folder / "predictions.csv",
-        ["slide", "patient", "split", *names, *columns, "loss"],
-        [[p.name, p.patient, p.split, *_target(task, p), *p.output, p.loss] for p in predictions],
-    )
+    write_predictions(folder / "predictions.csv", task, predictions)
     write_csv(
         folder / "patients.csv",
-        ["patient", "slides", *names, *columns],
-        [[p.name, sum(q.patient == p.patient for q in predictions), *_target(task, p), *p.output] for p in patients],
+        ["patient", "slides", *target_columns(task), *output_columns(task)],
+        [[p.name, sum(q.patient == p.patient for q in predictions), *target_cells(task, p), *p.output] for p in patients],
     )
     write_csv(folder / "failed.csv", ["slide", "problem"], list(failed.items()))
-    write_json(folder / "metrics.json", {level: {name: _plain(e) for name, e in by_name.items()} for level, by_name in estimates.items()})
+    num_patients = len({p.patient for p in predictions if p.target is not None})
+    write_json(folder / "metrics.json", {**plain_estimates(estimates, num_patients), "weights": weights})
     with rc_context(PLAIN_TEXT):
         figures = _draw_figures(folder, task, predictions)
-    write_text(folder / "summary.md", _summary(title, task, predictions, patients, failed, estimates, figures))
-    return estimates
+    write_text(folder / "summary.md", _summary(title, task, predictions, patients, failed, estimates, num_patients, figures))
+    return estimates, num_patients
+
+
+def plain_estimates(estimates: _Estimates, num_patients: int) -> dict[str, Any]:
+    """Estimates as JSON has them, which knows no NaN: None.
+
+    Args:
+        estimates: of slides and patients.
+        num_patients: with a target. Intervals of too few are marked as not reliable.
+    """
+
+    def number(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    def plain(name: str, estimate: Estimate) -> dict[str, Any]:
+        values: dict[str, Any] = {"value": number(estimate.value), "low": number(estimate.low), "high": number(estimate.high)}
+        is_reliable = num_patients >= MIN_INTERVAL_PATIENTS and not math.isnan(estimate.low)
+        return values if name == "loss" else {**values, "num_patients": num_patients, "interval_is_reliable": is_reliable}
+
+    return {level: {name: plain(name, estimate) for name, estimate in by_name.items()} for level, by_name in estimates.items()}
+
+
+def mark_outdated(folder: Path, newer: WeightsId) -> None:
+    """State in metrics.json and summary.md that the run has better weights by now than those of the results.
+
+    Raises:
+        RunFolderError: they cannot be written.
+    """
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    write_json(folder / "metrics.json", {**metrics, "newer_best": newer.as_dict()})
+    title, _, rest = (folder / "summary.md").read_text(encoding="utf-8").partition("\n")
+    note = f"Not of the best model of the run, which training improved while these slides were predicted: {newer.text}."
+    write_text(folder / "summary.md", f"{title}\n\n{note}\n{rest}")
 
 
 def draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
@@ -120,13 +161,16 @@ def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -
     if task.kind == "multilabel":
         return ["roc.png"]
     counts = confusion_counts(task, known)
-    figure = Figure(figsize=(1.8 + 0.7 * len(counts), 1.5 + 0.7 * len(counts)), layout="constrained")
+    labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 3]}..." for name in task.classes]
+    room = 0.1 * max(map(len, labels))  # inches, for the names
+    figure = Figure(figsize=(1.2 + room + 0.7 * len(counts), 0.9 + room + 0.7 * len(counts)), layout="constrained")
     axis = figure.subplots()
     axis.imshow(counts, cmap="Blues", vmin=0)
     for (row, col), count in np.ndenumerate(counts):
         axis.text(col, row, str(count), ha="center", va="center", color="white" if count > counts.max() / 2 else "black")
     ticks = range(len(task.classes))
-    axis.set(xlabel="predicted", ylabel="true", xticks=ticks, yticks=ticks, xticklabels=task.classes, yticklabels=task.classes)
+    axis.set(xlabel="predicted", ylabel="true", xticks=ticks, yticks=ticks, yticklabels=labels)
+    axis.set_xticks(ticks, labels, rotation=90 if room > 0.7 else 0)
     with atomic_write_with_parents(folder / "confusion.png") as temporary:
         figure.savefig(temporary, dpi=110)
     return ["roc.png", "confusion.png"]
@@ -144,52 +188,51 @@ def _summary(
     patients: Sequence[Prediction],
     failed: Mapping[str, str],
     estimates: _Estimates,
+    num_patients: int,
     figures: Sequence[str],
 ) -> str:
     labelled = sum(prediction.target is not None for prediction in predictions)
-    lines = [f"# {title}", "", f"{len(predictions)} slides ({labelled} with a target) of {len(patients)} patients; task {task.kind}.", ""]
+    slides, owners = counted(len(predictions), "slide", "slides"), counted(len(patients), "patient", "patients")
+    lines = [f"# {title}", "", f"{slides} ({labelled} with a target) of {owners}; task {task.kind}.", ""]
     mixed = [p.name for p in patients if p.target is None and any(q.patient == p.patient and q.target is not None for q in predictions)]
     if mixed:
         lines += [f"Patients whose slides have different targets do not count in their metrics: {len(mixed)}.", ""]
     names = list(dict.fromkeys(name for by_name in estimates.values() for name in by_name))
-    lines += ["| metric | slides | patients |", "| --- | --- | --- |"]
-    lines += [
-        f"| {name} | {_estimate_text(estimates['slides'].get(name))} | {_estimate_text(estimates['patients'].get(name))} |"
-        for name in names
-    ]
-    lines += ["", "In brackets 95 % intervals: percentiles of a bootstrap that draws patients with all of their slides.", ""]
+    if names:
+        lines += ["| metric | slides | patients |", "| --- | --- | --- |"]
+        lines += [
+            f"| {name} | {' | '.join(_estimate_text(name, estimates[level].get(name), num_patients) for level in ('slides', 'patients'))} |"
+            for name in names
+        ]
+        lines += ["", *_interval_note(estimates, num_patients)]
+    else:
+        lines += ["No metrics: no slide has a target.", ""]
     lines += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     if failed:
-        lines += ["", f"## Left out: {len(failed)} slides", "", *(f"- {name}: {problem}" for name, problem in failed.items())]
+        lines += ["", f"## Left out: {counted(len(failed), 'slide', 'slides')}", ""]
+        lines += [f"- {name}: {problem}" for name, problem in failed.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _estimate_text(estimate: Estimate | None) -> str:
+def _interval_note(estimates: _Estimates, num_patients: int) -> list[str]:
+    if not any(name != "loss" for by_name in estimates.values() for name in by_name):
+        return []
+    if num_patients >= MIN_INTERVAL_PATIENTS:
+        if all(math.isnan(estimate.low) for by_name in estimates.values() for estimate in by_name.values()):
+            return []
+        return ["In brackets 95 % intervals: percentiles of a bootstrap that draws patients with all of their slides.", ""]
+    return [
+        f"No intervals: they need at least {MIN_INTERVAL_PATIENTS} patients. A bootstrap of fewer draws nearly the same patients each "
+        "time, so its interval is too narrow. metrics.json has the numbers, marked as not reliable.",
+        "",
+    ]
+
+
+def _estimate_text(name: str, estimate: Estimate | None, num_patients: int) -> str:
     if estimate is None or math.isnan(estimate.value):
         return "-"
-    interval = "" if math.isnan(estimate.low) else f" [{estimate.low:.3f}, {estimate.high:.3f}]"
-    return f"{estimate.value:.4f}{interval}"
-
-
-def _plain(estimate: Estimate) -> dict[str, float | None]:
-    values = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
-
-
-def _target_columns(task: Task) -> list[str]:
-    if task.kind in ("cox", "hazard"):
-        return ["time", "event"]
-    return [] if task.kind == "segmentation" else ["target"]
-
-
-def _target(task: Task, prediction: Prediction) -> list[Any]:
-    target = prediction.target
-    if task.kind == "segmentation":
-        return []
-    if target is None:
-        return [""] * len(_target_columns(task))
-    if task.kind == "classification":
-        return [task.classes[int(target[0])]]
-    if task.kind == "multilabel":
-        return [";".join(name for name, flag in zip(task.classes, target, strict=True) if flag)]
-    return list(target)
+    if num_patients < MIN_INTERVAL_PATIENTS and name != "loss":
+        return f"{estimate.value:.4f} (n={num_patients}: no interval)"
+    if math.isnan(estimate.low):
+        return f"{estimate.value:.4f}"
+    return f"{estimate.value:.4f} [{estimate.low:.3f}, {estimate.high:.3f}]"

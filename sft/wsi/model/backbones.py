@@ -23,7 +23,7 @@ from sft.common.model_zoo import ModelName
 from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.common.untrusted.trusted_code import Trust, TrustedCode
 
-__all__ = ["backbone_library", "check_backbone", "cut_before_pooling", "load_backbone", "load_weights", "num_features"]
+__all__ = ["backbone_library", "check_backbone", "cut_before_pooling", "feature_shapes", "load_backbone", "load_weights", "num_features"]
 
 _SIZES_PX = (128, 192)
 _MAX_DEPTH = 3
@@ -84,6 +84,15 @@ def num_features(backbone: nn.Module, name: str) -> int:
     Raises:
         InputError: the backbone does not give one.
     """
+    return feature_shapes(backbone, name)[0][0]
+
+
+def feature_shapes(backbone: nn.Module, name: str) -> tuple[tuple[int, ...], ...]:
+    """Channels, height and width of the feature map at two image sizes, which tell the output stride.
+
+    Raises:
+        InputError: the backbone does not give a feature map.
+    """
     features = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
     shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in features]
     small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in features)
@@ -93,7 +102,7 @@ def num_features(backbone: nn.Module, name: str) -> int:
             f"model.backbone {name!r} ({type(backbone).__name__}) gives {told} instead of feature maps [N, C, H, W] whose height and width "
             'follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
         )
-    return small[1]
+    return tuple(small[1:]), tuple(large[1:])
 
 
 def load_weights(backbone: nn.Module, path: Path) -> None:

@@ -120,7 +120,12 @@ class SlideModel(nn.Module):
     Args:
         backbone: image to feature map.
         head: one of this module's.
+
+    Attributes:
+        frozen_modules: names of modules that do not train (`sft.wsi.model.layers.freeze_modules`).
     """
+
+    frozen_modules: tuple[str, ...] = ()
 
     def __init__(self, backbone: nn.Module, head: PooledHead | MaximumHead | AttentionHead | SegmentationHead) -> None:
         super().__init__()
@@ -181,10 +186,11 @@ def build_model(
 
 
 def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> None:
-    """``model.train(training)``, with BatchNorms in eval mode where their statistics are frozen."""
+    """``model.train(training)``, with BatchNorms in eval mode where their statistics are frozen, or their modules."""
     model.train(training)
-    if freeze_norms:
-        for module in model.modules():
+    frozen = [model] if freeze_norms else [model.get_submodule(name) for name in getattr(model, "frozen_modules", ())]
+    for part in frozen:
+        for module in part.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
 

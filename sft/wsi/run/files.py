@@ -13,7 +13,17 @@ from typing import Any
 from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_file, fsync_folder
 from sft.wsi.errors import RunFolderError
 
-__all__ = ["atomic_write_with_parents", "clear_partial", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
+__all__ = [
+    "atomic_write_with_parents",
+    "clear_partial",
+    "counted",
+    "safe_name",
+    "safe_names",
+    "sync_tree",
+    "write_csv",
+    "write_json",
+    "write_text",
+]
 
 #: File systems end at 255 bytes; four for a character, and room for what stands around it.
 _MAX_NAME_CHARACTERS = 50
@@ -59,6 +69,15 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]])
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows([repr(value) if isinstance(value, float) else value for value in row] for row in rows)
+
+
+def counted(count: int, one: str, several: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "slide was", "slides were"), counted(0, "slide was", "slides were")
+    ('1 slide was', '0 slides were')
+    """
+    return f"{count} {one if count == 1 else several}"
 
 
 def safe_name(text: str) -> str:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -22,6 +23,7 @@ from sft.wsi.train.checkpoint import CheckpointFolder
 
 __all__ = ["NullRunFolder", "RunFolder", "append_bad_tiles"]
 
+_LOCK = ".lock"
 _STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "skipped_share", "slides")
 _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
 
@@ -47,13 +49,26 @@ class RunFolder:
         self.path = path
         self._needed_bytes = needed_bytes
         self._lock: IO[str] | None = None
+        self._created: list[Path] = []
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def __enter__(self) -> RunFolder:
         self._refuse_others_files()
+        self._created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self._open()
+        except BaseException:
+            self._withdraw()
+            raise
+        clear_partial(self.path)
+        if self.checkpoints.path.is_dir():
+            self.checkpoints.clear_partial()
+        return self
+
+    def _open(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            is_free = self._take_lock()
             probe = self.path / f".probe-{os.getpid()}"
             try:
                 with probe.open("wb") as file:
@@ -64,31 +79,40 @@ class RunFolder:
                 probe.unlink(missing_ok=True)
             free_bytes = shutil.disk_usage(self.path).free
         except OSError as error:
-            self._close()
             raise RunFolderError(
                 f"cannot write to the run folder {self.path}: {error.strerror or error}. Give another with --run."
             ) from error
+        if not is_free:
+            raise RunFolderError(f"the run folder {self.path} is in use by another process. Wait for it, or give another with --run.")
         if free_bytes < self._needed_bytes:
-            self._close()
             raise RunFolderError(
                 f"the run folder {self.path} has {format_bytes(free_bytes)} free, and checkpoints need {format_bytes(self._needed_bytes)}. "
                 "Make room, or give another with --run."
             )
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._close()
-            raise RunFolderError(
-                f"the run folder {self.path} is in use by another process. Wait for it, or give another with --run."
-            ) from error
-        clear_partial(self.path)
-        if self.checkpoints.path.is_dir():
-            self.checkpoints.clear_partial()
-        return self
+
+    def _take_lock(self) -> bool:
+        """Lock the folder; False if another process has the lock."""
+        path = self.path / _LOCK
+        while True:
+            file = path.open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                return False
+            except OSError:
+                file.close()
+                raise
+            # A run that was refused removes its file: a lock of a removed file locks nothing.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    self._lock = file
+                    return True
+            file.close()
 
     def _refuse_others_files(self) -> None:
         """Refuse a folder with files of another program: a run overwrites the files in its folder."""
-        if (self.path / ".lock").exists() or self.checkpoints.path.is_dir() or not self.path.is_dir():
+        if (self.path / _LOCK).exists() or self.checkpoints.path.is_dir() or not self.path.is_dir():
             return
         foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
         if foreign:
@@ -98,7 +122,19 @@ class RunFolder:
             )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._withdraw()
         self._close()
+
+    def _withdraw(self) -> None:
+        """Remove the lock of a run that was refused before it wrote anything, and the folders that were created for it."""
+        with suppress(OSError):
+            if self._lock is not None and {path.name for path in self.path.iterdir()} <= {_LOCK}:
+                (self.path / _LOCK).unlink()
+        self._close()
+        for folder in self._created:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
     def _close(self) -> None:
         if self._lock is not None:
@@ -127,6 +163,7 @@ class RunFolder:
                 header = next(reader, [])
                 # A row that the crash cut short has fewer cells; one of an earlier version has fewer columns.
                 whole = [dict(zip(header, row, strict=True)) for row in reader if len(row) == len(header)]
+                whole = _count_epochs_from_one(whole)
                 kept = [row for row in whole if row.get("step", "").isdigit() and int(row["step"]) <= last_step]
                 rows = [[row.get(name, "") for name in _STEP_COLUMNS] for row in kept]
         with atomic_write_with_parents(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
@@ -219,6 +256,13 @@ def append_bad_tiles(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
         rows = sorted({**before, **filled}.items(), key=lambda row: (row[0][0], *map(int, row[0][1:])))
         write_csv(path, _DAMAGE_COLUMNS, [[*place, reason] for place, reason in rows])
     return len({**before, **filled})
+
+
+def _count_epochs_from_one(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of steps.csv; files of earlier versions count epochs from 0."""
+    if not any(row.get("epoch") == "0" for row in rows):
+        return rows
+    return [{**row, "epoch": str(int(row["epoch"]) + 1)} if row.get("epoch", "").isdigit() else row for row in rows]
 
 
 def _cell(value: Any) -> Any:

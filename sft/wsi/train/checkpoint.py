@@ -14,6 +14,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,47 @@ from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import clear_partial, sync_tree
 from sft.wsi.train.optim import counter_seed
 
-__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "restore_weights", "seed_everything", "set_random_state"]
+__all__ = ["Checkpoint", "CheckpointFolder", "WeightsId", "get_random_state", "restore_weights", "seed_everything", "set_random_state"]
 
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _FORMAT = 1
+#: A run that saves while its folder is read removes old checkpoints; the reader then looks again.
+_MAX_READS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsId:
+    """Identity of trained weights: the checkpoint that they were read from, and a hash of their file.
+
+    Attributes:
+        checkpoint: kind, "best" or "last".
+        epoch: number of complete epochs of training.
+        step: number of optimizer steps; None for a checkpoint of an earlier version.
+        sha256: of the weights file, in hexadecimal digits.
+    """
+
+    checkpoint: str
+    epoch: int
+    step: int | None
+    sha256: str
+
+    @property
+    def text(self) -> str:
+        """Epoch and short hash, for people.
+
+        >>> WeightsId(checkpoint="best", epoch=3, step=12, sha256="0123456789abcdef").text
+        'epoch 3, weights 0123456789ab'
+        """
+        return f"epoch {self.epoch}, weights {self.short_hash}"
+
+    @property
+    def short_hash(self) -> str:
+        """Beginning of the hash, enough to tell weights apart."""
+        return self.sha256[:12]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"checkpoint": self.checkpoint, "epoch": self.epoch, "step": self.step, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +86,11 @@ class Checkpoint:
     path: Path
     weights: dict[str, Tensor]
     state: dict[str, Any]
+
+    @property
+    def weights_id(self) -> WeightsId:
+        """Identity of the weights."""
+        return _weights_id(self.path, self.state)
 
 
 class CheckpointFolder:
@@ -98,20 +141,47 @@ class CheckpointFolder:
         Raises:
             RunFolderError: all checkpoints are damaged.
         """
-        numbers = self._numbers(kind)
-        for number in reversed(numbers):
-            path = self.path / f"{kind}-{number:08d}"
-            try:
-                return _read(path)
-            except Exception as error:  # a damaged file raises almost anything
-                message = f"checkpoint {path} is damaged ({type(error).__name__}: {error}); taking the one before"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        for _ in range(_MAX_READS):
+            numbers = self._numbers(kind)
+            damage: list[str] = []
+            for number in reversed(numbers):
+                path = self.path / f"{kind}-{number:08d}"
+                try:
+                    checkpoint = _read(path)
+                except Exception as error:  # a damaged file raises almost anything
+                    damage.append(f"checkpoint {path} is damaged ({type(error).__name__}: {error}); taking the one before")
+                    continue
+                for message in damage:
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                return checkpoint
+            if self._numbers(kind) == numbers:
+                break
+        for message in damage:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         if numbers:
             raise RunFolderError(
                 f"all {len(numbers)} checkpoints of kind {kind!r} in {self.path} are damaged. Copy them again, or start again in another "
                 "folder."
             )
         return None
+
+    def newest_state(self, kind: str) -> tuple[WeightsId, dict[str, Any]] | None:
+        """State of the newest checkpoint of a kind, without its weights; None without a readable one."""
+        for _ in range(_MAX_READS):
+            numbers = self._numbers(kind)
+            for number in reversed(numbers):
+                path = self.path / f"{kind}-{number:08d}"
+                with suppress(Exception):  # a damaged file raises almost anything; a load of its weights reports it
+                    state = _read_state(path)
+                    return _weights_id(path, state), state
+            if self._numbers(kind) == numbers:
+                break
+        return None
+
+    def newest_id(self, kind: str) -> WeightsId | None:
+        """Identity of the newest weights of a kind, without reading them; None without a readable checkpoint."""
+        newest = self.newest_state(kind)
+        return None if newest is None else newest[0]
 
     def clear_partial(self) -> None:
         """Remove partial files of a process that died."""
@@ -137,10 +207,22 @@ def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], run: Path) 
         ) from error
 
 
-def _read(path: Path) -> Checkpoint:
-    state = load_tensor_file(path / _STATE)
+def _weights_id(path: Path, state: Mapping[str, Any]) -> WeightsId:
+    progress = state.get("progress", state)
+    return WeightsId(
+        checkpoint=path.name.rpartition("-")[0], epoch=progress["epoch"], step=progress.get("step"), sha256=state["weights_sha256"]
+    )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = load_tensor_file(path / _STATE)
     if state["format"] != _FORMAT:
         raise ValueError(f"format {state['format']}, expected {_FORMAT}")
+    return state
+
+
+def _read(path: Path) -> Checkpoint:
+    state = _read_state(path)
     if _sha256(path / _WEIGHTS) != state["weights_sha256"]:
         raise ValueError(f"{_WEIGHTS} is not what was written")
     return Checkpoint(path=path, weights=load_file(path / _WEIGHTS), state=state)

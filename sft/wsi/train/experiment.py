@@ -25,9 +25,12 @@ from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.errors import DatasetError
 from sft.wsi.eval.metrics import is_measurable
-from sft.wsi.model.backbones import check_backbone, load_backbone, load_weights, num_features
+from sft.wsi.model.backbones import check_backbone, feature_shapes, load_backbone, load_weights
 from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms, set_training
+from sft.wsi.model.layers import freeze_modules
 from sft.wsi.model.tasks import Task, make_task
+from sft.wsi.run.estimate import PREDICTION_SHARE
+from sft.wsi.run.files import counted
 from sft.wsi.run.progress import Reporter
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.optim import counter_seed, make_optimizer, philox_generator
@@ -60,6 +63,7 @@ class Experiment:
         model: the network, with its initial weights.
         feed: opens slides.
         freezes_norms: True if the statistics of BatchNorms stay unchanged.
+        feature_shapes: of the backbone at two image sizes (`sft.wsi.model.backbones.feature_shapes`).
     """
 
     config: Config
@@ -68,10 +72,17 @@ class Experiment:
     model: SlideModel
     feed: SlideDataset
     freezes_norms: bool
+    feature_shapes: tuple[tuple[int, ...], ...] = ()
 
     def records(self, split: str) -> list[SlideRecord]:
         """The slides of a split, in the order of the table."""
         return [record for record in self.table.records if record.split == split]
+
+    def work_of(self, record: SlideRecord, *, predicts: bool = False) -> float:
+        """Work of a training step on a slide, or of its prediction, in pixels; 0 for a slide that was not opened."""
+        width_px, height_px = self.feed.sizes.get(record.name, (0, 0))
+        share = PREDICTION_SHARE if predicts else 1 + PREDICTION_SHARE if self.task.kind == "cox" else 1.0
+        return share * width_px * height_px
 
     @property
     def paints(self) -> bool:
@@ -105,15 +116,25 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     backbone = load_backbone(settings.backbone, settings.options, trust=trust)
     if settings.weights is not None:
         load_weights(backbone, settings.weights)
+    shapes = feature_shapes(backbone, settings.backbone)
     model = build_model(
         backbone,
-        num_features(backbone, settings.backbone),
+        shapes[0][0],
         task.num_outputs,
         head=settings.head,
         attention_dim=settings.attention_dim,
         dropout=settings.dropout,
     )
-    return Experiment(config=config, table=table, task=task, model=model, feed=SlideDataset(config), freezes_norms=settings.norm != "train")
+    freeze_modules(model, config.train.freeze)
+    return Experiment(
+        config=config,
+        table=table,
+        task=task,
+        model=model,
+        feed=SlideDataset(config),
+        freezes_norms=settings.norm != "train",
+        feature_shapes=shapes,
+    )
 
 
 def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
@@ -131,7 +152,7 @@ def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks:
         problems |= theirs
         feed.sizes |= sizes
         feed.label_values |= label_values
-    reporter.note(f"{len(records)} slides checked, {len(problems)} cannot be used")
+    reporter.note(f"{counted(len(records), 'slide', 'slides')} checked, {len(problems)} cannot be used")
     for split, name in (("val", "val slide"), ("test", "test slide"), (None, "slide")):
         absent, text = _absent_classes(experiment, [record for record in records if record.split == split])
         if absent:

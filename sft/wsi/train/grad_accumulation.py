@@ -208,7 +208,9 @@ class GradientAccumulator:
             own = scatter_items([each / weight for each in weights], self._ranks)
             shares = gather_results(lambda: self._backward_of_losses(mine, own, following, interruption), self._ranks, interruption)
             loss = sum(gather_in_order([share.losses for share in shares], self._ranks))
-        self._reporter.advance(len(group) - len(mine))
+        others = sum(map(self._experiment.work_of, group)) - sum(map(self._experiment.work_of, mine))
+        if len(group) > len(mine):
+            self._reporter.advance(len(group) - len(mine), others=others)
         cost = sum((share.cost for share in shares[:: self._ranks.shape.num_bands]), StepCost())
         waited = max(share.cost.waited_seconds for share in shares)
         return loss, weight, StepCost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)
@@ -251,6 +253,8 @@ class GradientAccumulator:
             self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch), further)
         try:
             with reading_slide(record, self._ranks), autocast_context(self._config):
+                work = self._experiment.work_of(record) if torch.is_grad_enabled() else 0.0
+                self._reporter.start_slide(work, self._net.plan_for(*inputs).flops)
                 output: Tensor = self._net(*inputs)
         except BudgetError as error:
             raise with_prefix(error, f"slide {record.name}: ") from error

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from sft.wsi.config import TrainConfig
+from sft.wsi.model.heads import SlideModel
+from sft.wsi.model.layers import lr_scales
 
 __all__ = ["counter_seed", "learning_rate", "make_optimizer", "philox_generator"]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer; vectors (biases, norms) are not decayed."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
-    ]
+    """The optimizer of the parameters that train; vectors (biases, norms) are not decayed.
+
+    With ``layer_decay`` each depth of blocks has groups of its own, whose ``lr_scale`` multiplies the learning rate of a step.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    scales = lr_scales(model, config.layer_decay) if config.layer_decay != 1 and isinstance(model, SlideModel) else {}
+    groups: list[dict[str, Any]] = []
+    for scale in sorted({scales.get(name, 1.0) for name in named}):
+        parameters = [parameter for name, parameter in named.items() if scales.get(name, 1.0) == scale]
+        scaled: dict[str, Any] = {"lr_scale": scale, "lr": config.lr * scale} if scales else {}
+        groups += [
+            {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": config.weight_decay, **scaled},
+            {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0, **scaled},
+        ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
     if config.optimizer == "adam":

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,28 @@ import torch
 
 from sft.common.installation import DISTRIBUTION
 from sft.distributed.mesh import MeshShape
-from sft.wsi.config import Config
+from sft.wsi.config import GROUPS, Config
 from sft.wsi.data.table import SlideTable, file_bytes
 from sft.wsi.errors import RunFolderError
 
-__all__ = ["RunProgress", "check_same_run", "config_fingerprint", "run_environment"]
+__all__ = [
+    "CHANGEABLE_SETTINGS",
+    "RunProgress",
+    "changed_settings",
+    "check_same_run",
+    "complete_settings",
+    "config_fingerprint",
+    "run_environment",
+]
 
 #: Settings that a run may change when it goes on: none of them changes a number.
 _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
 
 #: Settings that errors of a run advise to change: it goes on with others, and its later steps are those of the new ones.
-_CHANGEABLE = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
+CHANGEABLE_SETTINGS = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
+
+#: Groups with settings that decide the numbers of a run.
+_FINGERPRINT_GROUPS = ("data", "task", "model", "augment", "train")
 
 #: What decodes slides, where it is installed.
 _PACKAGES = (DISTRIBUTION, "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
@@ -73,9 +84,9 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     Raises:
         RunFolderError: settings, slides, labels or splits differ.
     """
-    before, now = state["settings"], config_fingerprint(config)
-    different = _changed_settings(before, now)
-    refused = [told for name, told in different.items() if name not in _CHANGEABLE]
+    before, now = complete_settings(state["settings"]), config_fingerprint(config)
+    different = _in_words(changed_settings(before, now))
+    refused = [told for name, told in different.items() if name not in CHANGEABLE_SETTINGS]
     if refused:
         listed = ", ".join(refused)
         raise RunFolderError(
@@ -88,8 +99,8 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         )
     now = run_environment(shape, config.train.device)
     before = {**run_environment(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
-    different |= _changed_settings(before, now)
-    sizes = _changed_settings(state.get("file_bytes", {}), file_bytes(table)) if "file_bytes" in state else {}
+    different |= _in_words(changed_settings(before, now))
+    sizes = _in_words(changed_settings(state.get("file_bytes", {}), file_bytes(table))) if "file_bytes" in state else {}
     if sizes:
         different["slides"] = f"{len(sizes)} slide file(s) of another size, bytes of {next(iter(sizes.values()))}"
     if different:
@@ -97,11 +108,27 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)
 
 
-def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Changed settings, by name, with both values in words."""
-    return {
-        name: f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in {**before, **now} if before.get(name) != now.get(name)
-    }
+def complete_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a checkpoint, with defaults for those that its version did not have yet."""
+    defaults: dict[str, Any] = {}
+    for group in _FINGERPRINT_GROUPS:
+        for item in fields(GROUPS[group]):
+            if item.name in _NEUTRAL.get(group, ()):
+                continue
+            if item.default is not MISSING:
+                defaults[f"{group}.{item.name}"] = item.default
+            elif item.default_factory is not MISSING:
+                defaults[f"{group}.{item.name}"] = item.default_factory()
+    return {**defaults, **settings}
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Changed settings, by name, with both values."""
+    return {name: (before.get(name), now.get(name)) for name in {**before, **now} if before.get(name) != now.get(name)}
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
+    return {name: f"{name} (was {was!r}, is {now!r})" for name, (was, now) in changed.items()}
 
 
 def config_fingerprint(config: Config) -> dict[str, Any]:
@@ -109,7 +136,7 @@ def config_fingerprint(config: Config) -> dict[str, Any]:
     settings = config.to_dict()
     settings = {
         f"{group}.{name}": value
-        for group in ("data", "task", "model", "augment", "train")
+        for group in _FINGERPRINT_GROUPS
         for name, value in settings[group].items()
         if name not in _NEUTRAL.get(group, ())
     }

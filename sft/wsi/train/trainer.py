@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,18 +29,25 @@ from sft.wsi.data.table import SlideRecord, file_bytes
 from sft.wsi.errors import RunInterrupted, TrainingError
 from sft.wsi.eval.metrics import Prediction, evaluate_predictions
 from sft.wsi.eval.predict import Predictor, mean_loss
+from sft.wsi.run.estimate import RunEstimate, RunWork
+from sft.wsi.run.files import counted
 from sft.wsi.run.folder import RunFolder
 from sft.wsi.run.progress import Reporter
+from sft.wsi.run.trained_record import check_network, trained_record
 from sft.wsi.train.checkpoint import get_random_state, restore_weights, seed_everything, set_random_state
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import Experiment, autocast_context, calibrate_norms, compile_model, segmentation_loss
 from sft.wsi.train.grad_accumulation import GradientAccumulator, StepCost
 from sft.wsi.train.optim import learning_rate, make_optimizer, philox_generator
 from sft.wsi.train.rank_sync import scatter_items
-from sft.wsi.train.run_state import RunProgress, check_same_run, config_fingerprint, run_environment
+from sft.wsi.train.run_state import RunProgress, check_same_run, run_environment
+from sft.wsi.train.run_work import run_work
 from sft.wsi.train.signals import EndRequested, Interruption
 
 __all__ = ["Trainer"]
+
+#: Share of skipped FLOPs below which a run says why it is not more.
+_SMALL_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +128,13 @@ class Trainer:
         """
         start = self._ranks.from_first(self._start)
         restore_weights(self._model, start.weights, self._folder.path)
+        check_network(self._folder.path, start.state or {}, self.experiment.feature_shapes)
         if start.state is None:
             seed_everything(self._config.train.seed)
             if start.num_norms:
-                self._reporter.note(f"statistics of {start.num_norms} norms measured on crops of the training slides, then frozen")
+                self._reporter.note(
+                    f"statistics of {counted(start.num_norms, 'norm', 'norms')} measured on crops of the training slides, then frozen"
+                )
             self._folder.start_steps(0)
             self._save()
             return
@@ -154,8 +165,12 @@ class Trainer:
         num_norms = calibrate_norms(self.experiment, dict(self.progress.failed))
         return _InitialState(weights={name: value.cpu() for name, value in self._model.state_dict().items()}, num_norms=num_norms)
 
-    def run(self, interruption: Interruption) -> RunProgress:
+    def run(self, interruption: Interruption, *, plan: Plan | None = None) -> RunProgress:
         """Train from where the run is to the end; :meth:`restore` comes before.
+
+        Args:
+            interruption: requests the end.
+            plan: of the largest slide, to estimate the duration of the run with. Default: `None` (no estimate)
 
         Raises:
             RunInterrupted: it was asked to end; its state is saved.
@@ -166,6 +181,9 @@ class Trainer:
             RankError: another rank failed.
         """
         settings = self._config.train
+        if plan is not None:
+            work = run_work(self.experiment, plan, self._ranks)
+            self._reporter.start_run(RunEstimate(work, done=self._work_done(work)))
         try:
             while self.progress.epoch < settings.epochs and not self.progress.stopped:
                 started = time.perf_counter()
@@ -185,7 +203,7 @@ class Trainer:
     def _train_epoch(self, interruption: Interruption) -> None:
         settings, epoch = self._config.train, self.progress.epoch
         self._epoch_cost = StepCost()
-        order = philox_generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
+        order = self._order(epoch)
         self._reporter.start_epoch(epoch, len(order), self.progress.position)
         while self.progress.position < len(order):
             started = time.perf_counter()
@@ -208,7 +226,7 @@ class Trainer:
                     loss_sum=reached.loss_sum + result.loss * result.weight,
                     loss_weight=reached.loss_weight + result.weight,
                 )
-                row = {"step": reached.step, "epoch": epoch, "loss": result.loss, "lr": rate, "grad_norm": norm}
+                row = {"step": reached.step, "epoch": epoch + 1, "loss": result.loss, "lr": rate, "grad_norm": norm}
                 told = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(result.cost.waited_seconds, 3)}
                 told |= {"skipped_share": round(result.cost.skipped_share, 4)}
                 self._folder.add_step({**row, **told, "slides": " ".join(result.names)})
@@ -219,11 +237,21 @@ class Trainer:
                 self._save()
             self._end_if_asked(interruption)
 
+    def _order(self, epoch: int) -> list[int]:
+        """Numbers of the training slides in the order of an epoch."""
+        order: list[int] = philox_generator(self._config.train.seed, "order", epoch).permutation(len(self._records)).tolist()
+        return order
+
+    def _work_done(self, work: RunWork) -> float:
+        """Work of the epochs and slides that earlier processes have done."""
+        done = self._order(self.progress.epoch)[: self.progress.position]
+        return self.progress.epoch * work.epoch_work + sum(self.experiment.work_of(self._records[number]) for number in done)
+
     def _step(self, rate: float) -> float:
         """One optimizer step; returns the norm of the gradient."""
         settings = self._config.train
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
         self._scaler.unscale_(self._optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.clip_norm or math.inf)
         if not torch.isfinite(norm) and not self._scaler.is_enabled():
@@ -242,8 +270,19 @@ class Trainer:
         failed = dict(progress.failed)
         records = self.experiment.records("val")
         self._check_same_weights()
-        self._reporter.start_validation(len(scatter_items(records, self._ranks)))
-        predictions = self.predictor.predict_all(records, failed, after=self._reporter.advance, interruption=interruption)
+        mine = scatter_items(records, self._ranks)
+        self._reporter.start_validation(len(mine), progress.epoch)
+        predictions = self.predictor.predict_all(
+            records,
+            failed,
+            before=lambda record, flops: self._reporter.start_slide(self.experiment.work_of(record, predicts=True), flops),
+            after=self._reporter.advance,
+            interruption=interruption,
+        )
+        others = sum(self.experiment.work_of(r, predicts=True) for r in records) - sum(
+            self.experiment.work_of(r, predicts=True) for r in mine
+        )
+        self._reporter.advance(0, others=others)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
         row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}
         if records:
@@ -255,7 +294,8 @@ class Trainer:
         best = progress.best
         if not math.isnan(score) and (best is None or score > best[0]):
             best = (score, progress.epoch + 1)
-            self._folder.checkpoints.save("best", progress.epoch + 1, self._model, {"epoch": progress.epoch + 1, "value": value}, keep=1)
+            state = {"epoch": progress.epoch + 1, "step": progress.step, "value": value, **self._record()}
+            self._folder.checkpoints.save("best", progress.epoch + 1, self._model, state, keep=1)
         self.progress = replace(
             progress,
             epoch=progress.epoch + 1,
@@ -270,9 +310,8 @@ class Trainer:
         self._save()
         self._folder.write_epochs(self.progress.epochs)
         self._reporter.epoch({**row, "seconds": round(time.perf_counter() - started, 1)})
-        if self._epoch_cost.skipped_flops:
-            share = self._epoch_cost.skipped_share
-            self._reporter.note(f"  background: {100 * share:.1f} % of the FLOPs of its training steps were left out")
+        if self._epoch_cost.skipped_flops or self.experiment.paints:
+            self._reporter.note(f"  background: {_skipped_text(self._epoch_cost.skipped_share, self._config.model.tile)}")
 
     def _patience_exhausted(self, epoch: int, best: tuple[float, int] | None) -> bool:
         """True if patience has run out in this epoch, given the best one."""
@@ -303,6 +342,10 @@ class Trainer:
         if asked:
             raise EndRequested(asked[0])
 
+    def _record(self) -> dict[str, Any]:
+        experiment = self.experiment
+        return trained_record(experiment.config, experiment.task, experiment.table, experiment.feature_shapes)
+
     def _save(self) -> None:
         self.progress = replace(self.progress, serial=self.progress.serial + 1)
         state = {
@@ -310,8 +353,7 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "random": get_random_state(),
-            "settings": config_fingerprint(self._config),
-            "table": self.experiment.table.digest(),
+            **self._record(),
             "file_bytes": self._file_bytes,
             "surroundings": run_environment(self._ranks.shape, self._config.train.device),
         }
@@ -321,3 +363,17 @@ class Trainer:
                 self._folder.add_damage(tiles)
         self._folder.checkpoints.save("last", self.progress.serial, self._model, state, keep=2)
         self._saved = self.progress
+
+
+def _skipped_text(share: float, tile: Sequence[int] | None) -> str:
+    """Share of the skipped FLOPs, with the reason where it is small.
+
+    >>> _skipped_text(0.25, None)
+    '25.0 % of the FLOPs of its training steps were left out'
+    """
+    told = f"{100 * share:.1f} % of the FLOPs of its training steps were left out"
+    if share >= _SMALL_SHARE:
+        return told
+    if tile is None:
+        return f"{told}: a strip as wide as the slide is skipped where it and the strip before it are background; model.tile divides strips"
+    return f"{told}: a tile is skipped where it and the tile before it are background, halos included; a smaller model.tile skips more"

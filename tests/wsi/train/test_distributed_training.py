@@ -116,7 +116,7 @@ def shared(pair: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("shared")
     (code, said), (other, silence) = pair.run(_command, _config(folder, slides, "run"))
     assert code == other == 0, said
-    assert "left out: s4" in said and "1 slides were left out" in said and silence == ""
+    assert "left out: s4" in said and "1 slide was left out" in said and silence == ""
     return folder / "run"
 
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from sft.api import memory_limits
-from sft.api.free_memory import FreeMemory
+from sft.common.free_memory import FreeMemory
 from tests.slow import SAMPLED, SLOW
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must

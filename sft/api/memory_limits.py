@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from sft.api.free_memory import FreeMemory, free_device_memory, free_disk, free_host_memory
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.errors import BudgetError, InputError
+from sft.common.free_memory import FreeMemory, free_device_memory, free_disk, free_host_memory
 from sft.distributed.fsdp import local_bytes
 from sft.planner.options import Options
 

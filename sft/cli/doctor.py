@@ -18,9 +18,9 @@ from torch import nn
 import sft
 from sft.api.compile import compile
 from sft.api.compiled_handle import of
-from sft.api.free_memory import FreeMemory, free_device_memory, free_host_memory
 from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
+from sft.common.free_memory import FreeMemory, free_device_memory, free_host_memory
 from sft.common.installation import DISTRIBUTION, install_command
 from sft.common.memory import measure_peak
 from sft.planner.options import Options

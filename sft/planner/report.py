@@ -281,7 +281,7 @@ _STYLES: dict[TimelineKind, tuple[float, str]] = {
 _LANES: dict[TimelineKind, int] = {"offload": -1, "prefetch": -2}
 _MAX_TICKS = 10
 #: Least extent of a bar, as a share of the panel, and most segments whose bars have white outlines (of many, they would hide the bars).
-_MIN_BAR_SHARE, _MIN_BAR_HEIGHT, _MAX_OUTLINED = 0.002, 0.012, 60
+_MIN_BAR_SHARE, _MIN_BAR_HEIGHT, _MAX_OUTLINED = 0.002, 0.02, 60
 _RESIDENT_COLOUR, _ALIVE_COLOUR = "0.75", "tab:green"
 
 

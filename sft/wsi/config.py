@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft.common.byte_units import parse_bytes
-from sft.common.errors import InputError, first_problems
+from sft.common.errors import InputError, first_problems, some_names
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
@@ -112,7 +112,7 @@ class TaskConfig:
         if isinstance(classes, str):
             problems.append(f"task.classes {classes!r}: give a list of names, such as [{classes}, other]")
         elif self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
-            problems.append(f"task.classes {self.classes}: give each name once")
+            problems.append(f"task.classes [{some_names(self.classes)}]: give each name once")
         if self.kind == "segmentation" and not self.classes:
             problems.append("task.kind segmentation: name the classes of the masks' values 0, 1, ... in task.classes")
         if not 0 <= self.label_smoothing < 1:
@@ -164,7 +164,9 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
-            problems.append(f"model.mean {self.mean}, model.std {self.std}: give three numbers each, std above 0")
+            problems.append(
+                f"model.mean [{some_names(self.mean)}], model.std [{some_names(self.std)}]: give three numbers each, std above 0"
+            )
         if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
             problems.append(f"model.tile {self.tile}: give two positive numbers, rows and columns, such as [256, 2048]")
         problems += _not_bytes("model.budget", self.budget)

@@ -18,8 +18,8 @@ from sft.common.errors import InputError
 __all__ = ["check_config_file"]
 
 _MAX_BYTES = 2**20
-#: Values of a configuration, each counted as often as aliases repeat it.
-_MAX_VALUES = 20_000
+#: Values of a configuration, each counted as often as aliases repeat it. The reader's time grows with the square of a list: a second.
+_MAX_VALUES = 2_000
 _MAX_DEPTH = 32
 #: Characters of one value: a path has up to 4096.
 _MAX_CHARACTERS = 8192

@@ -15,7 +15,7 @@ from torch import nn
 
 import sft
 from sft.api import memory_limits
-from sft.api.free_memory import FreeMemory, free_host_memory
+from sft.common.free_memory import FreeMemory, free_host_memory
 
 _SHAPE = (1, 3, 256, 64)
 Probe = Callable[..., None]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import sft
 from sft.api import memory_limits, proposals
-from sft.api.free_memory import FreeMemory
 from sft.cli.main import main
+from sft.common.free_memory import FreeMemory
 from sft.planner.remedies import COMMAND_LINE, Remedy, budget_error, message_for, with_prefix, with_remedies
 from tests.helpers.models import TinyUNet
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.api import memory_limits
-from sft.api.free_memory import FreeMemory
+from sft.common.free_memory import FreeMemory
 from sft.distributed import all_reduce as sums
 from tests.helpers.band_checks import check_bands, mesh_of
 from tests.helpers.models import Branches, ConvNet, Residual, image, seeded

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import sft
@@ -51,6 +53,22 @@ def test_measured_seconds_are_drawn_where_there_are_any() -> None:
     assert moves.get_xlim() == (0, 0.5 * len(plan.timeline.entries)) and moves.get_xlabel() == "measured seconds"
     assert memory.get_ylim()[1] < timed.budget_bytes / 2**10  # a line so far above would leave nothing else to see
     assert {bar.get_width() for bar in moves.patches} == {0.5}  # type: ignore[attr-defined]  # they are rectangles
+
+
+def test_bars_of_many_segments_can_be_seen() -> None:
+    """A bar has at least a fiftieth of the panel's height and 1/500 of its width, and no outline in another colour."""
+    blocks: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(35):
+        blocks += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    with torch.device("meta"):
+        model = nn.Sequential(*blocks)
+    plan = sft.plan(model.to("meta"), (1, 3, 256, 256), budget="12MiB", device="cuda")
+    assert len(plan.segments) > 60
+    _, moves = plan_figure(plan).axes
+    width, height = moves.get_xlim()[1], moves.get_ylim()[1] - moves.get_ylim()[0]
+    bars: Any = [bar for bar in moves.patches if bar.get_y() > 0]  # type: ignore[attr-defined]  # they are rectangles
+    assert bars and all(bar.get_height() > 0.015 * height and bar.get_width() > 0.0019 * width for bar in bars)
+    assert all(bar.get_edgecolor()[:3] == bar.get_facecolor()[:3] for bar in bars)
 
 
 def test_files_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,13 +93,13 @@ def _laughs(levels: int, width: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (_laughs(9, 9), "more than 20000 values"),
-        ("model:\n  options:\n" + "".join(f"    {line}\n" for line in _laughs(9, 9).splitlines()), "more than 20000 values"),
+        (_laughs(9, 9), "more than 2000 values"),
+        ("model:\n  options:\n" + "".join(f"    {line}\n" for line in _laughs(9, 9).splitlines()), "more than 2000 values"),
         (
             "a: &a {x: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}' if n else '*a'] * 9)}]}}\n" for n in range(9)),
             "more than",
         ),
-        ("a: [" + "x, " * 30_000 + "]\n", "more than 20000 values"),
+        ("a: [" + "x, " * 3_000 + "]\n", "more than 2000 values"),
         ("a: " + "[" * 5000, "more than 32 levels"),
         ("a: " + "{a: " * 5000, "more than 32 levels"),
         ("- " * 5000, "more than 32 levels"),
@@ -132,9 +132,9 @@ def test_the_parser_stops_at_the_limit(tmp_path: Path, monkeypatch: pytest.Monke
             yield event
 
     monkeypatch.setattr(yaml, "parse", counted)
-    with pytest.raises(InputError, match="more than 20000 values"):
+    with pytest.raises(InputError, match="more than 2000 values"):
         check_config_file(tmp_path / "c.yaml", ())
-    assert count < 20_100
+    assert count < 2_100
 
 
 def test_a_device_file_is_read_up_to_the_limit() -> None:

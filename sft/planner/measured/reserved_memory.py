@@ -44,7 +44,7 @@ class ReservedMemory:
     num_released: int
 
 
-class _AllocatorMemory(MemoryCounter):
+class _BlockMemory(MemoryCounter):
     """Counter of requested bytes that gives every buffer a block of the simulated allocator."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -100,7 +100,7 @@ class ReplayMachine(SimulatedMachine):
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
 
     def __post_init__(self) -> None:
-        self.memory = _AllocatorMemory(self.allocator)
+        self.memory = _BlockMemory(self.allocator)
 
     def run(
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None

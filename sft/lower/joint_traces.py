@@ -69,9 +69,8 @@ _OVERALLOCATING_OPS = {aten.im2col.default: _with_exact_storage(aten.im2col.out)
 #: (operator, result) pairs of which ATen allocates one element more than the result has: the bag of each index.
 _PADDED_RESULTS = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
 
-#: (operator, result) pairs in the dtype in which ATen sums elements of the first operand: the log-sum-exp of each query. The fake kernels
-#: of torch 2.11 and 2.12 return float32 for operands of any dtype, half the bytes for float64.
-_SUM_RESULTS = frozenset({(aten._scaled_dot_product_flash_attention_for_cpu.default, 1)})
+#: Normalisations; all but their first result are statistics.
+_NORMS = (aten.native_layer_norm.default, aten.native_batch_norm.default, aten.native_group_norm.default)
 
 
 def resolve_target(target: str) -> Any:
@@ -244,9 +243,8 @@ class TraceBuilder:
                 continue
             if (target, position) in _PADDED_RESULTS:
                 shape = (shape[0] + 1,)
-            dtype = _sum_dtype(recorded.arguments[0].dtype) if (target, position) in _SUM_RESULTS else tensor.dtype
             shared = storages.get(storage_id(tensor))
-            results.append(TracedResult(self._new(tensor, shared), shape, dtype, shared))
+            results.append(TracedResult(self._new(tensor, shared), shape, _real_dtype(recorded, position, tensor.dtype), shared))
         if target is aten.t.default and results[0] is not None:
             self._transposed[results[0].index] = arguments[0].index
         target, has_many = _OVERALLOCATING_OPS.get(target, target), recorded.has_many
@@ -314,9 +312,20 @@ def _unwrap_single(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[
     return unwrapped
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which ATen's kernels for the CPU sum elements of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _real_dtype(recorded: RecordedOp, position: int, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a result of a real call, where fake kernels give sums another one.
+
+    - The log-sum-exp of attention on the CPU, with operands in float64: float32 in torch 2.11 and 2.12.
+    - Statistics of norms of half precision: the dtype of the operand. Real calls return float32 if the weights are in float32 (autocast), and
+      on GPUs, where only group norm keeps the dtype. The gradient of the operand has its dtype, and not that of the statistics.
+    """
+    function, operands = recorded.function, [value for value in recorded.arguments if isinstance(value, torch.Tensor)]
+    if function is aten._scaled_dot_product_flash_attention_for_cpu.default and position == 1:
+        return torch.float64 if operands[0].dtype == torch.float64 else torch.float32
+    if function in _NORMS and position > 0 and dtype in (torch.bfloat16, torch.float16):
+        is_mixed = any(operand.dtype == torch.float32 for operand in operands)
+        return torch.float32 if is_mixed or (_has_gpu() and function is not aten.native_group_norm.default) else dtype
+    return operands[1].dtype if function is aten.native_group_norm_backward.default and position == 0 else dtype
 
 
 def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:

@@ -73,6 +73,15 @@ def _run(trace: JointTrace, inputs: list[Tensor]) -> list[str]:
     return problems
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "batch_norm"])
+def test_statistics_of_norms_with_weights_in_single_precision(name: str, dtype: torch.dtype) -> None:
+    """As under autocast: the kernels on fake tensors return half the bytes."""
+    function, (image, *weights) = _FUNCTIONS[name]
+    specs = [ArgumentSpec(image, dtype, True), *(ArgumentSpec(shape, torch.float32, True) for shape in weights)]
+    assert _run(trace_joint(function, specs), [torch.rand(spec.shape).to(spec.dtype) for spec in specs]) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", _FUNCTIONS)
 def test_results_are_those_of_real_calls(name: str, dtype: torch.dtype) -> None:

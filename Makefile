@@ -88,7 +88,7 @@ test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager Py
 $(TORCH_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-torch-$(VERSION)
 	sed '/^torch==/d; /^setuptools==/d' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
-	$(TORCH_BIN)/pip install --quiet -c .venv-torch-$(VERSION)/constraints.txt torch==$(VERSION) -e '.[test,demo]'
+	$(TORCH_BIN)/pip install --quiet -c .venv-torch-$(VERSION)/constraints.txt torch==$(VERSION) 'setuptools>=77' -e '.[test,demo]'
 	touch $@
 
 test-torch: $(TORCH_READY) ## The tests with torch VERSION (2.11.0) and the Triton that it brings, in an environment of their own (4 GB)

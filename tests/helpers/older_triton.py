@@ -1,4 +1,4 @@
-"""Backports of functions that the interpreter of Triton 3.6 lacks. See ``serve_triton``."""
+"""Backports of functions that the interpreter of Triton before 3.9 lacks. See ``serve_triton``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def _rounded_once(self: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def repair() -> None:
-    """Where Triton is that old."""
-    if triton.__version__.startswith("3.6."):
+    """Where Triton is that old: 3.6 (of torch 2.11) knows no NumPy 2.4, and 3.6 to 3.8 (of torch 2.11 to 2.14) round an fma twice."""
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    if release < (3, 7):
         interpreter._patch_lang_tensor = _with_newer_numpy(interpreter._patch_lang_tensor)
+    if release < (3, 9):
         interpreter.InterpreterBuilder.create_fma = _rounded_once

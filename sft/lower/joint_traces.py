@@ -316,8 +316,8 @@ def _real_dtype(recorded: RecordedOp, position: int, dtype: torch.dtype) -> torc
     """The dtype of a result of a real call, where fake kernels give sums another one.
 
     - The log-sum-exp of attention on the CPU, with operands in float64: float32 in torch 2.11 and 2.12.
-    - Statistics of norms of half precision: the dtype of the operand. Real calls return float32 if the weights are in float32 (autocast), and
-      on GPUs, where only group norm keeps the dtype. The gradient of the operand has its dtype, and not that of the statistics.
+    - Statistics of norms of half precision: the dtype of the operand. Real calls return float32 if the weights are in float32 (autocast),
+      and on GPUs, where only group norm keeps the dtype. The gradient of the operand has its dtype, and not that of the statistics.
     """
     function, operands = recorded.function, [value for value in recorded.arguments if isinstance(value, torch.Tensor)]
     if function is aten._scaled_dot_product_flash_attention_for_cpu.default and position == 1:

@@ -398,15 +398,16 @@ def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pyt
 def test_a_run_folder_belongs_to_one_process(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunFolder(trained / "run"):
         assert main(["train", "--config", str(trained / "c.yaml")]) == 1
-        assert "in use by another process" in capsys.readouterr().err
+        assert "in use by this process" in capsys.readouterr().err
 
 
 def test_damaged_files_of_a_run_are_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
-    (run / "task.json").write_text('{"task": ')
-    assert main(["evaluate", str(run), "--bootstrap", "0"]) == 1
-    assert "task.json is damaged" in capsys.readouterr().err
+    for damage in ('{"task": ', "[" * 100_000, "9" * 5000):
+        (run / "task.json").write_text(damage)
+        assert main(["evaluate", str(run), "--bootstrap", "0"]) == 1
+        assert "task.json is damaged" in capsys.readouterr().err
     shutil.copy(trained / "run" / "task.json", run)
     text = (run / "config.yaml").read_text()
     assert "attention_dim: " in text

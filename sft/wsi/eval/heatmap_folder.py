@@ -74,6 +74,6 @@ class HeatmapFolder:
 
 def read_heatmaps(folder: Path) -> dict[str, Any]:
     """Maps in a slide's folder by output: score, file names and weights; empty for a folder of an earlier version."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return dict(json.loads((folder / HEATMAP_FILE).read_text(encoding="utf-8"))["outputs"])
     return {}

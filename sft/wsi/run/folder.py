@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from torch import nn
 
+from sft.common.atomic_files import LockedFile, lock_file, lock_holder
 from sft.common.byte_units import format_bytes
 from sft.sources import BadTile
 from sft.wsi.errors import RunFolderError
@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(self, path: Path, *, needed_bytes: int = 0) -> None:
         self.path = path
         self._needed_bytes = needed_bytes
-        self._lock: IO[str] | None = None
+        self._lock: LockedFile | None = None
         self._created: list[Path] = []
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
@@ -68,7 +68,8 @@ class RunFolder:
     def _open(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            is_free = self._take_lock()
+            with suppress(BlockingIOError):
+                self._lock = lock_file(self.path / _LOCK, creates=True)
             probe = self.path / f".probe-{os.getpid()}"
             try:
                 with probe.open("wb") as file:
@@ -82,33 +83,14 @@ class RunFolder:
             raise RunFolderError(
                 f"cannot write to the run folder {self.path}: {error.strerror or error}. Give another with --run."
             ) from error
-        if not is_free:
-            raise RunFolderError(f"the run folder {self.path} is in use by another process. Wait for it, or give another with --run.")
+        if self._lock is None:
+            holder = lock_holder(self.path / _LOCK)
+            raise RunFolderError(f"the run folder {self.path} is in use by {holder}. Wait for it, or give another with --run.")
         if free_bytes < self._needed_bytes:
             raise RunFolderError(
                 f"the run folder {self.path} has {format_bytes(free_bytes)} free, and checkpoints need {format_bytes(self._needed_bytes)}. "
                 "Make room, or give another with --run."
             )
-
-    def _take_lock(self) -> bool:
-        """Lock the folder; False if another process has the lock."""
-        path = self.path / _LOCK
-        while True:
-            file = path.open("w")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                return False
-            except OSError:
-                file.close()
-                raise
-            # A run that was refused removes its file: a lock of a removed file locks nothing.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    self._lock = file
-                    return True
-            file.close()
 
     def _refuse_others_files(self) -> None:
         """Refuse a folder with files of another program: a run overwrites the files in its folder."""

@@ -75,7 +75,7 @@ def read_overview(run: Path) -> RunOverview:
     folders.sort(key=lambda path: (order.get(path.name, len(order)), path.name))
     results = []
     for folder in folders:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
             results.append(ResultsOverview(path=folder, weights=read_weights_id(folder), metrics=metrics))
     return RunOverview(

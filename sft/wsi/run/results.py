@@ -138,7 +138,7 @@ def write_weights_id(folder: Path, weights: WeightsId) -> None:
 
 def read_weights_id(folder: Path) -> WeightsId | None:
     """Weights that a folder of results is of; None for a folder without a label, such as one of an earlier version."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return as_weights_id(json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8")))
     return None
 

@@ -81,7 +81,7 @@ def read_task(run: Path, state: Mapping[str, Any]) -> Task:
         raise RunFolderError(f"{path} is missing, and the checkpoint does not have the task. Copy it from the run again.") from error
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
     if recorded is not None:
         _refuse_other_task(path, recorded, task)

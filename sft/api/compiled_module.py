@@ -3,11 +3,15 @@
 A compiled module is an instance of a subclass of the model's class that shares the model's ``__dict__``: parameters, buffers, submodules,
 hooks and the training flag are the same objects under the same names in both. The engine is stored in a slot outside that dictionary, so
 ``state_dict`` and all other code that traverses a module never sees it.
+
+``forward`` has the metadata of the model's own: signature, documentation and annotations. Trainers read the signature: Hugging Face's
+``Trainer`` passes those columns of a batch that ``forward`` names.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -18,11 +22,60 @@ from torch import nn
 
 from sft.api.compiled_handle import HANDLE_NAMES, CompiledHandle
 from sft.api.engine import Engine
-from sft.api.forward_signature import forward_like
 from sft.common.errors import InputError
 from sft.common.transform_checks import dynamo_disabled, not_inlined, refuse_wrapping
 
 __all__ = ["CompiledModule", "wrap_module"]
+
+
+#: The argument that a compiled model adds, where its model has none of that name.
+_INPUT_GRAD = inspect.Parameter("input_grad", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+
+def _forward_like(own: Callable[..., Any], *, is_bound: bool = False) -> Callable[..., Any]:
+    """A function of a compiled module and the arguments of a call, with the metadata of ``own``.
+
+    Args:
+        own: ``forward`` of the model's class.
+        is_bound: ``own`` is a function of the arguments alone, as in the dictionary of an instance. Default: `False`
+    """
+    signature = _signature(own, is_bound=is_bound)
+    takes_input_grad = signature is not None and _INPUT_GRAD.name in signature.parameters
+
+    @functools.wraps(own)
+    def forward(net: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = CompiledHandle(net._sft_engine)
+        if takes_input_grad:  # the model's own argument of that name
+            return handle.run(args, kwargs)
+        input_grad = kwargs.pop(_INPUT_GRAD.name, None)
+        return handle.run(args, kwargs, input_grad)
+
+    if signature is not None:
+        forward.__signature__ = signature if takes_input_grad else _with_input_grad(signature)  # type: ignore[attr-defined]
+    return dynamo_disabled(forward)
+
+
+def _signature(own: Callable[..., Any], *, is_bound: bool) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(own)
+    except (TypeError, ValueError):  # a function of C
+        return None
+    if not is_bound:
+        return signature
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.POSITIONAL_ONLY not in kinds:
+        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    if "self" in signature.parameters:
+        parameters = [inspect.Parameter("_net", parameters[0].kind)]
+    return signature.replace(parameters=[*parameters, *signature.parameters.values()])
+
+
+def _with_input_grad(signature: inspect.Signature) -> inspect.Signature:
+    parameters = list(signature.parameters.values())
+    has_keywords = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    parameters.insert(len(parameters) - has_keywords, _INPUT_GRAD)
+    return signature.replace(parameters=parameters)
 
 
 class _ForwardMethod:
@@ -33,7 +86,7 @@ class _ForwardMethod:
     """
 
     def __init__(self, own: Callable[..., Any]) -> None:
-        self._function = forward_like(own)
+        self._function = _forward_like(own)
 
     @not_inlined
     def __get__(self, net: Any, owner: type | None = None) -> Any:
@@ -53,7 +106,7 @@ class _ForwardMethod:
 
 @lru_cache(maxsize=64)
 def _bound_forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
-    return forward_like(own, is_bound=True)
+    return _forward_like(own, is_bound=True)
 
 
 class _HandleName:

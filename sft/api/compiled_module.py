@@ -23,7 +23,7 @@ from torch import nn
 from sft.api.compiled_handle import HANDLE_NAMES, CompiledHandle
 from sft.api.engine import Engine
 from sft.common.errors import InputError
-from sft.common.transform_checks import dynamo_disabled, not_inlined, refuse_wrapping
+from sft.common.transform_checks import break_graph_where_compiled, dynamo_disabled, not_inlined, refuse_wrapping
 
 __all__ = ["CompiledModule", "wrap_module"]
 
@@ -92,6 +92,7 @@ class _ForwardMethod:
     def __get__(self, net: Any, owner: type | None = None) -> Any:
         if net is None:
             return self._function
+        break_graph_where_compiled()
         if net._sft_forward is not None:
             return net._sft_forward
         own = vars(net).get("forward")
@@ -132,11 +133,6 @@ class CompiledModule:
     _sft_engine: Engine
     _sft_forward: Callable[..., Any] | None
 
-    @dynamo_disabled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, outside of what ``torch.compile`` compiles."""
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the model's class follows in the order of classes
-
     #: Hides the entry of ``nn.Module.compile`` of the plain model in the shared dictionary, which would run that model.
     _compiled_call_impl = property(lambda self: None)
 
@@ -164,13 +160,12 @@ class _CompiledShardedModule(CompiledModule):
 
     __slots__ = ()
 
-    @dynamo_disabled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding = self._sft_engine.settings.sharding
         assert sharding is not None
         self._sft_engine.meet()  # FSDP would wait for its own timeout, and not name the missing rank
         with sharding.call_context():
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the model's class follows in the order of classes
 
     def _get_fsdp_state(self) -> Any:
         """State of FSDP, which looks it up by the object that it sharded."""
@@ -178,8 +173,7 @@ class _CompiledShardedModule(CompiledModule):
         return model._get_fsdp_state()
 
 
-for _class in (CompiledModule, _CompiledShardedModule):
-    vars(_class)["__call__"].__signature__ = inspect.signature(nn.Module.__call__)
+vars(_CompiledShardedModule)["__call__"].__signature__ = inspect.signature(nn.Module.__call__)
 
 
 def _refuse_compile(net: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from sft.common.torch_internals import (
 
 __all__ = [
     "autocast_dtype",
+    "break_graph_where_compiled",
     "dynamo_disabled",
     "not_inlined",
     "refuse_after_failure",
@@ -130,8 +131,7 @@ def dynamo_disabled(method: CallableT) -> CallableT:
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # this function itself is compiled: torch.compile(net)
-            break_dynamo_graph(_DYNAMO_REASON)
+        break_graph_where_compiled()  # this function itself is compiled
         # torch.compiler.disable imports the compiler, which takes a second: wait until another import has loaded it.
         if not is_dynamo_loaded():
             return method(*args, **kwargs)
@@ -140,6 +140,12 @@ def dynamo_disabled(method: CallableT) -> CallableT:
         return disabled[0](*args, **kwargs)
 
     return cast(CallableT, not_inlined(wrapper))
+
+
+def break_graph_where_compiled() -> None:
+    """Break the graph of ``torch.compile`` where it traces the calling function."""
+    if torch.compiler.is_dynamo_compiling():
+        break_dynamo_graph(_DYNAMO_REASON)
 
 
 def not_inlined(function: CallableT) -> CallableT:

@@ -30,6 +30,7 @@ from sft.analysis.ir.graph import Graph, Node, Ref, map_refs
 from sft.analysis.ir.ops import DIMENSION_ARGUMENTS, ELEMENTWISE
 from sft.analysis.ir.symbolic import same_shape
 from sft.analysis.ir.targets import ELEMENTWISE_LOSSES
+from sft.analysis.passes.assign_slices import join_along_axis
 from sft.analysis.passes.assignments import ASSIGNMENTS, INDEXED, rewrite_assignment, rewrite_indexed
 from sft.analysis.passes.constants import add_constant_image_like
 from sft.analysis.passes.decompose_axis_reductions import AXIS_POOLINGS, AXIS_REDUCTIONS, rewrite_axis_pool, rewrite_axis_reduction
@@ -255,6 +256,7 @@ _REWRITES = _rewrite_table(
     (AXIS_REDUCTIONS, rewrite_axis_reduction),
     (SOFTMAXES, rewrite_softmax),
     (DIMENSION_ARGUMENTS, _rewrite_along_dims),
+    (("aten.cat.default",), join_along_axis),
     (ELEMENTWISE_LOSSES, rewrite_elementwise_loss),
     (LABEL_LOSSES, rewrite_label_loss),
     (("aten.linear.default",), rewrite_linear),

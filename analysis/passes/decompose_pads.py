@@ -30,7 +30,7 @@ from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import LayoutTracker
 
-__all__ = ["PADS", "decompose_circular_pads", "rewrite_pad", "rewrite_roll"]
+__all__ = ["PADS", "decompose_circular_pads", "pad_axis", "rewrite_pad", "rewrite_roll"]
 
 #: Pads of a single mode, which are ``aten.pad.default`` with that mode.
 _MODES = {
@@ -129,6 +129,13 @@ def _general_pad(node: Node) -> Node:
     pad = node.argument("pad", node.argument("padding"))
     arguments = (("self", node.argument("self")), ("pad", pad), ("mode", mode), ("value", node.argument("value")))
     return replace(node, target="aten.pad.default", arguments=arguments)
+
+
+def pad_axis(node: Node, image: Node, name: str, dim: int, amounts: Pair, num_axes: int, *, value: Any = 0) -> Node:
+    """The node ``name``: an image with rows, columns or slices of a constant added along one axis, for the operator ``node``."""
+    constant = replace(image, module_path=node.module_path, target="aten.pad.default", effect="", kind="operator")
+    constant = replace(constant, arguments=(("mode", "constant"), ("value", value)))
+    return _pad_of(constant, image, name, {dim: amounts}, num_axes)
 
 
 def _pad_of(node: Node, image: Node, name: str, pairs: Mapping[int, Pair], num_axes: int) -> Node:

@@ -93,7 +93,9 @@ class BandRegion(Region):
                 outputs[name] = output
         return outputs, tape
 
-    def _run_forward(self, machine: Machine, values: ValueBindings, kept: dict[int, Any] | None, move: ScheduleOp) -> None:
+    def _run_forward(
+        self, machine: Machine, values: ValueBindings, kept: dict[int, Any] | None, move: ScheduleOp, dead: Sequence[str] = ()
+    ) -> None:
         with self._halo_exchange.forward(cast(BandMachine, machine), move.segment, values.by_name):
             super()._run_forward(machine, values, kept, move)
 

@@ -49,6 +49,11 @@ class BandSegment(TiledSegment):
         return self.shared[key]
 
     @cached_property
+    def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
+        """None: other ranks may still read rows of a source."""
+        return {}
+
+    @cached_property
     def timeline(self) -> StripTimeline:
         """Order in which rows are computed and read."""
         assert isinstance(self.schedule, StripSchedule)

@@ -230,7 +230,7 @@ class StripLowering:
         rule = self._rule(node)
         tail = self._rows_of(buffer, len(rows.carried), len(rows.new)) if buffer is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
-        ctx.overwrite = self._overwritable_operand(node) if rule.overwrites and tail is None else None
+        ctx.overwrite = self._overwritable_operand(node, rule) if tail is None else None
         result = rule.forward(ctx)
         if tail is not None:
             if result is not tail:
@@ -260,11 +260,11 @@ class StripLowering:
         """Shape of the rows and columns of a value that this step and panel own."""
         return self.scope.block_shape(rows.name, len(rows.owned), len(self.scope.columns[rows.name].owned))
 
-    def _overwritable_operand(self, node: Node) -> Slot | None:
+    def _overwritable_operand(self, node: Node, rule: Rule) -> Slot | None:
         """The operand's buffer, if this operator is its only reader and may overwrite it."""
         scope = self.scope
-        (name,) = dict.fromkeys(o for o in node.operands if o in scope.streamed)
-        if name not in self._inside or name in scope.outputs or scope.graph.users[name] != (node.name,):
+        name = rule.overwritten(node, scope.streamed, untiled=self.untiled)
+        if name is None or name not in self._inside or name in scope.outputs or scope.graph.users[name] != (node.name,):
             return None
         if name in scope.requires_grad and self._rule(scope.graph[name]).saves_output:
             return None

@@ -10,7 +10,7 @@ they run strip by strip instead, and the profile is tested against that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -281,6 +281,10 @@ class _AnalyticSegment:
     @property
     def keeps_buffers(self) -> bool:
         return self.segment.keeps_buffers
+
+    @property
+    def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
+        return self.segment.reusable_sources
 
     def buffers(self, machine: ProgramOps, stores: list[SimulatedBuffer]) -> list[SimulatedBuffer]:
         return stores

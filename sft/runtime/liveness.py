@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -42,6 +42,10 @@ class Segment(Protocol):
     @property
     def keeps_buffers(self) -> bool:
         """True if some residuals are buffers that only the segment references."""
+
+    @property
+    def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
+        """For outputs the sources whose buffers they may take, where no backward pass follows and no later operator reads these."""
 
     def buffers(self, machine: ProgramOps, saved: Any) -> Sequence[Buffer]:
         """These buffers."""

@@ -151,7 +151,7 @@ class Region:
                 tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
                 if prefetcher is not None:
                     prefetcher.before_op(position, tape.values.by_name)
-                self._run_forward(machine, tape.values, tape.residuals if keep else None, op)
+                self._run_forward(machine, tape.values, tape.residuals if keep else None, op, dead)
                 outputs |= {name: tape.values.by_name[name] for name in writes if name in self.outputs and name not in self.host_outputs}
                 for name in writes:
                     if name in self.host_outputs - segment.to_host:
@@ -163,20 +163,46 @@ class Region:
             machine.start_op(LOSS_OP)
         return outputs, tape
 
-    def _run_forward(self, machine: Machine, values: ValueBindings, residuals: dict[int, Any] | None, op: ScheduleOp) -> None:
-        """Run a segment forward; without ``residuals`` no backward pass follows."""
+    def _run_forward(
+        self, machine: Machine, values: ValueBindings, residuals: dict[int, Any] | None, op: ScheduleOp, dead: Sequence[str] = ()
+    ) -> None:
+        """Run a segment forward; without ``residuals`` no backward pass follows, and outputs may take the buffers of ``dead`` sources."""
         segment = self.segments[op.segment]
         keep = residuals is not None and op.keep and self.liveness.differentiated[op.segment]
         without_buffer = segment.to_host | segment.self_allocated(keep)
+        reused = self._reused_sources(segment, dead) if residuals is None else {}
         for name in self.writes[op.segment]:
             if name in self.streamed:
                 values.by_name[name] = machine.allocate_host_cut(self.shapes[name], self.dtypes[name])
+            elif name in reused:
+                values.by_name[name] = values.by_name[reused[name]]
             elif name not in without_buffer:
                 contiguous = name in self.contiguous
                 values.by_name[name] = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
         saved = segment.forward(machine, values, keep=keep)
         if keep and residuals is not None:
             residuals[op.segment] = saved
+
+    def _reused_sources(self, segment: Segment, dead: Sequence[str]) -> dict[str, str]:
+        """Outputs of a segment that take the buffer of a source that is read for the last time."""
+        free = {name for name in dead if name in self._strip_cuts}
+        reused: dict[str, str] = {}
+        for output, sources in segment.reusable_sources.items():
+            source = next((name for name in sources if name in free), None)
+            if source is not None and output not in self.contiguous and output not in self.streamed:
+                free.discard(source)
+                reused[output] = source
+        return reused
+
+    @cached_property
+    def _strip_cuts(self) -> frozenset[str]:
+        """Cuts in buffers that tiled segments write, and that nothing outside of the region references."""
+        written = {
+            name
+            for segment, writes in zip(self.segments, self.writes, strict=True)
+            for name in set(writes) - segment.to_host - segment.self_allocated(False)
+        }
+        return frozenset(written - self.contiguous - self.streamed - self.host_outputs - set(self.outputs) - set(self.graph.results))
 
     def _run_copy(
         self, machine: Machine, values: ValueBindings, residuals: Mapping[int, Any], copies: OffloadState, op: ScheduleOp

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -22,6 +23,7 @@ from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
 from sft.lower.program import Port, Program
 from sft.lower.running_reductions import partial_shape, partial_start
+from sft.runtime.buffer_reuse import reusable_sources
 from sft.runtime.carry_cache import CarryCache
 from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
 from sft.runtime.streamed_inputs import open_loaders, reads_skipped_strips
@@ -60,6 +62,11 @@ class TiledSegment(TiledLayout):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
                 program = self.finish_program(name, Sweep(self.chunks[0] if chunk is None else chunk, 0))
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
+
+    @cached_property
+    def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
+        """For outputs the sources whose buffers they may take (:mod:`sft.runtime.buffer_reuse`)."""
+        return reusable_sources(self)
 
     def self_allocated(self, keep: bool) -> frozenset[str]:
         """Outputs that the segment allocates itself: none, since strips are written into existing buffers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -60,6 +60,11 @@ class WholeSegment:
         """Outputs that its forward program allocates."""
         program, _ = self.programs(keep)
         return frozenset(port.name for port in program.results)
+
+    @property
+    def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
+        """None: its programs decide which operands they overwrite."""
+        return {}
 
     @property
     def views(self) -> frozenset[str]:

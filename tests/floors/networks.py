@@ -82,6 +82,34 @@ class _Projection(nn.Module):
         return out
 
 
+class _Gated(nn.Module):
+    """A residual block with norms over the image and a gate from its mean."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm, self.gate = nn.GroupNorm(4, channels), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.norm(self.first(x)).relu())
+        out: Tensor = (x + y * self.gate(y.mean((2, 3), keepdim=True)).sigmoid()).relu()
+        return out
+
+
+def _shifted(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, :4, :-1] = x[:, :4, 1:]
+    out[:, 4:, 1:] = x[:, 4:, :-1]
+    return out
+
+
+def _bordered(x: Tensor) -> Tensor:
+    out = x * 1.5
+    out[:, :, :1] = 0
+    out[..., -1:] = 0
+    return out
+
+
 def _written(x: Tensor) -> Tensor:
     out = x.new_zeros(x.shape)
     out[:, :8] = x[:, 8:]
@@ -109,6 +137,10 @@ SMALL: dict[str, Network] = {
     "axes/pooled rows and columns": Network(
         make=lambda: _Block(lambda x: x * x.mean(2, keepdim=True).sigmoid() * x.amax(3, keepdim=True).sigmoid()), shape=_IMAGE
     ),
+    "axes/shifted": Network(make=lambda: _Block(_shifted), shape=_IMAGE),
+    "axes/bordered": Network(make=lambda: _Block(_bordered), shape=_IMAGE),
+    "axes/joined": Network(make=lambda: _Block(lambda x: torch.cat([x[:, :, 8:], x[:, :, :8].sin()], 2)), shape=_IMAGE),
+    "gates/squeeze and excite": Network(make=lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), _Gated(), _Gated()), shape=_IMAGE),
     "axes/projected volume": Network(make=_Projection, shape=_VOLUME),
     "padding/indexed": Network(make=lambda: _Block(lambda x: x[:, list(range(15, -1, -1))]), shape=_IMAGE),
     **{f"random/{seed}": Network(make=partial(_wild, seed), shape=_IMAGE) for seed in range(6)},

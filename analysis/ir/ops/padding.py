@@ -11,7 +11,7 @@ from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator, Role
 
-__all__ = ["BorderRowsSpec", "ChannelPadSpec", "CircularPadSpec", "PadSpec", "SliceSpec"]
+__all__ = ["AssignSliceSpec", "BorderRowsSpec", "ChannelPadSpec", "CircularPadSpec", "PadSpec", "SliceSpec"]
 
 _MODES = ("constant", "reflect", "replicate", "circular")
 
@@ -139,6 +139,18 @@ class ChannelPadSpec(Operator):
         if any(flat[: 2 * axes.count]) or any(flat[2 * (len(node.shape) - 1) :]) or any(not isinstance(amount, int) for amount in flat):
             return [f"{node.label}: pads more than channels ({flat})"]
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignSliceSpec(Operator):
+    """Assignment of another image of the same size to some rows, columns or slices: ``x[:, :, 2:5] = y``, ``cat`` along an axis."""
+
+    name: str = "assign_slice"
+    backward_reads: tuple[bool, bool] = (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        untiled = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {untiled[0]} is not an image in strips"] if untiled else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import sympy as sp
 
 from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.base import NextValueSpec, Operator
-from sft.analysis.ir.ops.padding import BorderRowsSpec, ChannelPadSpec, CircularPadSpec, PadSpec, SliceSpec
+from sft.analysis.ir.ops.padding import AssignSliceSpec, BorderRowsSpec, ChannelPadSpec, CircularPadSpec, PadSpec, SliceSpec
 from sft.analysis.ir.ops.pointwise import (
     AffineSpec,
     AssignChannelsSpec,
@@ -150,6 +150,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.{name}.default": ChannelwiseSpec() for name in (*CHANNEL_FUNCTIONS, "linalg_vector_norm")},
     "sft.assign_channels": AssignChannelsSpec(),
     "sft.pad_channels": _CHANNELS,
+    "sft.assign_slice": AssignSliceSpec(),
     **dict.fromkeys(INDEX_OPS, IndexChannelsSpec()),
     "aten.stack.default": ChannelwiseSpec(adds=True),
     "aten.slice.Tensor": (ChannelwiseSpec(), SliceSpec()),

@@ -52,6 +52,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.constant_image": layouts.constant_image,
     "sft.assign_channels": layouts.assign_channels,
     "sft.pad_channels": layouts.pad_channels,
+    "sft.assign_slice": layouts.assign_slice,
     "sft.cross_entropy": losses.cross_entropy,
     "sft.nll": losses.nll,
     "sft.label_weight": losses.label_weight,

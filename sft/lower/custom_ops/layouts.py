@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = [
     "align_dims",
     "assign_channels",
+    "assign_slice",
     "constant_image",
     "copy_as",
     "expand_channels",
@@ -88,6 +89,13 @@ def spatial_side_input(self: Tensor, like: Tensor, split: Sequence[int], order: 
 def constant_image(self: Tensor, channels: int, value: float, dtype: str, axes: int) -> Tensor:
     """An image of ``channels`` channels filled with one value, as large as ``self``."""
     return self.new_full((self.shape[0], channels, *self.shape[self.dim() - axes :]), value, dtype=getattr(torch, dtype))
+
+
+def assign_slice(self: Tensor, src: Tensor, axis: int, start: int, stop: int, axes: int) -> Tensor:
+    """An image with some rows, columns or slices of another one of the same size."""
+    dim = self.dim() - axes + axis
+    parts = [self.narrow(dim, 0, start), src.narrow(dim, start, stop - start), self.narrow(dim, stop, self.shape[dim] - stop)]
+    return torch.cat(parts, dim)
 
 
 def pad_channels(self: Tensor, dim: int, low: int, high: int, mode: str) -> Tensor:

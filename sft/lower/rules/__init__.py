@@ -12,7 +12,7 @@ from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, Spa
 from sft.lower.rules.max_pool import AdaptiveMaxPoolRule, MaxPoolIndicesRule, MaxPoolRule, MaxUnpoolRule
 from sft.lower.rules.minmax import ArgMaxRule, MinMaxRule
 from sft.lower.rules.norms import AffineRule, FrozenNormRule, MomentsRule, ResultActivationRule, RunningStatisticRule, WholeMomentsRule
-from sft.lower.rules.padding import BorderRowsRule, CircularPadRule, PadRule, SliceRule
+from sft.lower.rules.padding import AssignSliceRule, BorderRowsRule, CircularPadRule, PadRule, SliceRule
 from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
 from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
@@ -38,6 +38,7 @@ _RULES: dict[str, Rule] = {
     "resampling": ResamplingRule(),
     "pad": PadRule(),
     "slice": SliceRule(),
+    "assign_slice": AssignSliceRule(),
     "border_rows": BorderRowsRule(),
     "circular_pad": CircularPadRule(),
     "binary": BinaryRule(),

@@ -11,6 +11,7 @@ rule reports the gradient of all operand rows that it read, and the lowering pas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,7 +42,7 @@ class Rule(ABC):
     Attributes:
         saves_output: True if the backward reads the operator's own value.
         in_place: True if ``forward`` can write into a destination.
-        overwrites: True if ``forward`` can overwrite its only operand.
+        overwrites: True if ``forward`` can overwrite an operand, by default its only one (:meth:`overwritten`).
         accepts_wide_grad: True if ``backward`` takes the gradient of a global value in a wider type than the value's.
     """
 
@@ -49,6 +50,13 @@ class Rule(ABC):
     in_place: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
     accepts_wide_grad: ClassVar[bool] = False
+
+    def overwritten(self, node: Node, streamed: Collection[str], *, untiled: bool) -> str | None:
+        """The streamed operand that ``forward`` can overwrite, if it has no further readers; ``None`` for none."""
+        if not self.overwrites:
+            return None
+        (name,) = dict.fromkeys(operand for operand in node.operands if operand in streamed)
+        return name
 
     @abstractmethod
     def forward(self, ctx: NodeContext) -> Slot:

@@ -8,21 +8,21 @@ inserts them (``CircularPadRule``). The rows that a strip collects or inserts de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.graph import Node, refs_in
 from sft.analysis.ir.ops.padding import PadSpec, SliceSpec
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.row_gather import RowGather
 from sft.lower.rules.base import ReductionRule, Rule
 
-__all__ = ["BorderRowsRule", "CircularPadRule", "PadRule", "SliceRule"]
+__all__ = ["AssignSliceRule", "BorderRowsRule", "CircularPadRule", "PadRule", "SliceRule"]
 
 aten = torch.ops.aten
 
@@ -144,6 +144,64 @@ class SliceRule(Rule):
         total = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
         ctx.builder.copy(self._slice(ctx, operand, total), grad)
         ctx.add_grad(image, total, owned=True)
+
+
+class AssignSliceRule(Rule):
+    """Rows (columns, slices) of one image in another; the strip's position is bound when the program runs (the ``origin`` port)."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        image, source = (ctx.strip(next(refs_in(ctx.node.argument(key)))) for key in ("self", "src"))
+        if ctx.overwrite is not None:
+            return ctx.builder.call(_copy_around_slice, ctx.overwrite, image, *self._span(ctx), writes=ctx.overwrite)
+        return ctx.builder.call(_assign_slice, image, source, *self._span(ctx), shape=ctx.out_shape)
+
+    def overwritten(self, node: Node, streamed: Collection[str], *, untiled: bool) -> str | None:
+        """The padded source of a full image: its padding is free for the other image."""
+        image, source = node.argument("self").name, node.argument("src").name
+        return source if untiled and source in streamed and source != image else None
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        builder, image, source = ctx.builder, ctx.node.argument("self"), ctx.node.argument("src")
+        if ctx.needs_grad(source):  # the padding around the source takes the remaining rows, and has no gradient
+            ctx.add_grad(source, grad, owned=False)
+        if ctx.needs_grad(image):
+            out = builder.call(_without_slice, grad, *self._span(ctx), shape=grad.shape, dtype=grad.dtype)
+            ctx.add_grad(image, out, owned=True)
+
+    @staticmethod
+    def _span(ctx: NodeContext) -> tuple[Slot, int, int, int, int]:
+        origin, (axis, start, stop) = ctx.builder.port("origin", ctx.node.name, ()), map(ctx.node.argument, ("axis", "start", "stop"))
+        return origin, axis, start, stop, ctx.scope.axes.count
+
+
+def _slice_in_strip(strip: Tensor, origin: Sequence[int], axis: int, start: int, stop: int, axes: int) -> tuple[int, int, int]:
+    """The dimension of an axis, and the first index and the number of a slice's rows inside a strip."""
+    dim, first = strip.dim() - axes + axis, (*origin[1:], 0)[axis]
+    low, high = max(start - first, 0), min(stop - first, strip.shape[dim])
+    return dim, low, max(0, high - low)
+
+
+def _assign_slice(image: Tensor, source: Tensor, *span: Any) -> Tensor:
+    dim, low, count = _slice_in_strip(image, *span)
+    out = image.clone()
+    if count:
+        out.narrow(dim, low, count).copy_(source.narrow(dim, low, count))
+    return out
+
+
+def _copy_around_slice(target: Tensor, image: Tensor, *span: Any) -> Tensor:
+    dim, low, count = _slice_in_strip(image, *span)
+    for start, stop in ((0, low), (low + count, image.shape[dim])):
+        target.narrow(dim, start, stop - start).copy_(image.narrow(dim, start, stop - start))
+    return target
+
+
+def _without_slice(grad: Tensor, *span: Any) -> Tensor:
+    dim, low, count = _slice_in_strip(grad, *span)
+    out = grad.clone()
+    if count:
+        out.narrow(dim, low, count).zero_()
+    return out
 
 
 _RowSpans: TypeAlias = tuple[tuple[int, int, int], ...]

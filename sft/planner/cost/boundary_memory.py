@@ -7,15 +7,18 @@ candidate would take time quadratic in their number; a batch norm in training en
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from sft.analysis.tiling.phases import Phase
 from sft.common.array_types import FloatArray
 from sft.planner.cost.tiling import Tiling
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import can_stream
+from sft.runtime.buffer_reuse import PIXEL_OPS
 
 __all__ = ["BoundaryMemory", "BoundaryTracker", "UntiledMemory", "untiled_memory"]
 
@@ -30,13 +33,28 @@ class BoundaryMemory:
 
     Attributes:
         made_bytes: device bytes of the values that it passes on, [run]; outputs that are not read again are excluded.
+        freed_bytes: device bytes of such values that no later run reads, freed after the run, [run]; 0 in training, where the backward pass
+            reads them again.
+        reused_bytes: device bytes of values that take the buffer of a value that the run reads for the last time, [run].
         strip_bytes: device bytes of strips of streamed values and of their gradients while it runs, [run, height].
         link_seconds: link seconds of a step, over all runs.
     """
 
     made_bytes: FloatArray
+    freed_bytes: FloatArray
+    reused_bytes: FloatArray
     strip_bytes: FloatArray
     link_seconds: float
+
+    @property
+    def alive_bytes(self) -> FloatArray:
+        """Device bytes of passed values that are alive while each run runs, its own included, [run]."""
+        return np.cumsum(self.made_bytes) - np.cumsum(self.freed_bytes) + self.freed_bytes - self.reused_bytes
+
+    @property
+    def kept_bytes(self) -> float:
+        """Device bytes of passed values after the last run."""
+        return float(self.made_bytes.sum() - self.freed_bytes.sum())
 
 
 @dataclass(slots=True)
@@ -72,11 +90,13 @@ class _BoundaryChange:
         position: index of the operator in execution order.
         value: the value that changes.
         sign: +1 if its bytes on the device are counted from now on, -1 if no longer; 0 if it is streamed from now on.
+        frees_after: number of the run after which it is freed from now on; -1 if it is not.
     """
 
     position: int
     value: str
     sign: int
+    frees_after: int = -1
 
 
 class BoundaryTracker:
@@ -94,9 +114,19 @@ class BoundaryTracker:
         self._runs = [_TiledRun(phase.streamed) for phase in problem.sized.phases.phases if phase.streamed]
         self._run_of = {name: number for number, run in enumerate(self._runs) for name in run.names}
         self._made_bytes = np.zeros(len(self._runs))
+        self._freed_bytes = np.zeros(len(self._runs))
+        self._starts = [start for start, phase in self._phase_starts() if phase.streamed]
         self._exchanged_bytes = np.zeros(len(self._runs))
         self._strip_shares = np.zeros((len(self._runs), len(strip_rows)))
         self._changes = sorted(self._list_changes())
+        self._reused_bytes = [self._reused_in(number) for number in range(len(self._runs))]
+
+    def _phase_starts(self) -> Iterator[tuple[int, Phase]]:
+        """Each phase with the position of its first operator."""
+        start = 0
+        for phase in self._problem.sized.phases.phases:
+            yield start, phase
+            start += len(phase.streamed) + len(phase.tail)
 
     def _list_changes(self) -> Iterator[_BoundaryChange]:
         problem, graph, run_of = self._problem, self._problem.sized.graph, self._run_of
@@ -113,14 +143,31 @@ class BoundaryTracker:
                 yield _BoundaryChange(position=position_of[name], value=name, sign=1)
                 if is_streamed or not leaves_run:
                     yield _BoundaryChange(position=last, value=name, sign=-1)
+                elif not problem.sized.training and all(user in run_of for user in users):
+                    yield _BoundaryChange(position=last, value=name, sign=0, frees_after=bisect_right(self._starts, last) - 1)
             if is_streamed:
                 yield _BoundaryChange(position=last, value=name, sign=0)
+
+    def _reused_in(self, number: int) -> int:
+        """Bytes of the values of a run, tiled as a whole, that take the buffers of values which it reads for the last time."""
+        sized, inside = self._problem.sized, self._runs[number].names
+        freed = [change.value for change in self._changes if change.frees_after == number and change.value not in inside]
+        made = [change.value for change in self._changes if change.sign == 1 and self._run_of[change.value] == number]
+        reused = 0
+        for source in freed:
+            readers = [name for name in sized.graph.users[source] if name in inside]
+            if not all(sized.phases.rows[name].name in PIXEL_OPS for name in readers):
+                continue
+            taken = next((name for name in made if sized.shapes[name] == sized.shapes[source]), None)
+            if taken is not None:
+                made.remove(taken)
+                reused += sized.value_bytes(taken)
+        return reused
 
     def advance(self, positions: Sequence[int]) -> Iterator[BoundaryMemory]:
         """Boundary memory for each of ascending positions, with all operators of runs before it tiled."""
         num_applied, num_begun = 0, 0
-        starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._problem.sized.phases.phases)]).tolist()
-        starts = [start for start, phase in zip(starts, self._problem.sized.phases.phases, strict=False) if phase.streamed]
+        starts = self._starts
         for position in positions:
             while num_applied < len(self._changes) and self._changes[num_applied].position < position:
                 self._apply(self._changes[num_applied])
@@ -132,6 +179,13 @@ class BoundaryTracker:
                 self._set_tiled(number, min(position - starts[number], len(self._runs[number].names)))
             yield BoundaryMemory(
                 made_bytes=self._made_bytes[:num_begun].copy(),
+                freed_bytes=self._freed_bytes[:num_begun].copy(),
+                reused_bytes=np.array(
+                    [
+                        float(reused) if position - start >= len(run.names) else 0.0
+                        for reused, start, run in zip(self._reused_bytes[:num_begun], starts, self._runs, strict=False)
+                    ]
+                ),
                 strip_bytes=self._exchanged_bytes[:num_begun, None] * self._strip_shares[:num_begun],
                 link_seconds=sum(map(self._link_seconds, self._runs[:num_begun])),
             )
@@ -139,6 +193,9 @@ class BoundaryTracker:
     def _apply(self, change: _BoundaryChange) -> None:
         problem, name = self._problem, change.value
         maker, num_bytes = self._run_of[name], problem.sized.value_bytes(name)
+        if change.frees_after >= 0:
+            self._freed_bytes[change.frees_after] += num_bytes
+            return
         if change.sign:
             self._made_bytes[maker] += change.sign * num_bytes
             return

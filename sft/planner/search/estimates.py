@@ -131,10 +131,10 @@ def estimate_candidates(problem: PlanningProblem, tiling: Tiling, rates: DeviceR
         is_begun = last in runs and runs[last].cuts[index] > 0
         head = before.plus(_tiled_costs(problem, tiling, runs[last], index, untiled)) if is_begun else before
         tail_bytes = untiled.peak[p] + tail_memory[p].source_bytes + tail_memory[p].exchanged_bytes
-        kept = resources.border_bytes + boundary.made_bytes.sum() + head.states
+        kept = resources.border_bytes + boundary.kept_bytes + head.states
         tail_peak, head_peak = kept + tail_bytes, np.broadcast_to(kept, axes.shape[1:])
         if head.peaks:
-            running = np.cumsum(boundary.made_bytes)[:, None] + np.stack(head.peaks) + boundary.strip_bytes
+            running = boundary.alive_bytes[:, None] + np.stack(head.peaks) + boundary.strip_bytes
             head_peak = np.maximum(head_peak, resources.border_bytes + head.states + new_grad_bytes + running.max(axis=0)[:, None])
             head_peak = np.where(head.is_allowed, head_peak, np.inf)
         read_bytes = head.read_bytes + (1 + sized.training) * tail_memory[p].source_bytes

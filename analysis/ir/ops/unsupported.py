@@ -19,7 +19,7 @@ _UNSUPPORTED_REASONS = {
     **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION_REASON),
     **dict.fromkeys(
         ("slice_scatter", "select_scatter"),
-        "assigns rows, columns or samples; assign channels, or use torch.where",
+        "assigns samples, or rows by a number or a step; assign a slice such as x[:, :, i:i+1], or use torch.where",
     ),
     "roll": "rolls the batch, or the flattened image; roll along the image's axes, or before the compiled model",
     "sft.repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",

@@ -180,7 +180,7 @@ def _shift(y: Tensor, x: Tensor) -> None:
     [
         lambda x: x.sort(2)[0],
         lambda x: x.roll(1),
-        _assigned(lambda y, x: y[:, :, 2:].mul_(2)),
+        _assigned(lambda y, x: y[:, :, ::2].mul_(2)),
         _assigned(_shift, last=True),
     ],
     ids=["sort", "roll of all", "assignment", "shift"],
@@ -207,7 +207,7 @@ class _Frames(nn.Module):
     ("model", "shape", "words"),
     [
         (lambda: _OfChannels(lambda x: x.sort(2)[0]), (2, 3, 25, 18), "sort: along dimension 2 of 4"),
-        (lambda: _OfChannels(_assigned(lambda y, _: y[:, :, 2:].mul_(2))), (2, 3, 25, 18), "assign channels, or use torch.where"),
+        (lambda: _OfChannels(_assigned(lambda y, _: y[:, :, 1::2].mul_(2))), (2, 3, 25, 18), "assign a slice such as x[:, :, i:i+1]"),
         (lambda: _OfChannels(lambda x: torch.fft.rfft2(x).abs()), (2, 3, 25, 18), "transform before the compiled model"),
         (
             lambda: _OfChannels(lambda x: torch.grid_sampler(x, x[:, :2].permute(0, 2, 3, 1), 0, 0, False)),

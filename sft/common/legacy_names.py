@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install", "moved", "renamed"]
+__all__ = ["install", "moved", "renamed", "restore_fields"]
 
 #: Old module -> new module -> names. A renamed class is written ``Old=New``.
 _MOVED: dict[str, dict[str, str]] = {
@@ -149,3 +151,15 @@ def _places(targets: dict[str, str]) -> dict[str, tuple[str, str]]:
             old, _, new = pair.partition("=")
             places[old] = module, new or old
     return places
+
+
+def restore_fields(record: Any, state: Sequence[Any]) -> None:
+    """Set the fields of a frozen dataclass with slots from its pickle, which lists their values.
+
+    A pickle of an older release has fewer values; the last fields then have their defaults. Called from ``__setstate__``.
+    """
+    members = fields(record)
+    for member, value in zip(members, state, strict=False):
+        object.__setattr__(record, member.name, value)
+    for member in members[len(state) :]:
+        object.__setattr__(record, member.name, member.default if member.default_factory is MISSING else member.default_factory())

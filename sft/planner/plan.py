@@ -6,11 +6,12 @@ import html
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
+from sft.common.legacy_names import restore_fields
 from sft.planner.mesh_plan import MeshPlan
 from sft.planner.search_limits import SearchLimits
 from sft.planner.timeline import Timeline
@@ -208,10 +209,7 @@ class Plan:
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
-        members = fields(self)
-        values = [*state, *(member.default for member in members[len(state) :])]
-        for member, value in zip(members, values, strict=True):
-            object.__setattr__(self, member.name, value)
+        restore_fields(self, state)
 
     @property
     def total_bytes(self) -> int:

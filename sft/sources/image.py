@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from sft.common.errors import InputError, SftError, SourceError
 from sft.common.installation import install_command
+from sft.common.legacy_names import restore_fields
 
 __all__ = [
     "MAX_SLIDE_MPP",
@@ -187,6 +188,10 @@ class ImageFacts:
     background: tuple[int, ...] = WHITE  #: of pixels that are not stored, one number a channel
     nodata: float | None = None  #: value of pixels without data, as the file has it
     mpp_note: str = ""  #: reason against a resolution that the file states
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         assert len(self.level_dimensions) == len(self.tiles_px) >= 1

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, first_problems, some_names
+from sft.common.legacy_names import restore_fields
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
@@ -63,7 +64,7 @@ class DataConfig:
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
-        _restore(self, state)
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         _refuse_nulls("data", self)
@@ -254,7 +255,7 @@ class TrainConfig:
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
-        _restore(self, state)
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         _refuse_nulls("train", self)
@@ -393,16 +394,6 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
     except InputError as error:
         return [f"{name}: {error}"]
     return []
-
-
-def _restore(config: Any, state: Sequence[Any]) -> None:
-    """Set the fields of a group from its pickle; the last ones, which an older release did not have, to their defaults."""
-    members = fields(config)
-    for member, value in zip(members, state, strict=False):
-        object.__setattr__(config, member.name, value)
-    for member in members[len(state) :]:
-        value = member.default if member.default_factory is MISSING else member.default_factory()
-        object.__setattr__(config, member.name, value)
 
 
 def _refuse_nulls(group: str, config: Any) -> None:

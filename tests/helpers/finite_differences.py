@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft.nn import Repeat
+
 __all__ = ["Verdict", "judge_gradients", "with_contiguous_norm_gradients"]
 
 _MARGIN = 10.0
@@ -64,10 +66,11 @@ def judge_gradients(function: Callable[[Tensor], Tensor], value: Tensor, ours: T
 def with_contiguous_norm_gradients(model: nn.Module) -> nn.Module:
     """The model, with gradients made contiguous where they enter a batch norm.
 
-    On the CPU the backward pass of ``nn.BatchNorm2d`` misreads gradients of some other strides.
+    On the CPU the backward pass of ``nn.BatchNorm2d`` misreads gradients of some other strides. Blocks of ``sft.nn.Repeat`` take no hooks.
     """
+    repeated = {inner for module in model.modules() if isinstance(module, Repeat) for inner in module.modules()}
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in repeated:
             module.register_forward_hook(_make_gradient_contiguous)
     return model
 

@@ -235,7 +235,7 @@ def test_works_without_triton() -> None:
     """Neither the import nor the use of our kernels on the CPU needs Triton."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch, sft.kernels\n"
+        "import torch, sft.kernels.common, sft.kernels.rng.dropout\n"
         "x = sft.kernels.rng.dropout.positional_dropout(torch.ones(2, 3, 4, 5), 0.5, site=0, seed=0)\n"
         "assert x.sum() > 0 and not sft.kernels.common.has_triton()\n"
         "assert not [name for name in sys.modules if name.endswith('_triton') and name.startswith('sft')]\n"

@@ -106,6 +106,9 @@ def bind_arguments(model: nn.Module, args: Sequence[Any], keywords: Mapping[str,
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs), is_leaf=is_streamable_input)
     _refuse_unknown_leaves(spec, leaves)
     inputs = tuple(leaf for leaf in leaves if _is_input(leaf))
+    if not inputs and leaves:
+        types = ", ".join(type(value).__name__ for value in (*bound.args, *bound.kwargs.values()))
+        raise InputError(f"the call has no input, only arguments of type {types}; give a tensor, an array, an image or a source")
     return CallArguments(inputs, CallStructure(spec, tuple(_INPUT if _is_input(leaf) else leaf for leaf in leaves)))
 
 

@@ -121,6 +121,8 @@ class _Attempts:
             if error.needed_bytes > (1 - _MIN_REDUCTION) * self.error.needed_bytes:
                 return None
             return Remedy(settings=changes, needed_bytes=error.needed_bytes)
+        finally:
+            changed.memo.clear()  # a changed problem has a memo of its own
         projection, resources = fitted.projected.projection, fitted.problem.resources
         needed_bytes = resources.occupied_bytes + projection.peak_bytes
         return Remedy(settings=changes, num_bytes=projection.host_bytes, needed_bytes=needed_bytes, fits=True)

@@ -152,7 +152,8 @@ def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.count("Segment ") == num_segments
 
 
-def test_compare_says_why_nothing_fits_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_why_nothing_fits_and_what_would(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", *_NET, "--budget", "200KiB", "--compare", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     rows = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] in STRATEGIES]

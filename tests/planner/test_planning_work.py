@@ -57,7 +57,7 @@ def test_planning_runs_no_collection_and_restores_the_collector(monkeypatch: pyt
         assert not gc.isenabled()
     finally:
         gc.enable()
-    assert seen == [False, False, False]
+    assert len(seen) >= 3 and not any(seen)
 
 
 def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
@@ -220,6 +220,7 @@ def test_untiled_costs_are_computed_once_for_all_grids(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(survey, "suffix_peaks", counted)
     monkeypatch.setattr(planner, "CandidateGrid", Counting)
+    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # each remedy is a problem of its own
     with pytest.raises(sft.BudgetError):
         sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
     assert num_grids > 3
@@ -236,6 +237,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
         return carry_out(*arguments)
 
     monkeypatch.setattr(planner, "materialize", noted)
+    monkeypatch.setattr("sft.api.proposals.MAX_ATTEMPTS", 0)  # remedies are plans of their own
     with torch.device("meta"):
         model = vgg16(10)
     with pytest.raises(sft.BudgetError) as refused:
@@ -295,7 +297,7 @@ def test_a_plan_leaves_nothing_of_its_search(monkeypatch: pytest.MonkeyPatch) ->
     sft.plan(model, _SHAPE, budget="1GiB")
     with pytest.raises(sft.BudgetError):
         sft.plan(model, _SHAPE, budget=1)
-    assert len(seen) == 2 and not any(problem.memo for problem in seen)
+    assert len(seen) >= 2 and not any(problem.memo for problem in seen)
 
 
 def test_a_problem_that_differs_derives_its_own_programs() -> None:
@@ -379,7 +381,10 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
         given = [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of(size)]
         assert net.plan_for(*given) == net.plan
     assert len(captures) == 1
-    with pytest.raises(sft.InputError, match="the model refuses an input of shape 1x3x32x24, 1x"):
+    refusal = (
+        r"class labels of shape \(1, 17, 31\) for a prediction" if name == "a loss" else "the model refuses an input of shape 1x3x32x24, 1x"
+    )
+    with pytest.raises(sft.InputError, match=refusal):
         net(inputs_of((32, 24))[0], *inputs_of((17, 31))[1:])
 
 

@@ -83,6 +83,7 @@ def test_labels_are_no_paths_and_no_formulas(tmp_path: Path, capsys: pytest.Capt
     assert all(path == run or path.is_relative_to(run) for path in made)
     names = [f"{kind}-{name}" for name in ("_foo_", "x_.._.._.._.._evil") for kind in ("crop", "crops", "map", "saliency")]
     drawn = sorted(path.name for path in made if path.is_relative_to(run / "heatmaps" / "s2") and path.is_file())
+    drawn.remove("heatmap.json")
     assert len(drawn) == 2 * 6 and all(any(name.startswith(start) for start in names) for name in drawn), drawn
     found = np.load(run / "heatmaps" / "s2" / "saliency-_foo_.npy")
     assert found.ndim == 2 and found.max() > 0
@@ -97,9 +98,9 @@ def test_a_slide_that_vanishes_during_a_run_is_left_out_or_ends_it_with_its_name
     table = write_task(tmp_path, num_slides=8)
     plain = Trainer.run
 
-    def vanishing(self: Trainer, interruption: object) -> object:
+    def vanishing(self: Trainer, interruption: object, **keywords: object) -> object:
         (tmp_path / "s1.tif").unlink(missing_ok=True)
-        return plain(self, interruption)  # type: ignore[arg-type] # passed on as it came
+        return plain(self, interruption, **keywords)  # type: ignore[arg-type] # passed on as it came
 
     monkeypatch.setattr(Trainer, "run", vanishing)
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 2})

@@ -295,6 +295,10 @@ _TESTS = (
     "test_distributed_training.py::test_two_replicas_of_two_bands_take_the_steps_of_one_process",
     "test_tasks.py::test_draws_that_lack_a_class_warn_of_nothing",
     "test_tasks.py::test_intervals_draw_patients_and_hold_the_estimate",
+    "test_deep_examples.py::test_the_commands_run",
+    "test_retiming.py::test_scales_from_a_label_map_wait_for_the_norm",
+    "test_streamed_cuts.py::test_an_interrupted_step_changes_nothing",
+    "test_torch_patches_grid_sample.py::test_the_graph_is_that_of_the_decomposition",
 )
 
 #: Tests by file, name and parameters.
@@ -303,6 +307,9 @@ SLOW = frozenset((*_TESTS, *(f"{test}[{parameter}]" for test, parameters in _PAR
 #: Tests of many cases that differ little: `make test` runs about one of so many, and each value of each parameter once at least;
 #: `make test-slow` runs the others.
 SAMPLED = {
+    "test_position_grids.py::test_a_dot_is_in_the_cell_that_responds_most": 3,
+    "test_buffer_reuse.py::test_results_do_not_change": 2,
+    "test_geotiff.py::test_missing_tiles_xarray_spatial_1036_deck_gl_raster_168": 4,
     "test_batch_broadcasting.py::test_an_input_of_one_pixel": 16,
     "test_batch_broadcasting.py::test_one_reference_for_all_samples": 16,
     "test_strip_checkpoints.py::test_few_slots_are_exact": 16,

@@ -295,9 +295,7 @@ _TESTS = (
     "test_distributed_training.py::test_two_replicas_of_two_bands_take_the_steps_of_one_process",
     "test_tasks.py::test_draws_that_lack_a_class_warn_of_nothing",
     "test_tasks.py::test_intervals_draw_patients_and_hold_the_estimate",
-    "test_deep_examples.py::test_the_commands_run",
     "test_retiming.py::test_scales_from_a_label_map_wait_for_the_norm",
-    "test_streamed_cuts.py::test_an_interrupted_step_changes_nothing",
     "test_torch_patches_grid_sample.py::test_the_graph_is_that_of_the_decomposition",
 )
 

@@ -30,6 +30,7 @@ from sft.common.torch_internals import TorchDispatchMode
 from sft.lower.program import Port, Program
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
+from sft.runtime.caching_allocator import AllocatorSettings
 from sft.runtime.machine import Buffer, Residuals
 from sft.runtime.region import Region
 from sft.runtime.simulated_machine import MemoryCounter, SimulatedMachine
@@ -46,7 +47,6 @@ __all__ = ["AllocatorMachine", "AllocatorRounding", "OverheadEstimator", "blas_w
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _KIB = 2**10
 _MIB = 2**20
 
@@ -64,8 +64,7 @@ class AllocatorRounding:
     @classmethod
     def of_settings(cls) -> AllocatorRounding:
         """Rules for the allocator settings of the environment."""
-        settings = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-        return cls(re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) is not None)
+        return cls(AllocatorSettings.of_environment().expandable_segments)
 
     def size(self, num_bytes: int) -> int:
         """Largest block size for a request."""

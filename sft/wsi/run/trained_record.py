@@ -32,7 +32,7 @@ _REMEDY = "Put it back, or copy the run folder again."
 
 
 def trained_record(config: Config, task: Task, table: SlideTable, feature_shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What a checkpoint says of its training; plain values."""
+    """Record of the training in a checkpoint; plain values."""
     return {
         "settings": config_fingerprint(config),
         "table": table.digest(),

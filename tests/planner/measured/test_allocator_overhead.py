@@ -22,8 +22,8 @@ from sft.planner.projection import run_step
 from sft.runtime.region import Region
 from sft.torch_runtime.profiling import CACHE_VARIABLE, ProgramBenchmark, run_on_autograd_thread
 from tests.helpers.exactness import assert_exact
-from tests.helpers.models import Branches, ConvNet, Residual, TinyUNet, image, seeded
-from tests.helpers.streamed_weights import BatchNormed, Vgg
+from tests.helpers.models import ConvNet, Residual, image, seeded
+from tests.helpers.planned_networks import PLANNED_NETWORKS
 
 _EXACTLY = AllocatorRounding(splits_finely=True)
 #: A small workspace of cuBLAS, so that it does not hide all else.
@@ -113,21 +113,7 @@ def _step(net: nn.Module, x: torch.Tensor) -> Any:
     torch.autograd.backward(outs, [torch.ones_like(each) for each in outs])
 
 
-_NETWORKS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
-    (ConvNet, {"tile": (8, None)}),
-    (ConvNet, {"tile": (8, 16), "batch_tile": 1}),
-    (ConvNet, {"strategy": "none"}),
-    (Residual, {"tile": (16, None), "state_every": 2}),
-    (TinyUNet, {"strategy": "sqrt"}),
-    (TinyUNet, {"strategy": "offload-dp", "host_budget": "1GiB"}),
-    (Branches, {"tile": (6, None)}),
-    (BatchNormed, {"tile": (8, None)}),
-    (Vgg, {"tile": (8, None)}),
-    (Vgg, {"weights": "stream"}),
-]
-
-
-@pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
+@pytest.mark.parametrize(("make", "options"), PLANNED_NETWORKS, ids=str)
 def test_a_step_needs_no_more_than_projected(make: Callable[[], nn.Module], options: dict[str, Any], gpu: None) -> None:
     model = seeded(make)
     net: Any = sft.compile(model, _SHAPE, budget="64MiB", options=sft.Options(**options))
@@ -146,7 +132,7 @@ def test_a_step_needs_no_more_than_projected(make: Callable[[], nn.Module], opti
     assert sft.Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
+@pytest.mark.parametrize(("make", "options"), PLANNED_NETWORKS, ids=str)
 def test_without_rounding_the_simulated_allocator_equals_the_projection(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Same simulation and same sums over programs; only sizes differ."""
 

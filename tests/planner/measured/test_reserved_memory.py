@@ -20,24 +20,12 @@ from sft.api.settings import CompileSettings
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.reserved_memory import simulate_reserved_memory
 from sft.runtime.caching_allocator import AllocatorSettings
-from tests.helpers.models import Branches, ConvNet, Residual, TinyUNet, seeded
-from tests.helpers.streamed_weights import BatchNormed, Vgg
+from tests.helpers.models import seeded
+from tests.helpers.planned_networks import PLANNED_NETWORKS
 
 _MIB = 2**20
 
 _SHAPE = (2, 3, 48, 40)
-_NETWORKS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
-    (ConvNet, {"tile": (8, None)}),
-    (ConvNet, {"tile": (8, 16), "batch_tile": 1}),
-    (ConvNet, {"strategy": "none"}),
-    (Residual, {"tile": (16, None), "state_every": 2}),
-    (TinyUNet, {"strategy": "sqrt"}),
-    (TinyUNet, {"strategy": "offload-dp", "host_budget": "1GiB"}),
-    (Branches, {"tile": (6, None)}),
-    (BatchNormed, {"tile": (8, None)}),
-    (Vgg, {"tile": (8, None)}),
-    (Vgg, {"weights": "stream"}),
-]
 
 
 def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: Any) -> FittedPlan:
@@ -49,7 +37,7 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
     return search(build_problem(model, signature, settings, specialized), model, signature, settings)
 
 
-@pytest.mark.parametrize(("make", "options"), _NETWORKS, ids=str)
+@pytest.mark.parametrize(("make", "options"), PLANNED_NETWORKS, ids=str)
 def test_the_replay_requests_the_projected_bytes(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     fitted = _fitted(seeded(make), _SHAPE, "64MiB", **options)
     reserved = simulate_reserved_memory(fitted.problem, fitted.projected.region, AllocatorSettings())

@@ -115,13 +115,11 @@ def _weight_slots(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reduced(weights: Tensor, biases: Tensor) -> list[Tensor]:
     """The gradients of weight and bias in fp32, from their slots."""
-    from sft.kernels.conv.weight_grad2d_triton import launch_reduce
+    from sft.kernels.reduce.reduce_triton import launch_reduce
 
-    totals = []
-    for slots in (weights, biases):
-        totals.append(slots.new_empty(slots.shape[1:]))
-        launch_reduce(slots, totals[-1])
-    return [totals[0].movedim(-1, 1), totals[1]]
+    totals = [weights.new_empty(weights.shape[1:]).movedim(-1, 1), biases.new_empty(biases.shape[1:])]
+    launch_reduce(weights, totals[0], biases, totals[1])
+    return totals
 
 
 def conv2d_weight_gradient(

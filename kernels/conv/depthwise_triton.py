@@ -192,10 +192,11 @@ def depthwise_weight_kernel(
     DILATION_W: tl.constexpr,
     RELU: tl.constexpr,
     BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Add the gradient contributions of this tile to the slots: one program for each split, tap and block of channels."""
+    """Add the gradient contributions of this tile to the slots, or write them there: a program for each split, tap and channel block."""
     i_split = tl.program_id(0).to(tl.int64)
     tap = tl.program_id(2)
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
@@ -221,10 +222,12 @@ def depthwise_weight_kernel(
             sums += tl.sum(dy, axis=0)
     slot = i_split * num_channels + i_c
     o_weights = slot * (KERNEL_H * KERNEL_W) + tap
-    acc += tl.load(p_weights + o_weights, mask=m_c, other=0.0)
+    if ACCUMULATE:
+        acc += tl.load(p_weights + o_weights, mask=m_c, other=0.0)
     tl.store(p_weights + o_weights, acc, mask=m_c)
     if BIAS and tap == 0:
-        sums += tl.load(p_biases + slot, mask=m_c, other=0.0)
+        if ACCUMULATE:
+            sums += tl.load(p_biases + slot, mask=m_c, other=0.0)
         tl.store(p_biases + slot, sums, mask=m_c)
 
 
@@ -325,6 +328,7 @@ def launch_depthwise_weight(
     biases: Tensor | None,
     geometry: Geometry,
     *,
+    accumulate: bool = True,
     block: tuple[int, int] | None = None,
 ) -> None:
     """``launch_weight_gradient`` with a group for each channel of ``x``; ``block`` as for ``launch_depthwise``."""
@@ -356,6 +360,7 @@ def launch_depthwise_weight(
             MULTIPLIER=num_channels // x.shape[1],
             RELU=output is not None,
             BIAS=biases is not None,
+            ACCUMULATE=accumulate,
             PIXELS=pixels,
             CHANNELS=channels,
             num_warps=4,

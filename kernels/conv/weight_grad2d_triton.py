@@ -1,8 +1,8 @@
 """Gradients of a convolution's weight and bias, in Triton: sums over all pixels, in a fixed order and without atomics.
 
 The result has few elements and each sum many terms, so the pixels are split. Split s adds its sum to slot s of an fp32 buffer
-``[splits, outputs, kh, kw, inputs of a group]``. Strip after strip is added to the same slots, each slot by one program; at the end
-``launch_reduce`` adds the slots in order. Two runs with the same tiles give the same bits.
+``[splits, outputs, kh, kw, inputs of a group]``, or replaces it. Each slot is written by one program; at the end ``launch_reduce``
+(:mod:`sft.kernels.reduce.reduce_triton`) adds the slots in order. Two runs with the same tiles give the same bits.
 
 Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, O output channels, C columns: channels of one tap, or of several taps if
 FLAT.
@@ -31,7 +31,7 @@ from sft.kernels.common_triton import (
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div
 
-__all__ = ["launch_reduce", "launch_weight_gradient", "reduce_kernel", "weight_gradient_kernel"]
+__all__ = ["launch_weight_gradient", "weight_gradient_kernel"]
 
 _RUNTIME = ["num_pixels", "num_split", "rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
 
@@ -78,13 +78,14 @@ def weight_gradient_kernel(
     RELU: tl.constexpr,
     UNPOOL: tl.constexpr,
     BIAS: tl.constexpr,  # compute the bias's gradient as well
+    ACCUMULATE: tl.constexpr,  # add to the slots; otherwise replace them
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the gradient contributions of this tile to the slots."""
+    """Add the gradient contributions of this tile to the slots, or write them there."""
     i_split = tl.program_id(0).to(tl.int64)
     i_group = (tl.program_id(2) % num_groups).to(tl.int64)
     i_o = tl.program_id(2) // num_groups * CHANNELS + tl.arange(0, CHANNELS)  # [O]
@@ -133,29 +134,13 @@ def weight_gradient_kernel(
     slot = (i_split * num_groups + i_group) * group_out + i_o  # [O]
     o_weights = (slot[:, None] * (KERNEL_H * KERNEL_W) + tap) * group_in + channel
     m_weights = m_o[:, None] & m_k
-    acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
+    if ACCUMULATE:
+        acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
     tl.store(p_weights + o_weights, acc, mask=m_weights)
     if BIAS and i_columns == 0:
-        sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
+        if ACCUMULATE:
+            sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
         tl.store(p_biases + slot, sums, mask=m_o)
-
-
-@triton.jit
-def reduce_kernel(
-    p_slots,  # fp32 [splits, size]
-    p_out,  # [size]
-    size,
-    num_splits,
-    BLOCK: tl.constexpr,
-):
-    """Add the slots, in the order of their numbers."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    o_slot = i
-    for _ in range(num_splits):
-        acc += tl.load(p_slots + o_slot, mask=i < size, other=0.0)
-        o_slot += size
-    tl.store(p_out + i, acc.to(p_out.dtype.element_ty), mask=i < size)
 
 
 def launch_weight_gradient(
@@ -170,9 +155,10 @@ def launch_weight_gradient(
     precision: str,
     taps: Tensor | None = None,
     variant: LaunchVariant = "default",
+    accumulate: bool = True,
     block: tuple[int, int, int] | None = None,
 ) -> None:
-    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``.
+    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``, or write them there.
 
     Args:
         gradient, output: as for ``launch_data_gradient``, without a halo: each output of the image belongs to one tile.
@@ -182,6 +168,7 @@ def launch_weight_gradient(
         geometry: rows and columns of the buffers.
         groups, precision, taps: as for ``launch_data_gradient``.
         variant: ``wide`` or ``deep``; the default otherwise.
+        accumulate: false to replace what the slots have.
         block: pixels, output channels and columns of one program (default: by the layer).
     """
     precision = safe_precision(precision, x.device)  # on which the blocks depend
@@ -231,6 +218,7 @@ def launch_weight_gradient(
             RELU=output is not None,
             UNPOOL=taps is not None,
             BIAS=biases is not None,
+            ACCUMULATE=accumulate,
             FLAT=flat,
             PRECISION=precision,
             PIXELS=pixels,
@@ -240,10 +228,3 @@ def launch_weight_gradient(
             num_stages=4 if variant == "deep" else 3,
             enable_fp_fusion=True,
         )
-
-
-def launch_reduce(slots: Tensor, out: Tensor) -> None:
-    """Write the sum over the first axis of contiguous fp32 ``slots`` to contiguous ``out``."""
-    block = 256
-    with torch.cuda.device_of(slots):
-        reduce_kernel[(ceil_div(out.numel(), block),)](slots, out, out.numel(), slots.shape[0], BLOCK=block, num_warps=4)

@@ -75,13 +75,14 @@ def volume_weight_gradient_kernel(
     DILATION_W: tl.constexpr,
     RELU: tl.constexpr,
     BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add the gradient contributions of this tile to the slots."""
+    """Add the gradient contributions of this tile to the slots, or write them there."""
     i_split = tl.program_id(0).to(tl.int64)
     i_columns = tl.program_id(1)
     i_o = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)  # [O]
@@ -123,10 +124,12 @@ def volume_weight_gradient_kernel(
     slot = i_split * num_out + i_o  # [O]
     o_weights = (slot[:, None] * num_taps + tap) * num_in + channel
     m_weights = m_o[:, None] & m_k
-    acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
+    if ACCUMULATE:
+        acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
     tl.store(p_weights + o_weights, acc, mask=m_weights)
     if BIAS and i_columns == 0:
-        sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
+        if ACCUMULATE:
+            sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
         tl.store(p_biases + slot, sums, mask=m_o)
 
 
@@ -139,9 +142,10 @@ def launch_volume_weight_gradient(
     geometry: VolumeGeometry,
     *,
     precision: str,
+    accumulate: bool = True,
     block: tuple[int, int, int] | None = None,
 ) -> None:
-    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``; as ``launch_weight_gradient``.
+    """Add the gradient contributions of a tile to the slots ``weights`` and ``biases``, or write them there; as ``launch_weight_gradient``.
 
     Args:
         block: pixels, output channels and columns of one program (default: by the layer).
@@ -176,6 +180,7 @@ def launch_volume_weight_gradient(
             **window_constants(geometry.axes),
             RELU=output is not None,
             BIAS=biases is not None,
+            ACCUMULATE=accumulate,
             FLAT=flat,
             PRECISION=precision,
             PIXELS=pixels,

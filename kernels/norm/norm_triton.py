@@ -1,12 +1,12 @@
 """Norms of a strip, in Triton: moments, application, and the two sums and the element-wise part of the backward pass.
 
-The pixels of moments and sums are split. A program sums the blocks of its split in fp32 and adds the result to its own slot in fp64. Strips
-are added to the same slots one after another, so the order is fixed and no atomics are needed. The moments of a block are computed around
-the block's mean and merged by the rule of Chan, Golub and LeVeque (1979). If the mean is far from zero, that rule loses digits of the
-squares with the rounding of the means. So a program subtracts its first pixel, the pivot, from all pixels.
+The pixels of moments and sums are split. A program sums the blocks of its split in fp32 and adds the result to its own slot in fp64, or
+replaces the slot. Strips are added to the same slots one after another, so the order is fixed and no atomics are needed. The moments of a
+block are computed around the block's mean and merged by the rule of Chan, Golub and LeVeque (1979). If the mean is far from zero, that rule
+loses digits of the squares with the rounding of the means. So a program subtracts its first pixel, the pivot, from all pixels.
 
 Affixes as in :mod:`sft.kernels.conv.forward2d_triton`. P pixels, C channels. Offset of a statistic:
-``i_n * stat_n + i_c // group_size``.
+``i_n * stat_n + i_c // group_size * stat_g``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from sft.kernels.common_triton import pixel_strides, relu, relu_gradient
 from sft.kernels.rng.mask_tile import ceil_div
 
-__all__ = ["launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
-__all__ += ["moments_kernel", "norm_gradient_kernel", "norm_sums_kernel", "normalize_kernel"]
+__all__ = ["launch_merge_moments", "launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
+__all__ += ["merge_moments_kernel", "moments_kernel", "norm_gradient_kernel", "norm_sums_kernel", "normalize_kernel"]
 
 _SPLIT = ["num_pixels", "num_split", "rows", "columns"]
 
@@ -41,8 +41,9 @@ def moments_kernel(
     x_w,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # merge into the slots; otherwise replace them
 ):
-    """Merge the number of elements, mean and sum of squared distances of this strip into the slots."""
+    """Merge the number of elements, mean and sum of squared distances of this strip into the slots, or write them there."""
     i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
     m_c = i_c < num_channels
@@ -71,14 +72,73 @@ def moments_kernel(
 
     slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
     count = tl.maximum(stop - start, 0)
-    previous = tl.load(p_counts + slot, mask=m_c, other=0)
-    previous_mean = tl.load(p_means + slot, mask=m_c, other=0.0)
-    previous_squares = tl.load(p_squares + slot, mask=m_c, other=0.0)
-    share = count.to(tl.float64) / tl.maximum(previous + count, 1).to(tl.float64)
-    delta = pivot.to(tl.float64) + mean.to(tl.float64) - previous_mean
-    tl.store(p_counts + slot, previous + count, mask=m_c)
-    tl.store(p_means + slot, previous_mean + delta * share, mask=m_c)
-    tl.store(p_squares + slot, previous_squares + squares.to(tl.float64) + delta * delta * (previous.to(tl.float64) * share), mask=m_c)
+    mean = pivot.to(tl.float64) + mean.to(tl.float64)
+    total = squares.to(tl.float64)
+    if ACCUMULATE:
+        previous = tl.load(p_counts + slot, mask=m_c, other=0)
+        previous_mean = tl.load(p_means + slot, mask=m_c, other=0.0)
+        previous_squares = tl.load(p_squares + slot, mask=m_c, other=0.0)
+        share = count.to(tl.float64) / tl.maximum(previous + count, 1).to(tl.float64)
+        delta = mean - previous_mean
+        mean = previous_mean + delta * share
+        total = previous_squares + total + delta * delta * (previous.to(tl.float64) * share)
+        tl.store(p_counts + slot, previous + count, mask=m_c)
+    else:
+        tl.store(p_counts + slot, i_c.to(tl.int64) * 0 + count, mask=m_c)
+    tl.store(p_means + slot, mean, mask=m_c)
+    tl.store(p_squares + slot, total, mask=m_c)
+
+
+@triton.jit
+def merge_moments_kernel(
+    p_counts,  # int64 [splits, samples, channels], contiguous
+    p_means,  # fp64, as counts
+    p_squares,  # fp64, as counts
+    p_variance,  # [samples, groups], contiguous
+    p_mean,  # as variance
+    num_splits,
+    num_channels,
+    group_size,
+    BLOCK: tl.constexpr,
+):
+    """Mean and biased variance of a group, from all its slots: squares around the total mean are own ones plus count * distance ** 2."""
+    i_s, i_g = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row = tl.num_programs(1) * num_channels
+    base = i_s * num_channels + i_g * group_size
+    num_slots = num_splits * group_size
+    count = tl.zeros((BLOCK,), tl.float64)
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, num_slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        o_slot = base + (i // group_size).to(tl.int64) * row + i % group_size
+        own = tl.load(p_counts + o_slot, mask=i < num_slots, other=0).to(tl.float64)
+        count += own
+        sums += own * tl.load(p_means + o_slot, mask=i < num_slots, other=0.0)
+    total = tl.sum(count, axis=0)
+    mean = tl.sum(sums, axis=0) / total
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, num_slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        o_slot = base + (i // group_size).to(tl.int64) * row + i % group_size
+        own = tl.load(p_counts + o_slot, mask=i < num_slots, other=0).to(tl.float64)
+        distance = tl.load(p_means + o_slot, mask=i < num_slots, other=0.0) - mean
+        squares += tl.load(p_squares + o_slot, mask=i < num_slots, other=0.0) + own * distance * distance
+    out = i_s * tl.num_programs(0) + i_g
+    tl.store(p_mean + out, mean.to(p_mean.dtype.element_ty))
+    tl.store(p_variance + out, (tl.sum(squares, axis=0) / total).to(p_variance.dtype.element_ty))
+
+
+@triton.jit
+def _statistics(p_mean, p_rstd, o_stat, mask, eps, HAS_MEAN: tl.constexpr, VARIANCE: tl.constexpr):
+    """Mean and reciprocal standard deviation of a block of channels, from means (zero if there are none) and deviations or variances."""
+    rstd = tl.load(p_rstd + o_stat, mask=mask, other=0.0).to(tl.float32)
+    if VARIANCE:
+        rstd = tl.div_rn(tl.full(rstd.shape, 1.0, tl.float32), tl.sqrt_rn(rstd + eps))
+    if HAS_MEAN:
+        mean = tl.load(p_mean + o_stat, mask=mask, other=0.0).to(tl.float32)
+    else:
+        mean = tl.zeros(rstd.shape, tl.float32)
+    return mean, rstd
 
 
 @triton.jit(do_not_specialize=_SPLIT)
@@ -86,7 +146,7 @@ def norm_sums_kernel(
     p_dy,  # [N, channels, rows, columns]
     p_y,  # as dy: the output of the activation
     p_x,  # as dy
-    p_mean,  # fp32 [samples, groups], contiguous
+    p_mean,  # [samples or 1, groups]
     p_rstd,
     p_first,  # fp64 [splits, samples, channels], contiguous
     p_second,
@@ -95,8 +155,10 @@ def norm_sums_kernel(
     rows,
     columns,
     num_channels,
-    num_groups,
     group_size,
+    stat_n,
+    stat_g,
+    eps,
     dy_n,
     dy_h,
     dy_w,
@@ -106,16 +168,19 @@ def norm_sums_kernel(
     x_n,
     x_h,
     x_w,
+    HAS_STATISTICS: tl.constexpr,  # otherwise x is normalised
+    VARIANCE: tl.constexpr,  # rstd are variances, to which eps is added
     RELU: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # add to the slots; otherwise replace them
 ):
-    """Add the sums of dy, and of dy times the normalised x, of this strip to the slots."""
+    """Add the sums of dy, and of dy times the normalised x, of this strip to the slots, or write them there."""
     i_split, i_s = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
     m_c = i_c < num_channels
-    o_stat = i_s * num_groups + i_c // group_size
-    mean, rstd = tl.load(p_mean + o_stat, mask=m_c, other=0.0), tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    if HAS_STATISTICS:
+        mean, rstd = _statistics(p_mean, p_rstd, i_s * stat_n + i_c // group_size * stat_g, m_c, eps, True, VARIANCE)
     p_dy += i_s * dy_n
     p_y += i_s * y_n
     p_x += i_s * x_n
@@ -131,21 +196,27 @@ def norm_sums_kernel(
         dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
         if RELU:
             dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_x, other=0.0))
+        if HAS_STATISTICS:
+            x = (x - mean[None, :]) * rstd[None, :]
         first += tl.sum(dy, axis=0)
-        second += tl.sum(dy * ((x - mean[None, :]) * rstd[None, :]), axis=0)
+        second += tl.sum(dy * x, axis=0)
 
     slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
-    tl.store(p_first + slot, tl.load(p_first + slot, mask=m_c, other=0.0) + first.to(tl.float64), mask=m_c)
-    tl.store(p_second + slot, tl.load(p_second + slot, mask=m_c, other=0.0) + second.to(tl.float64), mask=m_c)
+    wide_first, wide_second = first.to(tl.float64), second.to(tl.float64)
+    if ACCUMULATE:
+        wide_first += tl.load(p_first + slot, mask=m_c, other=0.0)
+        wide_second += tl.load(p_second + slot, mask=m_c, other=0.0)
+    tl.store(p_first + slot, wide_first, mask=m_c)
+    tl.store(p_second + slot, wide_second, mask=m_c)
 
 
 @triton.jit(do_not_specialize=["num_pixels", "columns"])
 def normalize_kernel(
     p_x,  # [N, channels, rows, columns]
-    p_mean,  # fp32 [samples or 1, groups], contiguous
+    p_mean,  # [samples or 1, groups]
     p_rstd,
     p_weight,  # [channels]
-    p_bias,  # [channels]
+    p_bias,  # [samples or 1, channels]
     p_residual,  # as x
     p_y,  # as x
     num_pixels,  # rows * columns
@@ -153,6 +224,10 @@ def normalize_kernel(
     num_channels,
     group_size,
     stat_n,
+    stat_g,
+    eps,
+    bias_n,
+    bias_c,
     x_n,
     x_h,
     x_w,
@@ -162,6 +237,8 @@ def normalize_kernel(
     y_n,
     y_h,
     y_w,
+    HAS_MEAN: tl.constexpr,  # otherwise the means are zero
+    VARIANCE: tl.constexpr,  # rstd are variances, to which eps is added
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -176,13 +253,12 @@ def normalize_kernel(
     i_h, i_w = i_p // columns, i_p % columns
     m_c = i_c < num_channels
     m_x = (i_p < num_pixels) & m_c
-    o_stat = i_n * stat_n + i_c // group_size
-    mean, rstd = tl.load(p_mean + o_stat, mask=m_c, other=0.0), tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    mean, rstd = _statistics(p_mean, p_rstd, i_n * stat_n + i_c // group_size * stat_g, m_c, eps, HAS_MEAN, VARIANCE)
     y = (tl.load(p_x + i_n * x_n + i_h * x_h + i_w * x_w + i_c, mask=m_x, other=0.0).to(tl.float32) - mean) * rstd
     if HAS_WEIGHT:
         y = y * tl.load(p_weight + i_c, mask=m_c, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        y = y + tl.load(p_bias + i_c, mask=m_c, other=0.0).to(tl.float32)
+        y = y + tl.load(p_bias + i_n * bias_n + i_c * bias_c, mask=m_c, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         o_residual = i_n * residual_n + i_h * residual_h + i_w * residual_w
         y = y + tl.load(p_residual + o_residual + i_c, mask=m_x, other=0.0).to(tl.float32)
@@ -196,7 +272,7 @@ def norm_gradient_kernel(
     p_dy,  # [N, channels, rows, columns]
     p_y,  # as dy: the output of the activation
     p_x,  # as dy
-    p_mean,  # fp32 [samples or 1, groups], contiguous
+    p_mean,  # [samples or 1, groups]
     p_rstd,
     p_first,  # fp32, as mean
     p_second,
@@ -207,6 +283,8 @@ def norm_gradient_kernel(
     num_channels,
     group_size,
     stat_n,
+    stat_g,
+    eps,
     dy_n,
     dy_h,
     dy_w,
@@ -220,6 +298,7 @@ def norm_gradient_kernel(
     dx_h,
     dx_w,
     HAS_WEIGHT: tl.constexpr,
+    VARIANCE: tl.constexpr,  # rstd are variances, to which eps is added
     FROZEN: tl.constexpr,  # mean and rstd do not depend on x
     RELU: tl.constexpr,
     PIXELS: tl.constexpr,
@@ -232,8 +311,8 @@ def norm_gradient_kernel(
     i_h, i_w = i_p // columns, i_p % columns
     m_c = i_c < num_channels
     m_x = (i_p < num_pixels) & m_c
-    o_stat = i_n * stat_n + i_c // group_size
-    rstd = tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
+    o_stat = i_n * stat_n + i_c // group_size * stat_g
+    mean, rstd = _statistics(p_mean, p_rstd, o_stat, m_c, eps, not FROZEN, VARIANCE)
     dx = tl.load(p_dy + i_n * dy_n + i_h * dy_h + i_w * dy_w + i_c, mask=m_x, other=0.0).to(tl.float32)
     if RELU:
         dx = relu_gradient(dx, tl.load(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, mask=m_x, other=0.0))
@@ -241,14 +320,16 @@ def norm_gradient_kernel(
         dx = dx * tl.load(p_weight + i_c, mask=m_c, other=0.0).to(tl.float32)
     if not FROZEN:
         x = tl.load(p_x + i_n * x_n + i_h * x_h + i_w * x_w + i_c, mask=m_x, other=0.0).to(tl.float32)
-        distance = (x - tl.load(p_mean + o_stat, mask=m_c, other=0.0)) * rstd
+        distance = (x - mean) * rstd
         first, second = tl.load(p_first + o_stat, mask=m_c, other=0.0), tl.load(p_second + o_stat, mask=m_c, other=0.0)
         dx = dx - first - second * distance
     dx = dx * rstd
     tl.store(p_dx + i_n * dx_n + i_h * dx_h + i_w * dx_w + i_c, dx.to(p_dx.dtype.element_ty), mask=m_x)
 
 
-def launch_moments(x: Tensor, counts: Tensor, means: Tensor, squares: Tensor, *, block: tuple[int, int] | None = None) -> None:
+def launch_moments(
+    x: Tensor, counts: Tensor, means: Tensor, squares: Tensor, *, accumulate: bool = True, block: tuple[int, int] | None = None
+) -> None:
     """Merge the moments of a strip ``x`` into contiguous slots ``[splits, samples or 1, C]``.
 
     Args:
@@ -256,22 +337,47 @@ def launch_moments(x: Tensor, counts: Tensor, means: Tensor, squares: Tensor, *,
         counts: elements, int64.
         means: fp64.
         squares: sums of squared distances from the mean, fp64.
+        accumulate: false to replace what the slots have.
         block: pixels and channels of one step of a program, powers of two (default: by the layer).
     """
     grid, sizes, constants = _splits(x, counts, block)
     with torch.cuda.device_of(x):
-        moments_kernel[grid](x, counts, means, squares, *sizes, *pixel_strides(x), **constants)
+        moments_kernel[grid](x, counts, means, squares, *sizes, *pixel_strides(x), ACCUMULATE=accumulate, **constants)
+
+
+def launch_merge_moments(counts: Tensor, means: Tensor, squares: Tensor, variance: Tensor, mean: Tensor) -> None:
+    """Write mean and biased variance of each group of channels, contiguous ``[samples or 1, groups]``, from slots of ``launch_moments``."""
+    num_splits, num_samples, num_channels = counts.shape
+    num_groups = mean.numel() // num_samples
+    group_size = num_channels // num_groups
+    block = max(16, min(1024, triton.next_power_of_2(num_splits * group_size)))
+    with torch.cuda.device_of(counts):
+        merge_moments_kernel[(num_groups, num_samples)](
+            counts,
+            means,
+            squares,
+            variance,
+            mean,
+            num_splits,
+            num_channels,
+            group_size,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 def launch_norm_sums(
     gradient: Tensor,
     output: Tensor | None,
     x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     first: Tensor,
     second: Tensor,
     *,
+    eps: float | None = None,
+    accumulate: bool = True,
     block: tuple[int, int] | None = None,
 ) -> None:
     """Add the sums of a strip, not empty, to contiguous slots ``[splits, samples or 1, C]``.
@@ -280,24 +386,39 @@ def launch_norm_sums(
         gradient: gradient of the output.
         output: output of the ReLU, which masks ``gradient``; None without a ReLU.
         x: input of the norm.
-        mean, rstd: statistics, fp32 ``[samples or 1, groups]``, contiguous.
+        mean, rstd: statistics ``[samples or 1, groups]`` or ``[groups]``, of the same strides; None for both if ``x`` is normalised.
         first: sums of the gradient, fp64.
         second: sums of the gradient times the normalised input, fp64.
-        block: as for ``launch_moments``.
+        eps: added to ``rstd`` if these are variances; None for reciprocal standard deviations.
+        accumulate, block: as for ``launch_moments``.
     """
     grid, sizes, constants = _splits(x, first, block)
     y = gradient if output is None else output
-    groups = (mean.shape[1], x.shape[1] // mean.shape[1])
     strides = (*pixel_strides(gradient), *pixel_strides(y), *pixel_strides(x))
     with torch.cuda.device_of(x):
         norm_sums_kernel[grid](
-            gradient, y, x, mean, rstd, first, second, *sizes, *groups, *strides, RELU=output is not None, **constants
-        )  # fmt: skip
+            gradient,
+            y,
+            x,
+            first if mean is None else mean,
+            first if rstd is None else rstd,
+            first,
+            second,
+            *sizes,
+            *_statistic_strides(rstd, x.shape[1]),
+            eps or 0.0,
+            *strides,
+            HAS_STATISTICS=rstd is not None,
+            VARIANCE=eps is not None,
+            RELU=output is not None,
+            ACCUMULATE=accumulate,
+            **constants,
+        )
 
 
 def launch_normalize(
     x: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -305,34 +426,42 @@ def launch_normalize(
     out: Tensor,
     *,
     relu: bool,
+    eps: float | None = None,
     block: tuple[int, int] | None = None,
 ) -> None:
     """Write ``activation((x - mean) * rstd * weight + bias + residual)`` of a strip to ``out``, which is not empty.
 
     Args:
         x: input of the norm.
-        mean, rstd: statistics, fp32 ``[samples or 1, groups]``, contiguous.
-        weight, bias: ``[C]``, contiguous.
+        mean, rstd: statistics ``[samples or 1, groups]`` or ``[groups]``, of the same strides; without a mean it is zero.
+        weight: ``[C]``, contiguous.
+        bias: ``[C]`` or ``[samples or 1, C]``.
         residual: image like ``x``, added before the activation.
         out: image like ``x``; may be ``x``.
         relu: true for a ReLU.
-        block: as for ``launch_moments``.
+        eps, block: as for ``launch_norm_sums``.
     """
-    grid, sizes, constants = _elements(out, mean, block)
+    grid, sizes, constants = _elements(out, block)
     r = x if residual is None else residual
+    bias_strides = (0, 0, 0) if bias is None else _statistic_strides(bias, x.shape[1])
     with torch.cuda.device_of(x):
         normalize_kernel[grid](
             x,
-            mean,
+            rstd if mean is None else mean,
             rstd,
-            mean if weight is None else weight,
-            mean if bias is None else bias,
+            rstd if weight is None else weight,
+            rstd if bias is None else bias,
             r,
             out,
             *sizes,
+            *_statistic_strides(rstd, x.shape[1]),
+            eps or 0.0,
+            *bias_strides[1:],
             *pixel_strides(x),
             *pixel_strides(r),
             *pixel_strides(out),
+            HAS_MEAN=mean is not None,
+            VARIANCE=eps is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
@@ -345,42 +474,46 @@ def launch_norm_gradient(
     gradient: Tensor,
     output: Tensor | None,
     x: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     back: tuple[Tensor, Tensor] | None,
     out: Tensor,
     *,
+    eps: float | None = None,
     block: tuple[int, int] | None = None,
 ) -> None:
     """Write ``rstd * (weight * gradient - back[0] - back[1] * normalised x)`` to ``out``, which is not empty.
 
     Args:
-        gradient, output, x, mean, rstd: as for ``launch_norm_sums``.
+        gradient, output, x, mean, rstd: as for ``launch_norm_sums``; the mean is read with ``back`` only.
         weight: ``[C]``, contiguous.
-        back: fp32 like ``mean``: means of weight times gradient, and of its product with the normalised input; None if mean and rstd are
-            not statistics of this image.
+        back: fp32 with the strides of ``mean``: means of weight times gradient, and of its product with the normalised input; None if mean
+            and rstd are not statistics of this image.
         out: the input's gradient; may be ``gradient``.
-        block: as for ``launch_moments``.
+        eps, block: as for ``launch_norm_sums``.
     """
-    grid, sizes, constants = _elements(out, mean, block)
+    grid, sizes, constants = _elements(out, block)
     y = gradient if output is None else output
     with torch.cuda.device_of(x):
         norm_gradient_kernel[grid](
             gradient,
             y,
             x,
-            mean,
+            rstd if mean is None else mean,
             rstd,
-            *((mean, mean) if back is None else back),
-            mean if weight is None else weight,
+            *((rstd, rstd) if back is None else back),
+            rstd if weight is None else weight,
             out,
             *sizes,
+            *_statistic_strides(rstd, x.shape[1]),
+            eps or 0.0,
             *pixel_strides(gradient),
             *pixel_strides(y),
             *pixel_strides(x),
             *pixel_strides(out),
             HAS_WEIGHT=weight is not None,
+            VARIANCE=eps is not None,
             FROZEN=back is None,
             RELU=output is not None,
             **constants,
@@ -397,16 +530,21 @@ def _splits(x: Tensor, slots: Tensor, block: tuple[int, int] | None) -> tuple[tu
     return grid, (num_pixels, num_split, rows, columns, num_channels), _constants(pixels, channels)
 
 
-def _elements(
-    out: Tensor, mean: Tensor, block: tuple[int, int] | None
-) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
-    """Grid, arguments from ``num_pixels`` to ``stat_n``, and constants of an element-wise kernel."""
+def _elements(out: Tensor, block: tuple[int, int] | None) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:
+    """Grid, arguments from ``num_pixels`` to ``num_channels``, and constants of an element-wise kernel."""
     num_samples, num_channels, rows, columns = out.shape
-    num_stats, num_groups = mean.shape
     pixels, channels = block or _block(num_channels, 1024)
     grid = (ceil_div(rows * columns, pixels), ceil_div(num_channels, channels), num_samples)
-    sizes = (rows * columns, columns, num_channels, num_channels // num_groups, num_groups if num_stats > 1 else 0)
-    return grid, sizes, _constants(pixels, channels)
+    return grid, (rows * columns, columns, num_channels), _constants(pixels, channels)
+
+
+def _statistic_strides(statistic: Tensor | None, num_channels: int) -> tuple[int, int, int]:
+    """Channels of a group, and the strides along samples and groups of a statistic ``[samples or 1, groups, ...]`` or ``[groups]``."""
+    if statistic is None:
+        return 1, 0, 0
+    if statistic.dim() == 1:
+        return num_channels // statistic.shape[0], 0, statistic.stride(0)
+    return num_channels // statistic.shape[1], statistic.stride(0) if statistic.shape[0] > 1 else 0, statistic.stride(1)
 
 
 def _block(num_channels: int, size: int) -> tuple[int, int]:

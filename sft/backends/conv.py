@@ -23,7 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from sft.backends.conv_calls import ConvolutionCall, DataGradientCall, NormedConvolutionCall, WeightGradientCall, num_gradient_slots
 from sft.backends.fusion import Epilogue, ReluGradPrologue, match_relu_grad
-from sft.backends.kernel_call import allocation, kernel_instruction, zeroed_workspace
+from sft.backends.gradient_sums import deliver_gradients
+from sft.backends.kernel_call import allocation, kernel_instruction
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import NumberFormat, ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
@@ -247,39 +248,6 @@ def conv_backward_flops(call: Instruction, mask: Sequence[bool]) -> int:
     return int(formula.__wrapped__(*shapes, list(mask), out_shape=out))
 
 
-def deliver_gradient(
-    context: MatchContext, slot: Slot, add: Any, write: Any, workspace: Slot, at: int, owner: str
-) -> dict[int, tuple[Instruction, ...]]:
-    """Instructions that bring a gradient from a workspace to its destination: added to an accumulator, or written to a new tensor.
-
-    Args:
-        context: the program.
-        slot: the gradient that the program made before.
-        add: method of the kernel call that adds the gradient to a tensor.
-        write: method of the kernel call that writes the gradient to a tensor.
-        workspace: the kernel's workspace.
-        at: position at which the workspace is complete.
-        owner: operator of the new instructions.
-
-    Returns:
-        Instructions by position: at ``at``, or in the place of the instruction that added the gradient to its accumulator.
-    """
-    def_use = context.def_use
-    users = def_use.users(slot)
-    maker = def_use.makers[slot.number]
-    if (
-        len(users) == 1
-        and users[0] > at
-        and context.is_unclaimed(users[0], aten.add_.Tensor)
-        and def_use.is_private(slot, (maker, users[0]))
-    ):
-        call = def_use.instructions[users[0]]
-        if call.arguments[1] == slot and len(call.arguments) == 2 and not call.keywords and call.arguments[0] != slot:
-            total = call.arguments[0]
-            return {users[0]: (kernel_instruction(add, total, workspace, writes=(total,), owner=call.owner),)}
-    return {at: (allocation(slot, owner), kernel_instruction(write, slot, workspace, writes=(slot,), owner=owner))}
-
-
 def match_conv_backward(context: MatchContext) -> Iterator[Rewrite]:
     """Gradients of convolutions."""
     for at, call in list(context.unclaimed_calls(aten.convolution_backward.default)):
@@ -389,11 +357,8 @@ def weight_gradient_calls(
     x, copy = context.to_channels_last(layer.padded.slot, owner)
     workspace = context.builder.slot((sums.num_elements,), torch.float32)
     launch = kernel_instruction(sums.run, workspace, gradient, x, output, taps, writes=(workspace,), owner=owner)
-    deliveries = deliver_gradient(context, dw, sums.add_weight, sums.write_weight_grad, workspace, backward.at, owner)
-    if backward.bias_grad is not None:
-        of_bias = deliver_gradient(context, backward.bias_grad, sums.add_bias, sums.write_bias_grad, workspace, backward.at, owner)
-        deliveries = {at: (*deliveries.get(at, ()), *of_bias.get(at, ())) for at in {*deliveries, *of_bias}}
-    return (*copy, *zeroed_workspace(workspace, owner), launch, *deliveries.pop(backward.at, ())), deliveries
+    deliveries = deliver_gradients(context, sums, (dw, backward.bias_grad), workspace, backward.at, owner)
+    return (*copy, allocation(workspace, owner), launch, *deliveries.pop(backward.at, ())), deliveries
 
 
 def _with_output_mask(call: Instruction, mask: Sequence[bool]) -> Instruction:

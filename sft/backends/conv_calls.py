@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sft.backends.gradient_sums import GradientSumsCall
 from sft.backends.kernel_call import KernelCall, to_channels_last
 from sft.kernels.common import LaunchVariant
 from sft.kernels.geometry import Geometry
@@ -144,16 +145,10 @@ class NormedConvolutionCall(_ConvolutionCallBase):
         """Write the result to ``out``; the workspace is fp32 ``[2 * outputs]``."""
         if not self.begin_launch(out):
             return
+        from sft.kernels.norm.fold_triton import launch_fold_norm  # not above: it imports Triton
+
         scale, shift = workspace.view(2, -1).unbind()
-        scale.copy_(variance).add_(self.eps).rsqrt_()
-        shift.copy_(mean).neg_()
-        if bias is not None:
-            shift.add_(bias)
-        if norm_weight is not None:
-            scale.mul_(norm_weight)
-        shift.mul_(scale)
-        if norm_bias is not None:
-            shift.add_(norm_bias)
+        launch_fold_norm(mean, variance, bias, norm_weight, norm_bias, scale, shift, eps=self.eps)
         x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         options: dict[str, Any] = {"relu": self.relu, "precision": self.precision, "scale": scale}
         if not self.is_image:
@@ -214,7 +209,7 @@ class DataGradientCall(_ConvolutionCallBase):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightGradientCall(_ConvolutionCallBase):
+class WeightGradientCall(_ConvolutionCallBase, GradientSumsCall):
     """Contribution of a strip to the gradients of weight and bias: fp32 sums in slots, which are added up in their order.
 
     Attributes:
@@ -232,58 +227,34 @@ class WeightGradientCall(_ConvolutionCallBase):
         """Number of fp32 elements of the workspace: the slots of the weight, then those of the bias."""
         return self.num_splits * (math.prod(self.weight) + (self.weight[0] if self.has_bias else 0))
 
-    def _slots(self, workspace: Tensor) -> tuple[Tensor, Tensor | None]:
+    def slots(self, workspace: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Slots of the weight ``[splits, outputs, *kernel, inputs]``, and of the bias ``[splits, outputs]``."""
         num_out, num_in, *kernel = self.weight
-        num_biases = self.num_splits * num_out if self.has_bias else 0
-        weights = workspace[: workspace.numel() - num_biases].view(self.num_splits, num_out, *kernel, num_in)
-        return weights, workspace[workspace.numel() - num_biases :].view(self.num_splits, num_out) if self.has_bias else None
+        shape = (self.num_splits, num_out, *kernel, num_in)
+        if not self.has_bias:
+            return workspace.view(shape), None
+        weights, biases = workspace.split_with_sizes([math.prod(shape), self.num_splits * num_out])
+        return weights.view(shape), biases.view(self.num_splits, num_out)
 
     def run(self, workspace: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
-        """Sum up in a zeroed workspace; the first slot of each sum then has the total."""
+        """Write the sums of all slots to the workspace."""
         if not self.begin_launch(workspace):
             return
-        weights, biases = self._slots(workspace)
+        weights, biases = self.slots(workspace)
         gradient, x, output = to_channels_last(gradient), to_channels_last(x), None if output is None else to_channels_last(output)
+        options: dict[str, Any] = {"accumulate": False}
+        if self.is_image and self.is_depthwise(self.weight[1]):
+            from sft.kernels.conv.depthwise_triton import launch_depthwise_weight  # not above: it imports Triton
+
+            launch_depthwise_weight(gradient, output, x, weights, biases, self.geometry, **options)
+            return
+        options |= {"precision": self.precision}
         if not self.is_image:
             from sft.kernels.conv.weight_grad3d_triton import launch_volume_weight_gradient  # not above: it imports Triton
 
-            launch_volume_weight_gradient(gradient, output, x, weights, biases, self.geometry, precision=self.precision)
-        elif self.is_depthwise(self.weight[1]):
-            from sft.kernels.conv.depthwise_triton import launch_depthwise_weight  # not above: it imports Triton
+            launch_volume_weight_gradient(gradient, output, x, weights, biases, self.geometry, **options)
+            return
+        from sft.kernels.conv.weight_grad2d_triton import launch_weight_gradient  # not above: it imports Triton
 
-            launch_depthwise_weight(gradient, output, x, weights, biases, self.geometry)
-        else:
-            from sft.kernels.conv.weight_grad2d_triton import launch_weight_gradient  # not above: it imports Triton
-
-            options: dict[str, Any] = {"groups": self.groups, "precision": self.precision, "variant": self.variant}
-            launch_weight_gradient(gradient, output, x, weights, biases, self.geometry, taps=taps, **options)
-        if self.num_splits > 1:
-            from sft.kernels.conv.weight_grad2d_triton import launch_reduce  # not above: it imports Triton
-
-            for slots in (weights, biases):
-                if slots is not None:
-                    launch_reduce(slots, slots[0])  # each element is read from all slots before it is written
-
-    def add_weight(self, total: Tensor, workspace: Tensor) -> None:
-        """Add the weight's gradient to ``total``, of the weight's shape."""
-        total.add_(self._weight(workspace))
-
-    def write_weight_grad(self, out: Tensor, workspace: Tensor) -> None:
-        """Write the weight's gradient to ``out``."""
-        out.copy_(self._weight(workspace))
-
-    def _weight(self, workspace: Tensor) -> Tensor:
-        return self._slots(workspace)[0][0].movedim(-1, 1)
-
-    def add_bias(self, total: Tensor, workspace: Tensor) -> None:
-        """Add the bias's gradient to ``total``."""
-        total.add_(self._bias(workspace))
-
-    def write_bias_grad(self, out: Tensor, workspace: Tensor) -> None:
-        """Write the bias's gradient to ``out``."""
-        out.copy_(self._bias(workspace))
-
-    def _bias(self, workspace: Tensor) -> Tensor:
-        biases = self._slots(workspace)[1]
-        assert biases is not None
-        return biases[0]
+        options |= {"groups": self.groups, "variant": self.variant}
+        launch_weight_gradient(gradient, output, x, weights, biases, self.geometry, taps=taps, **options)

@@ -35,7 +35,6 @@ __all__ = [
     "kernel_instruction",
     "kernel_operators",
     "to_channels_last",
-    "zeroed_workspace",
 ]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
@@ -113,9 +112,3 @@ def allocation(slot: Slot, owner: str) -> Instruction:
     layout = CHANNELS_LAST.get(len(slot.shape), torch.contiguous_format)
     keywords = {"dtype": slot.dtype, "device": DEVICE, "memory_format": layout}
     return Instruction(torch.empty, (slot.shape,), keywords, (slot,), (), 0, slot.num_bytes, 0, owner)
-
-
-def zeroed_workspace(slot: Slot, owner: str) -> tuple[Instruction, Instruction]:
-    """Instructions that allocate a one-dimensional slot and fill it with zeros."""
-    zero = torch.ops.aten.zero_.default
-    return allocation(slot, owner), Instruction(zero, (slot,), {}, (), (slot,), 0, 0, 0, owner)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sft.backends.fusion import Epilogue, ReluGradPrologue, match_relu_grad
-from sft.backends.kernel_call import allocation, kernel_instruction, zeroed_workspace
+from sft.backends.gradient_sums import deliver_gradients
+from sft.backends.kernel_call import allocation, kernel_instruction
 from sft.backends.norm_calls import AffineCall, FrozenNormCall, MomentsCall, num_norm_splits
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
@@ -35,12 +36,6 @@ def _selects_kernel(context: MatchContext, operator: str, image: Slot, fused: tu
     return context.selector.selects_kernel(shape_class)
 
 
-def _fp32_workspace(context: MatchContext, num_elements: int, owner: str) -> tuple[Slot, Instruction]:
-    """An uninitialised fp32 workspace and its allocation."""
-    slot = context.builder.slot((num_elements,), torch.float32)
-    return slot, allocation(slot, owner)
-
-
 def match_frozen_norms(context: MatchContext) -> Iterator[Rewrite]:
     """Batch norms in evaluation mode, with their epilogues."""
     for at, call in list(context.unclaimed_calls(aten._native_batch_norm_legit_no_training.default)):
@@ -56,22 +51,10 @@ def match_frozen_norms(context: MatchContext) -> Iterator[Rewrite]:
         owner = call.owner
         image, body = context.to_channels_last(x, owner)
         residual, copy = (None, ()) if epilogue.residual is None else context.to_channels_last(epilogue.residual, owner)
-        workspace, memory = _fp32_workspace(context, 2 * x.shape[1], owner)
-        norm = FrozenNormCall(eps=eps, relu=epilogue.relu)
-        launch = kernel_instruction(
-            norm.run,
-            epilogue.value,
-            workspace,
-            image,
-            weight,
-            bias,
-            mean,
-            variance,
-            residual,
-            writes=(epilogue.value, workspace),
-            owner=owner,
-        )
-        yield epilogue.to_rewrite(owner, (*body, *copy, memory, launch))
+        norm, value = FrozenNormCall(eps=eps, relu=epilogue.relu), epilogue.value
+        operands = (image, weight, bias, mean, variance, residual)
+        launch = kernel_instruction(norm.run, value, *operands, writes=(value,), owner=owner)
+        yield epilogue.to_rewrite(owner, (*body, *copy, launch))
 
 
 def match_frozen_norm_gradients(context: MatchContext) -> Iterator[Rewrite]:
@@ -93,24 +76,18 @@ def _rewrite_frozen_norm_gradient(context: MatchContext, at: int, call: Instruct
     norm = FrozenNormCall(eps=eps, num_splits=num_splits)
     unmasked, body = context.to_channels_last(gradient if prologue is None else prologue.gradient, owner)
     output, copy = (None, ()) if prologue is None else context.to_channels_last(prologue.output, owner)
-    workspace, memory = _fp32_workspace(context, 2 * num_channels, owner)
-    body = (*body, *copy, memory)
+    body, deliveries = (*body, *copy), dict[int, tuple[Instruction, ...]]()
     if dw is not None or db is not None:
         image, copy = context.to_channels_last(x, owner)
-        sums = context.builder.slot((2 * num_splits * num_channels,), torch.float64)
-        launch = kernel_instruction(
-            norm.sum, sums, workspace, unmasked, image, mean, variance, output, writes=(sums, workspace), owner=owner
-        )
-        body = (*body, *copy, *zeroed_workspace(sums, owner), launch)
-        for out, write in ((dw, norm.write_weight_grad), (db, norm.write_bias_grad)):
-            if out is not None:
-                body = (*body, allocation(out, owner), kernel_instruction(write, out, sums, writes=(out,), owner=owner))
+        workspace = context.builder.slot((2 * num_splits * num_channels,), torch.float64)
+        launch = kernel_instruction(norm.sum, workspace, unmasked, image, mean, variance, output, writes=(workspace,), owner=owner)
+        deliveries = deliver_gradients(context, norm, (dw, db), workspace, at, owner)
+        body = (*body, *copy, allocation(workspace, owner), launch, *deliveries.pop(at, ()))
     if dx is not None:
-        launch = kernel_instruction(
-            norm.differentiate, dx, workspace, unmasked, weight, mean, variance, output, writes=(dx, workspace), owner=owner
-        )
+        launch = kernel_instruction(norm.differentiate, dx, unmasked, weight, variance, output, writes=(dx,), owner=owner)
         body = (*body, allocation(dx, owner), launch)
-    return Rewrite(removed=frozenset({at} if prologue is None else {at, prologue.at}), inserted={at: body})
+    removed = {at, *deliveries} if prologue is None else {at, prologue.at, *deliveries}
+    return Rewrite(removed=frozenset(removed), inserted={**deliveries, at: body})
 
 
 def _num_scale_keys(image: Slot, scale: Slot) -> int | None:
@@ -154,12 +131,9 @@ def _match_affine(context: MatchContext, at: int, call: Instruction) -> Rewrite 
 def _rewrite_affine(context: MatchContext, epilogue: Epilogue, x: Slot, scale: Slot, shift: Slot, num_keys: int, owner: str) -> Rewrite:
     image, body = context.to_channels_last(x, owner)
     residual, copy = (None, ()) if epilogue.residual is None else context.to_channels_last(epilogue.residual, owner)
-    workspace, memory = _fp32_workspace(context, 3 * num_keys * x.shape[1], owner)
-    affine = AffineCall(num_keys=num_keys, relu=epilogue.relu)
-    launch = kernel_instruction(
-        affine.run, epilogue.value, workspace, image, scale, shift, residual, writes=(epilogue.value, workspace), owner=owner
-    )
-    return epilogue.to_rewrite(owner, (*body, *copy, memory, launch))
+    affine, value = AffineCall(num_keys=num_keys, relu=epilogue.relu), epilogue.value
+    launch = kernel_instruction(affine.run, value, image, scale, shift, residual, writes=(value,), owner=owner)
+    return epilogue.to_rewrite(owner, (*body, *copy, launch))
 
 
 def _cast_before(context: MatchContext, at: int, call: Instruction) -> int | None:
@@ -231,14 +205,12 @@ def _rewrite_affine_gradients(context: MatchContext, at: int, call: Instruction)
     dense_gradient, body = context.to_channels_last(gradient, owner)
     image, copy = context.to_channels_last(x, owner)
     size = num_keys * x.shape[1]
-    workspace, memory = _fp32_workspace(context, 2 * size, owner)
-    total = context.builder.slot((2 * num_splits * size,), torch.float64)
+    workspace = context.builder.slot((2 * num_splits * size,), torch.float64)
     affine = AffineCall(num_keys=num_keys, num_splits=num_splits)
-    launch = kernel_instruction(affine.sum, total, workspace, dense_gradient, image, None, writes=(total, workspace), owner=owner)
-    body = (*body, *copy, memory, *zeroed_workspace(total, owner), launch)
-    for out, write in ((scale, affine.write_scale_grad), (shift, affine.write_shift_grad)):
-        body = (*body, allocation(out, owner), kernel_instruction(write, out, total, writes=(out,), owner=owner))
-    return Rewrite(removed=frozenset({at, first, second}), inserted={first: body})
+    launch = kernel_instruction(affine.sum, workspace, dense_gradient, image, None, writes=(workspace,), owner=owner)
+    memory = (allocation(scale, owner), allocation(shift, owner), allocation(workspace, owner))
+    write = kernel_instruction(affine.write_gradients, scale, shift, workspace, writes=(scale, shift), owner=owner)
+    return Rewrite(removed=frozenset({at, first, second}), inserted={first: (*body, *copy, *memory, launch, write)})
 
 
 def match_moments(context: MatchContext) -> Iterator[Rewrite]:
@@ -266,16 +238,7 @@ def _rewrite_moments(context: MatchContext, at: int, call: Instruction) -> Rewri
     moments = MomentsCall(num_keys=num_keys, num_groups=num_groups, num_splits=num_splits)
     image, body = context.to_channels_last(x, owner)
     counts, sums = context.builder.slot((size,), torch.int64), context.builder.slot((2 * size,), torch.float64)
-    launch = kernel_instruction(
-        moments.run,
-        variance,
-        mean,
-        counts,
-        sums,
-        image,
-        writes=(variance, mean, counts, sums),
-        owner=owner,
-        scratch_bytes=8 * moments.scratch_elements * size,
-    )
-    memory = (allocation(variance, owner), allocation(mean, owner), *zeroed_workspace(counts, owner), *zeroed_workspace(sums, owner))
+    slots = (variance, mean, counts, sums)
+    launch = kernel_instruction(moments.run, *slots, image, writes=slots, owner=owner)
+    memory = tuple(allocation(slot, owner) for slot in slots)
     return Rewrite(removed=frozenset({at}), inserted={at: (*body, *memory, launch)})

@@ -86,7 +86,7 @@ def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
     forward, restore, joint = _programs(_segment(_problem(), KernelBackend(selector=AlwaysKernel())))
     assert _calls(forward) == ["LoadRowsCall.run", "ConvolutionCall.run", "PooledConvolutionCall.run"]
     assert sorted(_calls(restore)) == ["ConvolutionCall.run", "LoadRowsCall.run"]
-    of_conv = ["WeightGradientCall.add_bias", "WeightGradientCall.add_weight", "WeightGradientCall.run"]
+    of_conv = ["GradientSumsCall.add_gradients", "WeightGradientCall.run"]
     assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradientCall.run", *of_conv, *of_conv])
     names = {str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None}
     # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.

@@ -26,8 +26,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
             "PooledConvolutionCall.run",
             "ConvolutionCall.run",
             "DataGradientCall.run",
-            "WeightGradientCall.add_weight",
-            "WeightGradientCall.add_bias",
+            "GradientSumsCall.add_gradients",
         },
     ),
     "panels": ("vgg", (1, 3, 8, 12), {"tile": (8, 8)}, 1, {"PooledConvolutionCall.run", "ConvolutionCall.run"}),
@@ -46,7 +45,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         (1, 3, 9, 8),
         {"strategy": "none"},
         1,
-        {"PooledConvolutionCall.run", "DataGradientCall.run", "WeightGradientCall.add_weight"},
+        {"PooledConvolutionCall.run", "DataGradientCall.run", "GradientSumsCall.add_gradients"},
     ),
     "windows": (
         "windows",

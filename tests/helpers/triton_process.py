@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compile_kernels", "interpret", "interpret_benchmark", "interpret_networks", "needs_triton"]
+__all__ = ["compile_kernels", "count_launches", "interpret", "interpret_benchmark", "interpret_networks", "needs_triton"]
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -42,6 +42,11 @@ def interpret_benchmark(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``compile_triton``: compile for a GPU that need not be there."""
     return _run("compile_triton.py", jobs, folder)
+
+
+def count_launches(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run the jobs of ``launch_counts_triton``: kernel calls with kernels that do nothing."""
+    return _run("launch_counts_triton.py", jobs, folder)
 
 
 def _run(script: str, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:

@@ -51,7 +51,8 @@ def _gates() -> dict[str, list[Gate]]:
         return Gate(module=launch[0], launch=launch[1], when=when, arguments=arguments, **facts)
 
     copied = {"matrix": True, "wide": True, "copied_operands": True}
-    slots = torch.empty(32, 3, 3, 64, 64, device="meta")
+    slots, total = torch.empty(32, 64, 3, 3, 64, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
+    reduced = {"slots": slots, "out": total, "vector_slots": slots[..., 0, 0, 0], "vector_out": total[:, 0, 0, 0], "add": True}
     gates = {
         "conv2d": [
             gate(forward, (80, 90, 942), _forward("bf16", _conv(64, 64, _HALF)), **copied),
@@ -75,7 +76,7 @@ def _gates() -> dict[str, list[Gate]]:
             gate(weight, (80,), _weight("ieee", _conv(64, 64, _SINGLE))),
             gate(weight, (), _weight("bf16x3", _conv(64, 64, _SINGLE)), matrix=True),
             gate(weight, (), _weight("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True),
-            gate(("conv.weight_grad2d_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
+            gate(("reduce.reduce_triton", "launch_reduce"), (90,), reduced),
         ],
     }
     depthwise = _conv(96, 96, _HALF, groups=96)

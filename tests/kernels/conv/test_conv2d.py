@@ -242,8 +242,8 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
-    """A second tile adds to the first one's slots; the total is the sum in the order of the splits."""
+def test_a_tile_adds_to_its_slots_or_replaces_them(tmp_path: Path) -> None:
+    """A second tile adds to the first one's slots, unless it replaces what they have."""
     layer = _LAYERS[1]
     problem = _problem(layer, torch.float32)
     (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
@@ -256,11 +256,11 @@ def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
         slots = {"weights": start.clone(), "biases": torch.zeros_like(start[..., 0, 0, 0])}
         call: dict[str, Any] = {"run": "launch", "module": module, "function": function, "results": ["weights"]}
         jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16)}})
-    reduce = {"slots": held, "out": torch.empty(held.shape[1:])}
-    jobs.append({"run": "launch", "module": module, "function": "launch_reduce", "arguments": reduce, "results": ["out"]})
-    (share,), (added,), (total,) = interpret(jobs, tmp_path)
+    slots = {"weights": held.clone(), "biases": torch.ones_like(held[..., 0, 0, 0])}
+    jobs.append(call | {"arguments": arguments | slots | options | {"block": (16, 16, 16), "accumulate": False}})
+    (share,), (added,), (replaced,) = interpret(jobs, tmp_path)
     assert torch.equal(added, share + held)
-    assert torch.equal(total, held[0] + held[1])
+    assert torch.equal(replaced, share)
     assert bool((share[:, 0, 0, 0, 0] != 0).all()), "a split without pixels shows nothing here"
 
 
@@ -286,8 +286,8 @@ def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     adjoint["out"] = empty_buffer(layer.num_samples, num_in, adjoint["geometry"].input_size, dtype)
     weights, biases = weight_slots(problem.weight, num_splits=32)
     slots = run("dw", _weight_arguments(layer, problem, outputs, dtype) | {"weights": weights, "biases": biases}, "weights")
-    reduced = {"slots": slots, "out": torch.empty(slots.shape[1:], dtype=dtype)}
-    (dw,) = launch_on_gpu("conv.weight_grad2d_triton", "launch_reduce", reduced, ["out"])
-    ours = {"y": run("y", forward, "out"), "dx": run("dx", adjoint, "out"), "dw": dw.permute(0, 3, 1, 2)}
+    reduced = {"slots": slots, "out": torch.empty(problem.weight.shape, dtype=dtype)}
+    (dw,) = launch_on_gpu("reduce.reduce_triton", "launch_reduce", reduced, ["out"])
+    ours = {"y": run("y", forward, "out"), "dx": run("dx", adjoint, "out"), "dw": dw}
     for name, result in ours.items():
         assert_close(result, problem.truth[name], problem.scale[name], _num_terms(layer)[name], (layer.name, dtype, name))

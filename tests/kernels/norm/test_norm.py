@@ -190,6 +190,97 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
 
 
 @needs_triton
+def test_statistics_of_frozen_and_affine_norms(tmp_path: Path) -> None:
+    """Variances in place of deviations; scales and shifts of each sample, every second element of a vector; no mean; replaced slots."""
+    random = torch.Generator().manual_seed(5)
+    x, g, r = (_last(torch.randn(2, 6, 5, 7, generator=random)) for _ in range(3))
+    mean, variance, weight, bias = (torch.rand(6, generator=random) + 0.5 for _ in range(4))
+    scale, shift = torch.randn(2, 6, 1, 1, 2, generator=random).unbind(-1)
+    rstd = 1 / (variance + _EPS).sqrt()
+    slots = [torch.full((3, 1, 6), float("nan"), dtype=torch.float64) for _ in range(2)]
+    sample_slots = [torch.full((2, 2, 6), float("nan"), dtype=torch.float64) for _ in range(2)]
+    frozen: dict[str, Any] = {"mean": mean, "rstd": variance, "eps": _EPS}
+    sums: dict[str, Any] = {"gradient": g, "output": None, "x": x, "accumulate": False, "block": (16, 8)}
+    cases: list[tuple[str, dict[str, Any], list[str]]] = [
+        (
+            "launch_normalize",
+            frozen | {"x": x, "weight": weight, "bias": bias, "residual": r, "out": torch.empty_like(x), "relu": True},
+            ["out"],
+        ),
+        (
+            "launch_norm_gradient",
+            frozen | {"gradient": g, "output": x, "x": x, "weight": weight, "back": None, "out": torch.empty_like(x)},
+            ["out"],
+        ),
+        ("launch_norm_sums", sums | frozen | {"first": slots[0], "second": slots[1]}, ["first", "second"]),
+        (
+            "launch_normalize",
+            {
+                "x": x,
+                "mean": None,
+                "rstd": scale,
+                "weight": None,
+                "bias": shift,
+                "residual": None,
+                "out": torch.empty_like(x),
+                "relu": False,
+            },
+            ["out"],
+        ),
+        (
+            "launch_norm_gradient",
+            {"gradient": g, "output": None, "x": g, "mean": None, "rstd": scale, "weight": None, "back": None, "out": torch.empty_like(x)},
+            ["out"],
+        ),
+        (
+            "launch_norm_sums",
+            sums | {"mean": None, "rstd": None, "first": sample_slots[0], "second": sample_slots[1]},
+            ["first", "second"],
+        ),
+    ]
+    call = {"run": "launch", "module": "sft.kernels.norm.norm_triton"}
+    jobs = [call | {"function": name, "arguments": arguments, "results": results} for name, arguments, results in cases]
+    results = interpret(jobs, tmp_path)
+
+    def pixels(vector: Tensor) -> Tensor:
+        return vector[:, None, None]
+
+    normalised = (x - pixels(mean)) * pixels(rstd)
+    truths = [
+        (normalised * pixels(weight) + pixels(bias) + r).relu(),
+        torch.where(x <= 0, 0, g * pixels(weight)) * pixels(rstd),
+        (g.sum((0, 2, 3)), (g * normalised).sum((0, 2, 3))),
+        x * scale + shift,
+        g * scale,
+        (g.sum((2, 3)), (g * x).sum((2, 3))),
+    ]
+    for truth, result in zip(truths, results, strict=True):
+        for ours, exact in zip(result, truth if isinstance(truth, tuple) else (truth,), strict=True):
+            total = ours.sum(0).view(exact.shape).float() if ours.dim() == 3 else ours
+            torch.testing.assert_close(total, exact, rtol=2e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_groups", [1, 3, 6])
+def test_moments_of_all_slots_are_merged(num_groups: int, tmp_path: Path) -> None:
+    """Slots without pixels, groups of several channels, means far from zero; against fp64."""
+    x = torch.randn(2, 6, 5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 100
+    image = x.float().contiguous(memory_format=torch.channels_last)
+    shape = (5, 2, 6)
+    slots = {"counts": torch.zeros(shape, dtype=torch.int64).fill_(9), "means": torch.full(shape, float("nan"), dtype=torch.float64)}
+    slots["squares"] = slots["means"].clone()
+    call = {"run": "launch", "module": "sft.kernels.norm.norm_triton"}
+    arguments = {"x": image, **slots, "accumulate": False, "block": (16, 8)}
+    (moments,) = interpret([call | {"function": "launch_moments", "arguments": arguments, "results": list(slots)}], tmp_path)
+    arguments = dict(zip(slots, moments, strict=True)) | {"variance": torch.empty(2, num_groups), "mean": torch.empty(2, num_groups)}
+    job = call | {"function": "launch_merge_moments", "arguments": arguments, "results": ["variance", "mean"]}
+    ((variance, mean),) = interpret([job], tmp_path)
+    exact = torch.var_mean(image.double().reshape(2, num_groups, -1), 2, correction=0)
+    torch.testing.assert_close(variance.double(), exact[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(mean.double(), exact[1], rtol=1e-7, atol=0)
+
+
+@needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     x, stat, vector = meta_image(64, torch.bfloat16), torch.empty(1, 64, device="meta"), torch.empty(64, device="meta")
     slots = torch.empty(512, 1, 64, dtype=torch.float64, device="meta")
@@ -197,6 +288,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     backward = own | {"gradient": x, "output": x}
     launches: list[tuple[str, int, dict[str, Any]]] = [
         ("launch_moments", 90, {"x": x, "counts": slots.long(), "means": slots, "squares": slots}),
+        ("launch_merge_moments", 90, {"counts": slots.long(), "means": slots, "squares": slots, "variance": stat, "mean": stat}),
         ("launch_normalize", 80, own | {"weight": vector, "bias": vector, "residual": x, "out": x, "relu": True}),
         ("launch_norm_sums", 80, backward | {"first": slots, "second": slots}),
         ("launch_norm_gradient", 90, backward | {"weight": vector, "back": (stat, stat), "out": x}),

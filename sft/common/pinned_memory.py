@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,4 +42,11 @@ def lock_pages(data: npt.NDArray[np.uint8], purpose: str, remedy: str) -> None:
             stacklevel=2,
         )
         return
-    weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
+    weakref.finalize(data, _unlock_pages, runtime, data.ctypes.data)
+
+
+def _unlock_pages(runtime: Any, address: int) -> None:
+    """Unlock an array's pages before its memory is freed; copies that are still under way, after a step that was dropped, end first."""
+    with suppress(RuntimeError):  # while a graph is recorded, or after an error of the device
+        torch.cuda.synchronize()
+    runtime.cudaHostUnregister(address)

@@ -149,6 +149,7 @@ def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int |
 def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the requested bytes are locked, once, and unlocked with the memory."""
     locked: dict[int, int] = {}
+    waited: list[int] = []  # locked arrays at each wait for the device
 
     class Runtime:
         status = 0
@@ -159,9 +160,11 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.status
 
         def cudaHostUnregister(self, address: int) -> None:
+            assert waited == [1], "copies may still be under way"
             del locked[address]
 
     runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(locked)))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     data = allocate_host_bytes(5000, pin=True)
     assert sum(locked.values()) == 5000 + ALIGNMENT_BYTES and data.numel() == 5000

@@ -1,0 +1,80 @@
+"""Steps of compiled models on the fake CUDA device: planned on the CPU, run by the code for CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.torch_runtime import autograd
+from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.streamed_parameters import StreamedParameters
+from sft.weights import HostStore
+from tests.helpers.fake_cuda import DEVICE, FakeGpu, fake_cuda, observed
+
+__all__ = ["gpu_steps"]
+
+
+@contextlib.contextmanager
+def gpu_steps() -> Iterator[FakeGpu]:
+    """Context in which the passes of compiled models run on the fake device; the caller's own work stays on the CPU."""
+    run_region, differentiate = autograd.run_region, autograd._differentiate
+    pools: dict[int, HostSlabPool] = {}
+    with fake_cuda() as gpu, pytest.MonkeyPatch.context() as patches:
+
+        @contextlib.contextmanager
+        def on_device(inputs: autograd.RegionInputs) -> Iterator[None]:
+            provider: Any = None if inputs.weights is None else inputs.weights.provider
+            former = None if provider is None else provider.device
+            if provider is not None:
+                provider.device = DEVICE
+                for window in (getattr(provider.sink, name, None) for name in ("_states", "_grad_window")):
+                    if window is not None:
+                        window.device = DEVICE
+                if isinstance(provider.store, HostStore):
+                    gpu.pin(provider.store.all_records())
+            try:
+                with observed(gpu):
+                    yield
+            finally:
+                if provider is not None:
+                    provider.device = former
+
+        def run_on_device(region: Any, inputs: autograd.RegionInputs, hosts: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+            pool = inputs.slab_pool
+            if pool is not None:
+                pool = pools.setdefault(id(pool), HostSlabPool(pool.num_bytes, DEVICE, inputs.host_allocator))
+            streamed = frozenset() if inputs.weights is None else frozenset(inputs.weights.paths)
+            for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
+                is_seed = tensor.dtype == torch.int64 and tuple(tensor.shape) == (1,)
+                if name not in streamed and not is_seed:
+                    gpu.adopt(tensor)
+            with on_device(inputs):
+                outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool), hosts)
+            gpu.read(*outputs.values())
+            return outputs
+
+        def differentiate_on_device(ctx: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
+            for name, grad in zip(ctx.computed, grads, strict=True):
+                if grad is not None:
+                    if name in ctx.region.host_outputs:
+                        gpu.write(grad)
+                    else:
+                        gpu.adopt(grad)
+            with on_device(ctx.inputs):
+                result = differentiate(ctx, grads)
+            for grad in result:
+                if grad is not None:
+                    gpu.read(grad)
+            return result
+
+        patches.setattr("sft.api.engine.run_region", run_on_device)
+        patches.setattr(autograd, "_differentiate", differentiate_on_device)
+        patches.setattr(StreamedParameters, "reads_ahead", property(lambda self: True))
+        yield gpu
+        pools.clear()

@@ -1,0 +1,252 @@
+"""Order of streams and host threads: steps on a fake CUDA device without races, with the CPU's results; removed waits are reported."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.weight_streaming import WeightPass
+from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
+from tests.helpers.fake_cuda import DEVICE, FakeGpu, FakeStream, fake_cuda, observed
+from tests.helpers.fake_cuda_steps import gpu_steps
+from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
+from tests.helpers.stage_chains import least_budget
+from tests.helpers.streamed_weights import Vgg
+
+_SHAPE = (1, 3, 24, 12)
+
+
+class Normed(nn.Sequential):
+    """Norms in training: each reads the whole image, which waits on the host."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+
+_HOST = {"host_budget": "64GiB"}
+
+#: Network, options, and other settings of a step, by what moves between the devices.
+_CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "strips": (Residual, {"tile": (8, None), "state_every": 2}, {}),
+    "offload": (TinyUNet, {"strategy": "offload-dp", **_HOST}, {"budget": "least"}),
+    "source": (ConvNet, {"tile": (8, None), "state_every": 2}, {"source": True}),
+    "source-whole": (ConvNet, {"strategy": "none"}, {"source": True}),
+    "host-output": (ConvNet, {"tile": (8, None)}, {"output": "host"}),
+    "host-output-whole": (ConvNet, {"strategy": "none"}, {"output": "host"}),
+    "host-cuts": (Normed, _HOST, {"budget": 180_000, "shape": (2, 3, 64, 12)}),
+    "weights": (Vgg, {"weights": "stream"}, {"shape": (2, 3, 20, 16)}),
+    "weights-adamw": (Vgg, {"weights": "stream"}, {"shape": (2, 3, 20, 16), "optimizer": "adamw"}),
+    "weights-file-adamw": (Vgg, {"weights": "file"}, {"shape": (2, 3, 20, 16), "optimizer": "adamw"}),
+}
+
+
+def _steps(net: Any, x: Any, *, optimizer: Any = None) -> list[Tensor]:
+    """Results of two steps."""
+    update = None if optimizer is None else sft.StreamedOptimizer(net, optimizer, lr=0.1)
+    source, shape = isinstance(x, np.ndarray), x.shape
+    results: list[Tensor] = []
+    for seed in range(2):
+        sink = np.zeros(shape, np.float64)
+        y = net(x, input_grad=sink) if source else net(x)
+        y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed)))
+        if update is not None:
+            update.step()
+        results += [y.detach().clone(), *([torch.from_numpy(sink)] if source else [])]
+    return results + [each.detach().clone() for p in net.parameters() for each in (p, p.grad) if each is not None]
+
+
+def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
+    """Two models compiled alike, and their input."""
+    make, options, setting = _CASES[name]
+    model, shape = seeded(make), setting.get("shape", _SHAPE)
+    budget = setting.get("budget", "4GiB")
+    if budget == "least":
+        budget = least_budget(model, options["strategy"], shape)
+    nets = []
+    for number in range(2):
+        chosen = dict(options)
+        if chosen.get("weights") == "file":
+            chosen["weights"] = sft.WeightsFile(folder / f"{number}.safetensors", durable=False)
+        output = {"output": setting["output"]} if "output" in setting else {}
+        nets.append(sft.compile(copy.deepcopy(model), shape, budget=budget, options=sft.Options(**chosen), **output))
+    return nets, image(*shape).numpy() if setting.get("source") else image(*shape)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_steps_have_no_races(name: str, tmp_path: Path) -> None:
+    optimizer = _CASES[name][2].get("optimizer")
+    (on_cpu, on_gpu), x = _compiled(name, tmp_path)
+    expected = _steps(on_cpu, x, optimizer=optimizer)
+    if isinstance(x, np.ndarray):
+        on_gpu.plan_for(x, input_grad=np.zeros(x.shape))
+    with gpu_steps() as gpu:
+        results = _steps(on_gpu, x, optimizer=optimizer)
+        has_host_values = sft.of(on_gpu).plan.host_bytes > 0
+        del on_gpu
+    assert not gpu.checker.races, "\n".join(gpu.checker.races[:5])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    assert has_host_values or name not in ("offload", "host-cuts")
+
+
+# Seeded races: each test removes one wait, and the report names both accesses.
+
+
+def _offload_round_trip(gpu: FakeGpu, *, wait: bool = True) -> None:
+    """Two values leave in turn; the second takes the slab's range of the first."""
+    pool = HostSlabPool(1024, DEVICE, HostAllocator())
+    offloader = HostOffloader(DEVICE, pool.lease())
+    for _ in range(2):
+        with observed(gpu):
+            value = torch.ones(128, device=DEVICE).mul_(2)
+            copied = offloader.offload("value", [value])
+            offloader.release(copied)
+            offloader.prefetch(copied)
+            if wait:
+                offloader.wait_prefetch(copied)
+            value.add_(1)
+            offloader.free_offload(copied)
+        assert value.eq(3).all()
+        del value, copied
+
+
+def _without_event_waits(*streams: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Mutation: these streams do not wait for events."""
+
+    def mutate(patches: pytest.MonkeyPatch) -> None:
+        wait_event = FakeStream.wait_event
+        patches.setattr(
+            FakeStream,
+            "wait_event",
+            lambda stream, event: None if any(name in stream.timeline.name for name in streams) else wait_event(stream, event),
+        )
+
+    return mutate
+
+
+def _without_stream_waits(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(FakeStream, "wait_stream", lambda stream, other: None)
+
+
+def _without_wait_before_release(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(HostOffloader, "_wait_copies", lambda offloader, copied: None)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "first", "second"),
+    [
+        (_without_stream_waits, "copy at sft/torch_runtime/offload.py", "aten.mul_"),  # the copy begins before the value is computed
+        (_without_wait_before_release, "free", "copy at sft/torch_runtime/offload.py"),  # the bytes are freed before they are copied
+        (_without_event_waits("computation"), "aten.add_", "copy at sft/torch_runtime/offload.py"),  # read before it is back
+    ],
+)
+def test_offload_without_a_wait_is_reported(mutate: Callable[[pytest.MonkeyPatch], None], first: str, second: str) -> None:
+    with fake_cuda() as gpu:
+        _offload_round_trip(gpu)
+        assert not gpu.checker.races
+    with fake_cuda() as gpu, pytest.MonkeyPatch.context() as patches:
+        mutate(patches)
+        _offload_round_trip(gpu)
+        reports = gpu.checker.races
+    assert any(
+        first in report.split(" is not ordered after ")[0] and second in report.split(" is not ordered after ")[1] for report in reports
+    )
+    assert all("stream" in report for report in reports)
+
+
+def _reuse_slab_early() -> None:
+    """A range of the slab is given away while the copy back reads it."""
+    offloader = HostOffloader(DEVICE, HostSlabPool(1024, DEVICE, HostAllocator()).lease())
+    first, second = (torch.ones(128, device=DEVICE) for _ in range(2))
+    copied = offloader.offload("first", [first])
+    offloader.release(copied)
+    offloader.prefetch(copied)
+    offloader._arena.free(copied.start)
+    offloader.offload("second", [second])
+
+
+def test_a_slab_range_that_is_reused_early_is_reported() -> None:
+    with fake_cuda() as gpu, observed(gpu):
+        _reuse_slab_early()
+        assert any("host memory" in report and report.count("offload.py") == 2 for report in gpu.checker.races)
+
+
+def test_a_slab_that_is_freed_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping a model right after its step frees page-locked memory that copies read."""
+    monkeypatch.setattr("sft.common.pinned_memory._unlock_pages", lambda runtime, address: None)
+    with fake_cuda() as gpu:
+        _offload_round_trip(gpu)
+    assert any("(free) is not ordered after the read" in report for report in gpu.checker.races)
+
+
+def _store() -> HostStore:
+    store = HostStore([RecordLayout.of([TensorSpec(name="w", shape=(16,), dtype=torch.float32)]) for _ in range(5)], pin=True)
+    store.all_records().view(torch.float32).copy_(torch.arange(80.0))
+    return store
+
+
+def _read_window(gpu: FakeGpu, *, prefetch: bool) -> None:
+    store = _store()
+    order = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+    stream = WeightStream(store, DEVICE, window_bytes=2 * store.layouts[0].part_bytes("weights"), prefetch=prefetch)
+    total = torch.zeros(16)
+    with observed(gpu):
+        gpu.adopt(total)
+        with stream.open_pass(order) as weights:
+            for block in order:
+                total.add_(weights.acquire(block)["w"])
+                weights.release(block)
+    assert total.tolist() == [2 * sum(16.0 * block + i for block in range(4)) + 64 + i for i in range(16)]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_window_over_weights_has_no_races(prefetch: bool) -> None:
+    with fake_cuda() as gpu:
+        _read_window(gpu, prefetch=prefetch)
+        assert not gpu.checker.races, gpu.checker.races[:3]
+    for streams in ("computation", "stream 2"):  # the wait for the copy into a slot; the wait for the last reader of a slot
+        with fake_cuda() as gpu, pytest.MonkeyPatch.context() as patches:
+            _without_event_waits(streams)(patches)
+            _read_window(gpu, prefetch=prefetch)
+        assert any("weights/stream.py" in report for report in gpu.checker.races), streams
+
+
+def test_streamed_weights_without_a_wait_are_reported(tmp_path: Path) -> None:
+    (_, net), x = _compiled("weights", tmp_path)
+    with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(WeightPass, "_wait_copy", lambda weights, name: None)
+        _steps(net, x)
+    assert any("weight_streaming.py" in report and "is not ordered after the write" in report for report in gpu.checker.races)
+
+
+def test_threads_are_ordered_by_their_queue_alone() -> None:
+    """Two threads that write one array: a race, unless one waits for the other."""
+    for waits in (False, True):
+        with fake_cuda() as gpu:
+            data = np.empty(64, np.uint8)
+            done: Any = queue.SimpleQueue()
+
+            def fill(data: Any = data, done: Any = done) -> None:
+                np.copyto(data, np.ones(64, np.uint8))
+                done.put(None)
+
+            thread = threading.Thread(target=fill)
+            thread.start()
+            while done.empty():
+                pass
+            if waits:
+                done.get()
+            np.copyto(data, np.zeros(64, np.uint8))
+            assert bool(gpu.checker.races) != waits
+            thread.join()

@@ -34,7 +34,7 @@ from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError
 from sft.nn.repeat import Repeat
 from sft.optim.data_parallel import DataParallelGroup
-from sft.optim.loss_scale import LossScale
+from sft.optim.loss_scale import LossScale, all_true, gradient_norms
 from sft.optim.optimizer import FusedOptimizer
 from sft.optim.streamed_records import HALF_DTYPES, MASTER_KEY, RecordOptimizer
 from sft.optim.update import UPDATE_BACKENDS, AdamWUpdate, KernelUpdate, SGDUpdate, Update, UpdateBackend
@@ -244,7 +244,8 @@ class StreamedOptimizer(FusedOptimizer):
                 if self.two_phase:
                     for records in self._record_optimizers:
                         records.check()
-                is_finite = self.loss_scale.unscale(grads) and all(records.is_finite for records in self._record_optimizers)
+                is_finite = all_true([self.loss_scale.unscale(grads), *(records.finite for records in self._record_optimizers)])
+                is_finite &= self.loss_scale.is_off or all(math.isfinite(records.square_norm) for records in self._record_optimizers)
                 is_finite = all(all(flags) for flags in self.group.all_gather_numbers([float(is_finite)]))
                 factor = self._clip_factor(grads) if is_finite else 1.0
                 if is_finite:
@@ -398,7 +399,7 @@ class StreamedOptimizer(FusedOptimizer):
         """The factor that limits the norm of all gradients to ``max_norm``."""
         if self.max_norm is None:
             return 1.0
-        squares = [float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads if grad is not None]
+        squares = [norm**2 for norm in gradient_norms([grad for grad in grads if grad is not None])]
         squares += chain.from_iterable(self.group.all_gather_numbers([records.square_norm for records in self._record_optimizers]))
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 

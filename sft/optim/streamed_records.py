@@ -31,6 +31,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 MASTER_KEY = "master"
 #: Keys in a file's metadata: the number of updates of its weights, and the rank that owns its share of the state.
 _UPDATED, _SHARE, _ALONE = "updates", "share", "0/1"
+#: Bytes of a gradient's norm.
+_NORM_BYTES = 8
 
 
 class RecordOptimizer:
@@ -43,7 +45,8 @@ class RecordOptimizer:
         sink_owner: Any = blocks  # this object is a sink for blocks and for parameters
         self._former_sink: Any = sink_owner.sink
         self.params = {name: p for name, p in blocks.named_parameters().items() if id(p) in groups and p.requires_grad}
-        self.is_finite = True
+        #: on the device: true if the pass's gradients are finite; ``None`` if they are not checked
+        self.finite: Tensor | None = None
         self.square_norm = 0.0
         self._is_written = False
         self._has_grads = False
@@ -165,6 +168,7 @@ class RecordOptimizer:
         names = [name for name in self.blocks.names_of(record) if name in self.params]
         sizes = {name: math.prod(self.blocks.shape_of(self.params[name])) for name in names}
         grad_bytes = sum(sizes[name] * self.params[name].element_size() for name in names)
+        check_bytes = self.optimizer.loss_scale.scratch_bytes(len(names))
         if self.optimizer.two_phase:
             return GradientTransfer(
                 scratch_bytes=grad_bytes if self.blocks.device.type != "cpu" else 0, up_bytes=grad_bytes, down_bytes=grad_bytes
@@ -172,7 +176,9 @@ class RecordOptimizer:
         layout = self.blocks.store.layouts[record]
         copies = max((sizes[name] * 4 for name in names if name in self.masters), default=0)
         state_bytes = layout.part_bytes("state") if self._states is not None else 0
-        return GradientTransfer(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
+        return GradientTransfer(
+            scratch_bytes=state_bytes + copies + check_bytes, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes
+        )
 
     def step_bytes(self) -> int:
         """Peak bytes on the device while a two-phase step updates records one at a time."""
@@ -180,7 +186,10 @@ class RecordOptimizer:
             return 0
         copies = max((number * 4 for name, (number, _) in self._sizes.items() if name in self.masters), default=0)
         windows = (self.blocks.weights, self._grad_window, self._states)
-        return copies + sum(window.window_bytes for window in windows if window is not None)
+        has_norms = self.optimizer.max_norm is not None or not self.optimizer.loss_scale.is_off
+        num_norms = sum(name in self.params for block in range(self.blocks.num_blocks) for name in self.blocks.names_of(block))
+        norm_bytes = _NORM_BYTES * num_norms if has_norms else 0
+        return copies + norm_bytes + sum(window.window_bytes for window in windows if window is not None)
 
     def extra_bytes(self) -> int:
         """Bytes on the device during a backward pass, without the weights: the window of the state, fp32 copies of gradients, messages."""
@@ -189,7 +198,8 @@ class RecordOptimizer:
             sizes = [number * dtype.itemsize for number, dtype in self._sizes.values()]
             return messages + (max(sizes, default=0) if self.blocks.device.type != "cpu" else 0)
         copies = max((self._sizes[name][0] * 4 for name in self.masters), default=0)
-        return messages + copies + (0 if self._states is None else self._states.window_bytes)
+        check_bytes = self.optimizer.loss_scale.scratch_bytes(len(self._sizes))
+        return messages + copies + check_bytes + (0 if self._states is None else self._states.window_bytes)
 
     @contextlib.contextmanager
     def open_pass(self, order: Sequence[int]) -> Iterator[BlockSink]:
@@ -213,7 +223,7 @@ class RecordOptimizer:
     @contextlib.contextmanager
     def _accept_gradients(self, order: Sequence[int]) -> Iterator[None]:
         """Accept the gradients of a backward pass; they are discarded if the block fails."""
-        self.is_finite = True
+        self.finite = None
         if self.optimizer.two_phase:
             assert self._grads is not None
             self._grads.begin()
@@ -270,7 +280,8 @@ class RecordOptimizer:
             self._accumulating.update(averaged)
             return False
         finite = self.optimizer.loss_scale.unscale(list(averaged.values()), is_whole_step=False)
-        self.is_finite = self.is_finite and finite
+        if finite is not None:  # no wait for the device: step() reads the flag
+            self.finite = finite if self.finite is None else self.finite.logical_and_(finite)
         self._update(block, averaged, weights)
         self._staging.spread_shares({name: weights[name] for name in averaged})
         return True
@@ -300,22 +311,23 @@ class RecordOptimizer:
 
     def check(self) -> None:
         """Before a two-phase step, compute the norm of all gradients and check that they are finite."""
-        self.is_finite, self.square_norm = True, 0.0
+        self.square_norm = 0.0
         if not self._has_grads or self._grad_window is None:
             return
         if self.optimizer.loss_scale.is_off and self.optimizer.max_norm is None:
             return
-        squares = []
         inverse = 1.0 / self.optimizer.loss_scale.value
+        names = [sorted(self._accumulated.intersection(self.blocks.names_of(block))) for block in range(self.blocks.num_blocks)]
+        norms = torch.empty(sum(map(len, names)), dtype=torch.float64, device=self.blocks.device)  # read by the host once
+        places = iter(norms)
         with self._grad_window.open_pass(range(self.blocks.num_blocks)) as grad_pass:
             for block in range(self.blocks.num_blocks):
                 grads = grad_pass.acquire(block)
-                names = sorted(self._accumulated.intersection(grads))
-                norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in names]
-                squares += [(float(norm) * inverse) ** 2 for norm in norms]
+                for name in names[block]:
+                    torch.linalg.vector_norm(grads[name], dtype=torch.float64, out=next(places))
                 grad_pass.release(block)
+        squares = [(norm * inverse) ** 2 for norm in norms.tolist()]
         self.square_norm = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
-        self.is_finite = math.isfinite(self.square_norm) or self.optimizer.loss_scale.is_off
 
     def sweep(self, factor: float) -> None:
         """Second phase: update all blocks with the accumulated gradients."""
@@ -377,7 +389,7 @@ class RecordOptimizer:
         self.undo()
         self._has_grads = False
         self._accumulated.clear()
-        self.is_finite = True
+        self.finite, self.square_norm = None, 0.0
 
     def attach(self) -> None:
         """Become the gradient sink of the blocks."""

@@ -8,11 +8,13 @@ overwrites them. If weights have moved, the program is recorded again.
 The buffers exist as long as the recording, and so does the memory in which recorded programs work. That is one pool for all of them, since
 no value in it outlives a replay. Recordings are therefore chosen last, from the bytes that the budget has left, and their bytes are added
 to the projected peak. A program with calls that depend on the strip's position (masks, interpolation), or that uploads a table, is not
-recorded: a recording would fix the uploaded content.
+recorded: a recording would fix the uploaded content. A program whose recording fails runs without one, and a plan's first failure is a
+warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.backends.kernel_call import kernel_call_of
+from sft.common.errors import SftError
 from sft.common.interval import Interval
 from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.runtime.region import Region
@@ -66,9 +69,11 @@ class CudaGraphRecorder:
         with torch.cuda.device(self.device):
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                work()
-            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    work()
+            finally:  # also after a failure: the buffers are then freed on the current stream
+                torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             # Other threads, such as a strip reader's, may use the device during the capture.
@@ -141,6 +146,7 @@ class GraphCache:
         weights: names of the values that keep their addresses.
         num_bytes: bytes of all recordings.
         num_replays: number of replays so far, for tests.
+        num_failures: number of programs whose recording failed; they run without one.
     """
 
     programs: tuple[Program, ...]
@@ -148,6 +154,7 @@ class GraphCache:
     weights: frozenset[str] = frozenset()
     num_bytes: int = 0
     num_replays: int = 0
+    num_failures: int = 0
     _recordings: dict[int, _RecordedGraph] = field(default_factory=dict, repr=False)
     _program_ids: frozenset[int] = field(default_factory=frozenset, repr=False)
 
@@ -188,7 +195,13 @@ class GraphCache:
         addresses = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _has_fixed_address(port, self.weights))
         recording = self._recordings.get(id(program))
         if recording is None or recording.weight_addresses != addresses:
-            recording = self._record(program, bindings, addresses, run)
+            try:
+                recording = self._record(program, bindings, addresses, run)
+            except RuntimeError as error:
+                if isinstance(error, SftError):
+                    raise
+                self._give_up(program, error)
+                return None
         self._load(program, bindings, recording.buffers)
         recording.replay()
         self.num_replays += 1
@@ -220,6 +233,19 @@ class GraphCache:
         recording = _RecordedGraph(weight_addresses=addresses, buffers=buffers, results=results, replay=self.recorder.record(work))
         self._recordings[id(program)] = recording
         return recording
+
+    def _give_up(self, program: Program, error: RuntimeError) -> None:
+        """Never record a program again, since its recording failed. Recording works on buffers of its own, so the step is unharmed."""
+        self._program_ids -= {id(program)}
+        if not self.num_failures:
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            warnings.warn(
+                f"a strip could not be recorded as a CUDA graph ({reason}): "
+                "it runs without one, with the same results. Leave out cuda_graphs to silence this warning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.num_failures += 1
 
     def clear(self) -> None:
         """Drop all recordings and free their memory."""

@@ -32,6 +32,7 @@ from tests.helpers.thread_order import order_threads
 __all__ = ["DEVICE", "FakeEvent", "FakeGpu", "FakeStream", "fake_cuda", "observed"]
 
 DEVICE = torch.device("cuda", 0)
+_SCALAR_READS = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"})
 _View = tuple[Allocation, ByteView]
 
 
@@ -103,11 +104,13 @@ class FakeGpu:
         checker: the accesses and races.
         blocking_copies: copies between the devices that made a host thread wait, each with the line of the library that began it.
         num_synchronizations: waits of host threads for events and streams.
+        scalar_reads: values of tensors on the device that host threads waited for, each with the line of the library.
     """
 
     def __init__(self) -> None:
         self.checker = RaceChecker()
         self.blocking_copies: list[str] = []
+        self.scalar_reads: list[str] = []
         self.num_synchronizations = self.num_streams = 0
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -350,6 +353,10 @@ class _FunctionMode(TorchFunctionMode):
             return host
         if name == "is_pinned":
             return gpu.is_pinned(args[0])
+        if name in _SCALAR_READS and isinstance(args[0], Tensor) and gpu.is_on_device(args[0]):
+            gpu.scalar_reads.append(f"{name}{library_line()}")
+            gpu.read(args[0])
+            gpu.thread().join(gpu.current_stream().timeline.clock)
         if name in ("cpu", "cuda", "to") and isinstance(args[0], Tensor):
             return self._moved(func, name, args, kwargs)
         pins = kwargs.pop("pin_memory", False)

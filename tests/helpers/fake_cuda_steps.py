@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sft.optim.streamed import StreamedOptimizer
 from sft.torch_runtime import autograd
 from sft.torch_runtime.host_memory import HostSlabPool
 from sft.torch_runtime.streamed_parameters import StreamedParameters
@@ -22,14 +23,13 @@ __all__ = ["gpu_steps"]
 
 @contextlib.contextmanager
 def gpu_steps() -> Iterator[FakeGpu]:
-    """Context in which the passes of compiled models run on the fake device; the caller's own work stays on the CPU."""
-    run_region, differentiate = autograd.run_region, autograd._differentiate
+    """Context in which passes of compiled models, and steps of optimizers for streamed weights, run on the fake device."""
+    run_region, differentiate, step = autograd.run_region, autograd._differentiate, StreamedOptimizer.step
     pools: dict[int, HostSlabPool] = {}
     with fake_cuda() as gpu, pytest.MonkeyPatch.context() as patches:
 
         @contextlib.contextmanager
-        def on_device(inputs: autograd.RegionInputs) -> Iterator[None]:
-            provider: Any = None if inputs.weights is None else inputs.weights.provider
+        def on_device(provider: Any) -> Iterator[None]:
             former = None if provider is None else provider.device
             if provider is not None:
                 provider.device = DEVICE
@@ -54,7 +54,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
                 is_seed = tensor.dtype == torch.int64 and tuple(tensor.shape) == (1,)
                 if name not in streamed and not is_seed:
                     gpu.adopt(tensor)
-            with on_device(inputs):
+            with on_device(None if inputs.weights is None else inputs.weights.provider):
                 outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool), hosts)
             gpu.read(*outputs.values())
             return outputs
@@ -66,14 +66,21 @@ def gpu_steps() -> Iterator[FakeGpu]:
                         gpu.write(grad)
                     else:
                         gpu.adopt(grad)
-            with on_device(ctx.inputs):
+            weights = ctx.inputs.weights
+            with on_device(None if weights is None else weights.provider):
                 result = differentiate(ctx, grads)
             for grad in result:
                 if grad is not None:
                     gpu.read(grad)
             return result
 
+        def step_on_device(optimizer: Any, closure: Any = None) -> Any:
+            (records,) = optimizer._record_optimizers
+            with on_device(records.blocks):
+                return step(optimizer, closure)
+
         patches.setattr("sft.api.engine.run_region", run_on_device)
+        patches.setattr(StreamedOptimizer, "step", step_on_device)
         patches.setattr(autograd, "_differentiate", differentiate_on_device)
         patches.setattr(StreamedParameters, "reads_ahead", property(lambda self: True))
         yield gpu

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.backends.resize import ResizeCall
+from sft.common.torch_internals import TorchDispatchMode
 from sft.torch_runtime.cuda_graphs import _SEGMENTS_BYTES, GraphCache, buffer_bytes, recordable_programs
 
 _SHAPE = (1, 3, 80, 14)
@@ -23,11 +24,18 @@ class Again:
     """Records by remembering what to do; counts."""
 
     num_records: int = 0
+    is_replaying: bool = False
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_records += 1
         work()
-        return work
+
+        def replay() -> None:
+            self.is_replaying = True
+            work()
+            self.is_replaying = False
+
+        return replay
 
 
 def _model(*, train_norm: bool = False) -> nn.Module:
@@ -166,6 +174,82 @@ def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
         assert alive._recordings and not other._recordings
     for x, gradient in zip(inputs, expected, strict=True):
         torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+@dataclass
+class _Failing(Again):
+    """Recorder that fails after its warm-up, or before it, or after a few recordings."""
+
+    num_good: int = 0
+    warms_up: bool = True
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self.num_records >= self.num_good:
+            self.num_records += 1
+            if self.warms_up:
+                work()
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+        return super().record(work)
+
+
+@pytest.mark.parametrize(("num_good", "warms_up"), [(0, True), (0, False), (1, True)])
+def test_a_recording_that_fails_is_replaced_by_plain_execution(num_good: int, warms_up: bool) -> None:
+    """The same bits as without recordings of these programs, each tried once, and one warning."""
+    torch.manual_seed(0)
+    net: Any = sft.compile(_model(train_norm=True), _SHAPE, options=sft.Options(tile=(8, None)))
+    x = torch.randn(_SHAPE, dtype=torch.float64)
+    net.plan_for(x.clone().requires_grad_())
+    plain = copy.deepcopy(net)
+    store, _ = _with_recordings(net)
+    recorder = store.recorder = _Failing(num_good=num_good, warms_up=warms_up)
+    with pytest.warns(
+        RuntimeWarning, match=r"could not be recorded.*RuntimeError: CUDA error: operation not permitted.*same results"
+    ) as seen:
+        results = [_step(net, x) for _ in range(2)]
+    assert len([each for each in seen if "recorded" in str(each.message)]) == 1
+    torch.testing.assert_close(results, [_step(plain, x) for _ in range(2)], rtol=1e-12, atol=1e-12)
+    assert store.num_failures == recorder.num_records - num_good == len(store.programs) - num_good
+    assert (store.num_replays > 0) == (num_good > 0)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies outside of replays."""
+
+    def __init__(self, recorder: Again) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.recorder, self.num_copies = recorder, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_copies += func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default) and not self.recorder.is_replaying
+        return func(*args, **(kwargs or {}))
+
+
+def test_copies_of_a_replay_are_counted() -> None:
+    """One copy for each port that moves, one more for those that are written, and one for each result; the weights are not copied."""
+    torch.manual_seed(0)
+    net: Any = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    x = torch.randn(_SHAPE, dtype=torch.float64, requires_grad=True)
+    net.plan_for(x)
+    _, recorder = _with_recordings(net)
+    net(x).sum().backward()
+    run, counted = GraphCache.run, []
+
+    def counting(cache: GraphCache, program: Any, bindings: Any, work: Any) -> Any:
+        with _Copies(recorder) as copies:
+            results = run(cache, program, bindings, work)
+        if results is not None:
+            moving = [port for port in program.ports if port in bindings and not (port.role == "side" and port.name in cache.weights)]
+            blocks = sum(max(0, len(bindings[port]) - 1) for port in moving if port.role == "carry")
+            written = [port for port in moving if port.role in ("out", "grad_source", "partial", "grad_side")]
+            loaded = [port for port in moving if port.role != "out"]
+            counted.append((copies.num_copies, len(loaded) + blocks + len(written) + len(results)))
+        return results
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(GraphCache, "run", counting)
+        net(x).sum().backward()
+    assert len(counted) >= 8 and all(number <= most for number, most in counted), counted
+    assert max(number for number, _ in counted) <= 40
 
 
 def test_on_the_cpu_nothing_is_recorded() -> None:

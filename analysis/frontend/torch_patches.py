@@ -216,8 +216,9 @@ PATCHES: dict[str, Patch] = {
     ),
     "onednn": Patch(
         target="torch.backends.mkldnn.enabled",
-        why="Operators are traced on fake CPU tensors; attention and LSTMs would be recorded as oneDNN calls, which GPUs lack.",
-        without="Programs for GPUs contain operators of the CPU.",
+        why="Operators are traced on fake CPU tensors; attention and LSTMs would be recorded as oneDNN calls. GPUs lack them, and the "
+        "forward call of an LSTM computes the workspace of its derivative only in grad mode, in which programs do not run.",
+        without="Programs for GPUs contain operators of the CPU; LSTMs in single precision cannot be differentiated.",
         switch=without_onednn,
     ),
     "module_stack": Patch(

@@ -217,7 +217,7 @@ class ConvBackward:
 def conv_backward_at(context: MatchContext, at: int, call: Instruction) -> ConvBackward | None:
     """The backward call at a position; None if kernels cannot compute it."""
     gradient, x, weight, _, *geometry, _ = call.arguments
-    dx, dw, db = call.outputs
+    dx, dw, db = context.def_use.read_outputs(call)
     if not isinstance(gradient, Slot) or not isinstance(x, Slot) or not all(gradient.shape) or gradient.dtype != x.dtype:
         return None
     if any(slot is not None and slot.root != slot.number for slot in call.outputs):

@@ -106,6 +106,10 @@ class DefUse:
         """True if an instruction or the caller reads a result of an instruction; false for None."""
         return slot is not None and (bool(self.users(slot)) or slot.root in self.outside)
 
+    def read_outputs(self, call: Instruction) -> tuple[Slot | None, ...]:
+        """The results of an instruction; None for those that no instruction and no caller reads."""
+        return tuple(slot if self.is_read(slot) else None for slot in call.outputs)
+
     def is_written_between(self, slot: Slot, first: int, last: int) -> bool:
         """True if an instruction after ``first`` and before ``last`` writes the slot's storage."""
         return any(slot.root in self._effects[at].writes for at in range(first + 1, last))

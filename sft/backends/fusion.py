@@ -131,7 +131,8 @@ class Epilogue:
             return _Link(value=None if self.relu else value, name="relu")
         if call.function is aten._native_batch_norm_legit_no_training.default and call.arguments[0] == self.value:
             is_first = self.can_fold_norm and self.norm is None and not self.relu and self.residual is None
-            return _Link(value=call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None, name="norm")
+            out, *statistics = context.def_use.read_outputs(call)
+            return _Link(value=out if is_first and statistics == [None, None] else None, name="norm")
         if call.function is aten.copy_.default and call.arguments[1] == self.value:
             return _Link(value=call.writes[0])
         if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None:

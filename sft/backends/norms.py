@@ -40,7 +40,7 @@ def match_frozen_norms(context: MatchContext) -> Iterator[Rewrite]:
     """Batch norms in evaluation mode, with their epilogues."""
     for at, call in list(context.unclaimed_calls(aten._native_batch_norm_legit_no_training.default)):
         x, weight, bias, mean, variance, _, eps = call.arguments
-        out, *statistics = call.outputs
+        out, *statistics = context.def_use.read_outputs(call)
         if out is None or any(slot is not None for slot in statistics) or out.root != out.number:
             continue
         epilogue = Epilogue.of(context, out, at)
@@ -70,7 +70,7 @@ def match_frozen_norm_gradients(context: MatchContext) -> Iterator[Rewrite]:
 
 def _rewrite_frozen_norm_gradient(context: MatchContext, at: int, call: Instruction, prologue: ReluGradPrologue | None) -> Rewrite:
     gradient, x, weight, mean, variance, _, _, _, eps, _ = call.arguments
-    dx, dw, db = call.outputs
+    dx, dw, db = context.def_use.read_outputs(call)
     owner, num_channels = call.owner, x.shape[1]
     num_splits = num_norm_splits(1, num_channels, math.prod(x.shape) // num_channels)
     norm = FrozenNormCall(eps=eps, num_splits=num_splits)

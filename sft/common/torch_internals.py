@@ -7,6 +7,7 @@ All other modules import them from here, so that a change of torch shows in one 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -147,13 +148,25 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """A context without oneDNN. ``torch.backends.mkldnn.flags`` also sets options that warn on other devices than the CPU."""
-    was_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    """A context without oneDNN. ``torch.backends.mkldnn.flags`` also sets options that warn on other devices than the CPU.
+
+    The setting is that of the process: the last of the threads that are in such a context at a time restores it.
+    """
+    with _onednn_lock:
+        _onednn_before.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(was_enabled)
+        with _onednn_lock:
+            was_enabled = _onednn_before.pop()
+            if not _onednn_before:
+                torch._C._set_mkldnn_enabled(was_enabled)
+
+
+_onednn_lock = threading.Lock()
+#: The setting at the begin of each context that is open: the last one that closes takes the first entry.
+_onednn_before: list[bool] = []
 
 
 # -- transforms and compilers -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ is always a copy here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -108,7 +108,7 @@ class TracedCall:
         function: the ATen overload, or a Python function.
         arguments: positional arguments; tensors are :class:`SlotArg`, devices are ``DEVICE``.
         keywords: keyword arguments, likewise.
-        results: its tensor results; ``None`` for an unused one.
+        results: its tensor results; ``None`` for an unused view, which takes no memory, and for a result that is no tensor.
         has_many: True if the call returns a tuple.
     """
 
@@ -161,17 +161,23 @@ def trace_joint(function: Callable[..., torch.Tensor], arguments: Sequence[Argum
         InternalError: the function reads or returns a tensor from outside.
     """
     # The caller's modes may be on, and a trace is kept for later calls.
-    with torch.inference_mode(False), without_autograd_debugging(), _math_kernels_for_gpu():
+    has_derivative = any(spec.needs_grad for spec in arguments)
+    with torch.inference_mode(False), without_autograd_debugging(), _replayable_kernels(has_derivative=has_derivative):
         return TraceBuilder(record_ops(function, arguments, by_shape=by_shape)).trace()
 
 
 @contextmanager
-def _math_kernels_for_gpu() -> Iterator[None]:
-    """On machines with a GPU, decompose attention and LSTMs while tracing: the fused CPU call of the trace does not exist on GPUs."""
-    if not _has_gpu():
-        yield
-        return
-    with apply_patches("onednn"), sdpa_kernel(SDPBackend.MATH):
+def _replayable_kernels(*, has_derivative: bool) -> Iterator[None]:
+    """Decompose operators while tracing whose fused CPU call does not do the same in a program.
+
+    - On machines with a GPU: attention and LSTMs, since their CPU calls do not exist on GPUs.
+    - With a derivative: LSTMs of oneDNN, whose forward call leaves the workspace of its derivative only in grad mode; programs run without.
+    """
+    with ExitStack() as stack:
+        if has_derivative or _has_gpu():
+            stack.enter_context(apply_patches("onednn"))
+        if _has_gpu():
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
@@ -284,17 +290,24 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _live_calls(calls: Sequence[TracedCall], targets: set[int]) -> list[TracedCall]:
     """The calls that matter: those with a needed result, those that write in place, and those without results, which are checks.
 
-    Unused results of a call with several become ``None``.
+    Unused views of a call with several results become ``None``. Other unused results stay: the call allocates them, and their storages are
+    freed after it.
     """
     needed = set(targets)
     live = []
     for call in reversed(calls):
         is_used = [result is not None and result.index in needed for result in call.results]
         if any(is_used) or not is_used or (isinstance(call.function, OpOverload) and op_schema(call.function).is_mutable):
-            results = tuple(result if used else None for result, used in zip(call.results, is_used, strict=True))
-            live.append(replace(call, results=results) if call.has_many else call)
+            live.append(_without_unused_views(call, is_used) if call.has_many else call)
             needed.update(_operand_indices(call))
     return live[::-1]
+
+
+def _without_unused_views(call: TracedCall, is_used: Sequence[bool]) -> TracedCall:
+    results = tuple(
+        result if used or result is None or result.view_of is None else None for result, used in zip(call.results, is_used, strict=True)
+    )
+    return replace(call, results=results)
 
 
 def _operand_indices(call: TracedCall) -> set[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, typed
 
 __all__ = ["extract_block", "load_blocks", "shared_buffers", "stack_blocks", "stacked_buffers", "stacked_tensors"]
 
@@ -24,6 +24,11 @@ def stack_blocks(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Mod
     Raises:
         InputError: a block is not a module, or has another structure.
     """
+    if isinstance(make_block, nn.Module) or not callable(make_block):
+        raise InputError(
+            f"make_block is {typed(make_block)}: give a function without arguments that makes a new block at each call, "
+            "as in Repeat(lambda: Block(64), 12)"
+        )
     template = make_block()
     if not isinstance(template, nn.Module):
         raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")

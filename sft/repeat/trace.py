@@ -18,6 +18,7 @@ from torch.func import functional_call, functionalize
 
 from sft.analysis.frontend.diagnostics.model_errors import is_own_error, raised_error
 from sft.analysis.frontend.module_state import AttributeChanges, override_attributes, preserve_attributes
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output
 from sft.common.errors import UnsupportedError, input_error_of, typed
 from sft.common.torch_internals import FakeTensorMode
@@ -124,7 +125,7 @@ def trace_block(
 
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
-        with torch.inference_mode(False), mode, torch.no_grad(), off, suppress_output():
+        with torch.inference_mode(False), mode, torch.no_grad(), off, apply_patches("onednn"), suppress_output():
             with preserve_attributes(block) as changes:
                 recording = _record(joint, inputs)
             if changes:

@@ -137,6 +137,24 @@ def test_the_same_bits_as_eager_within_the_budget(kind: str, strategy: Any) -> N
         net.zero_grad()
 
 
+class RecurrentBlock(nn.Module):
+    """A block whose forward call of oneDNN computes the workspace of its derivative only in grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)[0]
+        return out
+
+
+def test_recurrent_blocks_in_single_precision() -> None:
+    net, x = Repeat(RecurrentBlock, 3), torch.rand(2, 5, 4).requires_grad_()
+    expected = torch.autograd.grad(net.unstacked()(x).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(net(x).sum(), x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_input_needs_no_gradient() -> None:
     for kind in _MODELS:
         net, x = _net(kind, strategy="revolve")
@@ -451,6 +469,8 @@ def test_bad_input_is_refused() -> None:
         Repeat(ConvBlock, 0)
     with pytest.raises(sft.InputError, match="strategy"):
         Repeat(ConvBlock, 2, strategy="best")  # type: ignore[arg-type]  # the point
+    with pytest.raises(sft.InputError, match=r"make_block is a Linear: .* a function without arguments"):
+        Repeat(nn.Linear(3, 3), 2)
     sizes = iter([3, 4])
     with pytest.raises(sft.InputError, match="block 1"):
         Repeat(lambda: nn.Linear(3, next(sizes)), 2)

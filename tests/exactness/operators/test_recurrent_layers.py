@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import sft
-from tests.helpers.exactness import assert_exact
+from tests.helpers.exactness import assert_exact, assert_within_budget
 from tests.helpers.models import image, seeded
 
 
@@ -54,6 +55,16 @@ def test_a_recurrent_layer_is_exact(layer: Callable[..., nn.RNNBase], options: d
     model = seeded(lambda: Reader(layer, **options)).train()
     report = assert_exact(model, image(2, 1, 16, 8), options=sft.Options(tile=(4, panel_cols)), steps=1)
     assert any(segment.mode == "tiled" for segment in report.plan.segments)
+
+
+def test_single_precision() -> None:
+    """The forward call of oneDNN's LSTM leaves the workspace of its derivative only in grad mode, so training does without that call."""
+    model = seeded(lambda: Reader(nn.LSTM, num_layers=2)).train().float()
+    x = image(2, 1, 16, 8).float().requires_grad_()
+    expected = torch.autograd.grad(model(x)[0].sum(), [x, *model.parameters()])
+    net = sft.compile(model, [x], options=sft.Options(tile=(4, None)))
+    torch.testing.assert_close(torch.autograd.grad(net(x)[0].sum(), [x, *net.parameters()]), expected, rtol=1e-4, atol=1e-5)
+    assert_within_budget(net, x, budget="1GiB", to_the_byte=True)
 
 
 def test_behind_a_pooled_image() -> None:

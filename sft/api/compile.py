@@ -144,8 +144,8 @@ def plan(
 ) -> Plan:
     """The plan that :func:`compile` would use; no step is run. The model may be on the meta device.
 
-    For a model on a GPU each segment of the plan is run once on dummy data: only the device knows its memory beyond
-    tensors (``Plan.overhead_bytes``).
+    For a model on a GPU each program of the plan is run once on dummy data: only the device knows the workspaces of its libraries. With
+    ``device="cuda"`` and a model on the meta device nothing runs, and these workspaces are not counted (``Plan.overhead_bytes``).
 
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`compile`.

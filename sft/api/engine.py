@@ -45,6 +45,7 @@ from sft.planner.plan import Plan
 from sft.runtime.region import Region
 from sft.torch_runtime.autograd import RegionInputs, run_region
 from sft.torch_runtime.cuda_graphs import ActiveGraphs
+from sft.torch_runtime.device_pool import BoundPool, DevicePool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_statistics import Reading, Skipping
 from sft.torch_runtime.streamed_parameters import StreamedParameters
@@ -112,6 +113,7 @@ class Engine:
         self.last_reading: Reading | None = None
         self.last_skipping: Skipping | None = None
         self._active_graphs = ActiveGraphs()
+        self._device_pool = DevicePool()
         limits = limits or MemoryLimits()
         if limits.budget_note and isinstance(mesh, LiveMesh):
             self.rank_context = RankContext(mesh, self._device(ModuleSnapshot(model)))
@@ -335,6 +337,7 @@ class Engine:
             make_machine=TorchMachine if self.rank_context is None else self.rank_context.machine,
             graphs=prepared.graphs,
             active_graphs=self._active_graphs,
+            pool=None if prepared.segments is None else BoundPool(self._device_pool, prepared.segments),
             backward_context=contextlib.nullcontext if sharding is None else sharding.backward_context(),
             check_retain_graph=(lambda: None) if prepared.retain_check is None else patch_lock()(prepared.retain_check.check),
             weights=self._bound_weights(prepared.region, graph, tensors),

@@ -64,6 +64,7 @@ class PreparedPlan:
         slab_pool: host memory for offloaded values; ``None`` if the schedule copies none.
         graphs: programs that are replayed as CUDA graphs, if any.
         retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
+        segments: bytes of the segments of the steps' memory pool on a GPU; ``None`` for steps without a pool.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class PreparedPlan:
     slab_pool: HostSlabPool | None = None
     graphs: GraphCache | None = None
     retain_check: RetainedGraphCheck | None = None
+    segments: tuple[int, ...] | None = None
 
 
 @contextlib.contextmanager
@@ -125,6 +127,8 @@ def prepare(
     graphs = _recordable_graphs(problem, region, plan, model, device, settings)
     if graphs is not None:
         plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
+    if plan.device_type == "cuda":
+        plan = replace(plan, projected_reserved_bytes=plan.total_bytes)
     return PreparedPlan(
         plan=plan,
         region=region,
@@ -133,7 +137,13 @@ def prepare(
         slab_pool=slab_pool,
         graphs=graphs,
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
+        segments=fitted.projected.projection.segments if _has_pool(device) else None,
     )
+
+
+def _has_pool(device: torch.device) -> bool:
+    """True if steps on the device may have a memory pool of their own."""
+    return device.type == "cuda"
 
 
 def prepare_on_mesh(

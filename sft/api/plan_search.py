@@ -12,7 +12,7 @@ rounding and libraries' workspaces exceed the rest of the budget, the search is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +54,12 @@ class FittedPlan:
     projected: ProjectedPlan
     seconds: Sequence[float] | None = None
 
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest budget that the plan fits."""
+        projection = self.projected.projection
+        return self.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
@@ -88,9 +94,8 @@ class PlanSearch:
         try:
             return self._fit_overhead(replace(problem, resources=limited))
         except BudgetError as error:
-            projection = fitted.projected.projection
-            needed_bytes = fitted.problem.resources.occupied_bytes + projection.peak_bytes
-            unlimited = Remedy(settings=("host",), num_bytes=projection.host_bytes, needed_bytes=needed_bytes, fits=True)
+            host_bytes = fitted.projected.projection.host_bytes
+            unlimited = Remedy(settings=("host",), num_bytes=host_bytes, needed_bytes=fitted.needed_bytes, fits=True)
             raise with_remedies(error, [unlimited], f" Of the host's memory {limits.host_note}.") from None
 
     def fit_projected(self, problem: PlanningProblem, *, streams_weights: bool = False) -> FittedPlan:
@@ -99,7 +104,8 @@ class PlanSearch:
         Raises:
             BudgetError, UnsupportedError: as :meth:`fit`.
         """
-        return self._new_plan(self._with_streamed_weights(problem) if streams_weights else problem)
+        problem = self._with_streamed_weights(problem) if streams_weights else problem
+        return self._with_room_for_overhead(problem, self._remote_estimator(problem) if self._is_for_gpu else None, self._new_plan)
 
     def _fits_free_host(self, projected: ProjectedPlan) -> bool:
         """True if the options limit the host memory, or a plan takes no more of it than is free."""
@@ -109,19 +115,45 @@ class PlanSearch:
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits together with the memory that the device takes in addition to tensors."""
-        device = self.signature.device
-        if not _has_device_overhead(device):
-            return self._fit_projected(problem)
-        estimator, reserved_bytes = overhead_estimator(self.model, problem, device, cuda_graphs=self.settings.options.cuda_graphs), 0
+        return self._with_room_for_overhead(problem, self._overhead_estimator(problem), self._fit_projected)
+
+    def _with_room_for_overhead(
+        self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem], FittedPlan]
+    ) -> FittedPlan:
+        """Find a plan that fits by its projection, in so much less than the budget that it fits with its overhead, too."""
+        if estimator is None:
+            return fit(problem)
+        overhead_bytes = 0
         while True:
             try:
-                fitted = self._fit_projected(problem.with_overhead(reserved_bytes))
+                fitted = fit(problem.with_overhead(overhead_bytes))
             except BudgetError as error:
-                raise error if reserved_bytes else _unmeasured_error(error) from None
-            fitted = _with_measured_overhead(estimator, fitted)
+                raise error if overhead_bytes else _unmeasured_error(error) from None
+            fitted = self._with_overhead(estimator, fitted)
             if self._fits_budget(fitted):
                 return fitted
-            reserved_bytes = max(fitted.projected.projection.overhead_bytes, reserved_bytes + 1)
+            overhead_bytes = max(fitted.projected.projection.overhead_bytes, overhead_bytes + 1)
+
+    def _overhead_estimator(self, problem: PlanningProblem) -> OverheadEstimator | None:
+        """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""
+        device = self.signature.device
+        if _has_device_overhead(device):
+            return overhead_estimator(self.model, problem, device, cuda_graphs=self.settings.options.cuda_graphs)
+        return self._remote_estimator(problem) if self._is_for_gpu else None
+
+    @property
+    def _is_for_gpu(self) -> bool:
+        """True if the plan is for a GPU, of this machine or of another one."""
+        return _has_device_overhead(self.signature.device) or self.settings.device_type(self.signature.device) == "cuda"
+
+    def _remote_estimator(self, problem: PlanningProblem) -> OverheadEstimator:
+        """The estimator for a GPU of another machine, whose libraries' workspaces are unknown."""
+        return OverheadEstimator(None, is_training=problem.sized.training, has_pool=not self.settings.options.cuda_graphs)
+
+    def _with_overhead(self, estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
+        """The plan with its overhead in the projection."""
+        with autocast_disabled(self.signature.device):
+            return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
 
     def fastest(self, fitted: FittedPlan) -> FittedPlan:
         """Time a plan and its rivals on the device; the fastest one. A plan given by the user has no rivals."""
@@ -130,16 +162,14 @@ class PlanSearch:
         if self.settings.plan is None:
             timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
-        estimator = None
-        if _has_device_overhead(device):
-            estimator = overhead_estimator(self.model, problem, device, cuda_graphs=options.cuda_graphs)
+        estimator = self._overhead_estimator(problem)
         with autocast_disabled(device):
             best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
             best = replace(fitted, seconds=best_seconds)
             for rival in rivals:
                 candidate = FittedPlan(problem, rival)
                 if estimator is not None:
-                    candidate = _with_measured_overhead(estimator, candidate)
+                    candidate = self._with_overhead(estimator, candidate)
                     if not self._fits_budget(candidate):
                         continue
                 seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
@@ -168,10 +198,8 @@ class PlanSearch:
             raise min(resident_error, error, key=lambda each: each.needed_bytes) from None
 
     def _fits_budget(self, fitted: FittedPlan) -> bool:
-        """True if a plan fits together with its measured overhead."""
-        projection = fitted.projected.projection
-        needed_bytes = fitted.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
-        return needed_bytes <= self.settings.budget_bytes
+        """True if a plan fits together with its overhead."""
+        return fitted.needed_bytes <= self.settings.budget_bytes
 
     def _with_streamed_weights(self, problem: PlanningProblem) -> PlanningProblem:
         """The same problem with streamed weights."""
@@ -255,7 +283,12 @@ def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch
     weights = {node.name: tensor_attribute(model, node.target) for node in nodes}
     plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
     return OverheadEstimator(
-        device, open_timing_cache(device), plain, num_streams=2 if cuda_graphs else 1, is_training=problem.sized.training
+        device,
+        open_timing_cache(device),
+        plain,
+        num_streams=2 if cuda_graphs else 1,
+        is_training=problem.sized.training,
+        has_pool=not cuda_graphs,  # while a graph is recorded, allocations go to the graph's pool
     )
 
 
@@ -264,15 +297,7 @@ def _has_device_overhead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _with_measured_overhead(estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
-    """The plan with its measured overhead in the projection."""
-    projection = fitted.projected.projection
-    with autocast_disabled(estimator.device):
-        overhead_bytes = estimator.overhead_bytes(fitted.problem, fitted.projected.region, projection.peak_bytes)
-    return replace(fitted, projected=replace(fitted.projected, projection=replace(projection, overhead_bytes=overhead_bytes)))
-
-
 def _unmeasured_error(error: BudgetError) -> BudgetError:
     """The error of a search in which no plan fits even without overhead."""
-    note = " On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them."
+    note = " On a GPU the allocator's segments and libraries' workspaces come on top: they are determined when a plan fits without them."
     return with_remedies(error, (), note)

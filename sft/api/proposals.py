@@ -123,9 +123,7 @@ class _Attempts:
             return Remedy(settings=changes, needed_bytes=error.needed_bytes)
         finally:
             changed.memo.clear()  # a changed problem has a memo of its own
-        projection, resources = fitted.projected.projection, fitted.problem.resources
-        needed_bytes = resources.occupied_bytes + projection.peak_bytes
-        return Remedy(settings=changes, num_bytes=projection.host_bytes, needed_bytes=needed_bytes, fits=True)
+        return Remedy(settings=changes, num_bytes=fitted.projected.projection.host_bytes, needed_bytes=fitted.needed_bytes, fits=True)
 
     def _changed(self, problem: PlanningProblem, setting: Setting) -> PlanningProblem | None:
         """The problem with a change of its resources; ``None`` where it could not matter."""

@@ -170,7 +170,8 @@ class Plan:
         repeat_budgets: byte budgets of the repeats that have none of their own, in order; empty if they keep all residuals.
         streamed_weights: number of streamed parameters; 0 if all are resident.
         weights_peak_bytes: peak bytes of streamed weights on the device, which are part of the projected peak.
-        overhead_bytes: on a GPU, measured bytes of allocator rounding and library workspaces; part of the projected peak.
+        overhead_bytes: on a GPU, bytes of library workspaces and of the allocator's segments beyond the tensors in them; part of the
+            projected peak.
         mesh: for a plan over several ranks, the bytes, FLOPs and messages of each rank. The numbers above are then those of the rank with
             the largest peak, except ``flops``, which sums all bands of an image.
         search_limits: thresholds of the search that made the plan, not compared; ``None`` in plans of older releases.
@@ -178,6 +179,8 @@ class Plan:
             device without a named device, which is rated as on a GPU; empty in plans of older releases.
         budget_note: origin of an automatic budget, not compared; empty for a budget in bytes.
         host_note: origin of the limit of the host's memory, not compared; empty if the plan takes none of it.
+        projected_reserved_bytes: on a GPU, bytes that the allocator reserves for the step and everything resident, by simulation; the
+            total. 0 on a CPU, and in plans of older releases.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -206,6 +209,7 @@ class Plan:
     device_type: str = field(default="", compare=False)
     budget_note: str = field(default="", compare=False)
     host_note: str = field(default="", compare=False)
+    projected_reserved_bytes: int = field(default=0, compare=False)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

@@ -130,7 +130,7 @@ def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_byte
 def _occupied_text(problem: PlanningProblem) -> str:
     """Text of the bytes that every plan takes."""
     overhead = (
-        f", {format_bytes(problem.resources.overhead_bytes)} for blocks and workspaces of the device"
+        f", {format_bytes(problem.resources.overhead_bytes)} for segments and workspaces of the device"
         if problem.resources.overhead_bytes
         else ""
     )

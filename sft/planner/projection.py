@@ -162,7 +162,8 @@ class Projection:
         host_bytes: peak bytes of host memory for values that leave the device.
         slab_bytes: part of ``host_bytes`` in the slab, for copies; the remainder holds streamed segment boundary tensors.
         weights_peak_bytes: peak bytes of streamed weights; included in ``peak_bytes``.
-        overhead_bytes: bytes that the device takes in addition, where measured (``sft.planner.measured.allocator_overhead``).
+        overhead_bytes: on a GPU, bytes that the device takes in addition (``sft.planner.measured.allocator_overhead``).
+        segments: on a GPU, bytes of the segments of the step's memory pool; ``None`` for a step without a pool.
     """
 
     peak_bytes: int
@@ -172,6 +173,7 @@ class Projection:
     slab_bytes: int = 0
     weights_peak_bytes: int = 0
     overhead_bytes: int = 0
+    segments: tuple[int, ...] | None = None
 
 
 def project_step(
@@ -207,28 +209,31 @@ def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine
     """Run a step on a simulated machine, forward and, in training, backward; ``retains`` as in :func:`project_step`."""
     memory = machine.memory
     inputs = set(problem.resources.resident_inputs)
-    leaves = {
-        node.name: SimulatedBuffer(memory, problem.sized.value_bytes(node.name) if node.name in inputs else 0)
-        for node in problem.sized.graph.nodes
-        if node.kind != "operator"
-    }
+    with machine.caller():
+        leaves = {
+            node.name: SimulatedBuffer(memory, problem.sized.value_bytes(node.name) if node.name in inputs else 0)
+            for node in problem.sized.graph.nodes
+            if node.kind != "operator"
+        }
     outputs, tape = region.forward(machine, leaves, keep=problem.sized.training, hosts=dict.fromkeys(problem.resources.host_outputs))
     # Running statistics are copied into their buffers and freed before the backward pass begins.
     outputs = {name: handle for name, handle in outputs.items() if name in problem.sized.graph.outputs}
     if problem.sized.training:
         hosts = problem.resources.host_outputs
-        output_grads = {
-            name: None if name in hosts else machine.allocate(region.output_shape(name), problem.sized.dtypes[name], zero=False)
-            for name in region.outputs
-            if name in problem.sized.requires_grad
-        }
+        with machine.caller():
+            output_grads = {
+                name: None if name in hosts else machine.allocate(region.output_shape(name), problem.sized.dtypes[name], zero=False)
+                for name in region.outputs
+                if name in problem.sized.requires_grad
+            }
         # The gradient of an input that the model returns bypasses the region: autograd adds it to the region's gradient, or copies it.
         grads = {name: grad for name, grad in output_grads.items() if name not in leaves}
         bypassing = {name: grad for name, grad in output_grads.items() if name in leaves}
         output_grads.clear()
         sinks = dict.fromkeys(problem.resources.from_source & problem.sized.requires_grad)
         leaf_grads = region.backward(machine, tape, grads, sinks=sinks, consume=not retains) if grads else {}
-        sums = [machine.allocate(problem.sized.shapes[name], problem.sized.dtypes[name], zero=False) for name in bypassing]
+        with machine.caller():
+            sums = [machine.allocate(problem.sized.shapes[name], problem.sized.dtypes[name], zero=False) for name in bypassing]
         del leaf_grads, bypassing, sums
     machine.end()
     del outputs, leaves

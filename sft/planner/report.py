@@ -203,7 +203,12 @@ def _overhead_lines(plan: Plan) -> list[str]:
     """Line of the device's overhead in addition to tensors."""
     if not plan.overhead_bytes:
         return []
-    return [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's rounding, libraries' workspaces"]
+    lines = [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's segments, libraries' workspaces"]
+    if plan.projected_reserved_bytes:
+        tensors_bytes = plan.total_bytes - plan.overhead_bytes
+        ratio = f"{plan.projected_reserved_bytes / tensors_bytes:.2f} x the tensors, " if tensors_bytes else ""
+        lines.append(f"    reserved        {format_bytes(plan.projected_reserved_bytes):>12}  {ratio}by the GPU's allocator (simulated)")
+    return lines
 
 
 def _weights_lines(plan: Plan) -> list[str]:

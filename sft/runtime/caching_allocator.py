@@ -23,12 +23,13 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from sft.common.errors import InputError
 
-__all__ = ["AllocatorSettings", "Block", "CachingAllocator"]
+__all__ = ["MIN_SEGMENT_BYTES", "AllocatorSettings", "Block", "CachingAllocator", "segment_bytes"]
 
 _MIB: Final = 2**20
 _MIN_BLOCK_BYTES: Final = 512
@@ -37,6 +38,8 @@ _SMALL_SEGMENT_BYTES: Final = 2 * _MIB
 _MEDIUM_BYTES: Final = 10 * _MIB
 _LARGE_SEGMENT_BYTES: Final = 20 * _MIB
 _SEGMENT_ROUNDING_BYTES: Final = 2 * _MIB
+#: Smallest segment that is as large as its first request, rounded up; smaller requests share segments of fixed sizes.
+MIN_SEGMENT_BYTES: Final = _MEDIUM_BYTES
 #: Variables of the environment, in the order in which torch reads them.
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: ``roundup_power2_divisions`` has an entry for each power of two from 1 MiB on.
@@ -153,14 +156,22 @@ class Block:
     before: Block | None = None
     after: Block | None = None
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Order of free blocks: by size, then by address."""
-        return (self.num_bytes, self.segment, self.offset_bytes)
+
+#: A free block after its size and address: smaller blocks come first, of equal ones that with the lower address.
+_FreeBlock = tuple[int, int, int, Block]
 
 
-def _key(block: Block) -> tuple[int, int, int]:
-    return block.key
+def _entry(block: Block) -> _FreeBlock:
+    return (block.num_bytes, block.segment, block.offset_bytes, block)
+
+
+def segment_bytes(block_bytes: int) -> int:
+    """Size of a new segment for a block."""
+    if block_bytes <= _SMALL_BYTES:
+        return _SMALL_SEGMENT_BYTES
+    if block_bytes < _MEDIUM_BYTES:
+        return _LARGE_SEGMENT_BYTES
+    return -(-block_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,7 +203,7 @@ class CachingAllocator:
     num_segments: int = 0
     num_released: int = 0
     num_failures: int = 0
-    _free: dict[_PoolName, list[Block]] = field(default_factory=lambda: {"small": [], "large": []})
+    _free: dict[_PoolName, list[_FreeBlock]] = field(default_factory=lambda: {"small": [], "large": []})
     _tails: dict[_PoolName, Block] = field(default_factory=dict)
 
     def allocate(self, num_bytes: int) -> Block | None:
@@ -210,6 +221,12 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
+    def reserve(self, segments: Iterable[int]) -> None:
+        """Request segments in advance and leave them free: large requests that are freed once all are served."""
+        for block in [self.allocate(num_bytes) for num_bytes in segments]:
+            self.free(block)
+        self.peak_requested_bytes, self.peak_allocated_bytes = self.requested_bytes, self.allocated_bytes
+
     def free(self, block: Block | None) -> None:
         """Return a block, and merge it with free neighbours."""
         if block is None:
@@ -221,47 +238,47 @@ class CachingAllocator:
             if neighbour is not None and neighbour.is_free:
                 self._take(neighbour)
                 self._absorb(block, neighbour)
-        insort(self._free[block.pool], block, key=_key)
+        insort(self._free[block.pool], _entry(block))
 
     def release_cached_segments(self) -> None:
         """Return segments without live blocks to the driver (``torch.cuda.empty_cache``)."""
         for blocks in self._free.values():
-            for block in [each for each in blocks if each.before is None and each.after is None]:
+            for block in [entry[-1] for entry in blocks if entry[-1].before is None and entry[-1].after is None]:
                 self._take(block)
                 self.reserved_bytes -= block.num_bytes
                 self.num_released += 1
                 if self._tails.get(block.pool) is block:
                     del self._tails[block.pool]
 
+    @property
+    def free_blocks(self) -> Iterable[Block]:
+        """All free blocks."""
+        return (entry[-1] for entries in self._free.values() for entry in entries)
+
     def _best_fit(self, pool: _PoolName, size_bytes: int) -> Block | None:
         """Take the smallest free block that is large enough; ``None`` if there is none that may be used."""
         blocks = self._free[pool]
-        index = bisect_left(blocks, (size_bytes, -1, -1), key=_key)
+        index = bisect_left(blocks, (size_bytes,))
         if index == len(blocks):
             return None
-        if self.settings.expandable_segments and blocks[index] is self._tails.get(pool) and index + 1 < len(blocks):
+        if self.settings.expandable_segments and blocks[index][-1] is self._tails.get(pool) and index + 1 < len(blocks):
             index += 1  # the end of the segment can grow, so every other block fits better
-        block, limit_bytes = blocks[index], self.settings.max_split_size_bytes
+        block, limit_bytes = blocks[index][-1], self.settings.max_split_size_bytes
         if limit_bytes is not None:
             if size_bytes < limit_bytes <= block.num_bytes:
                 return None
             if size_bytes >= limit_bytes and block.num_bytes >= size_bytes + self.settings.max_non_split_rounding_bytes:
                 return None
-        return blocks.pop(index)
+        return blocks.pop(index)[-1]
 
     def _new_block(self, pool: _PoolName, size_bytes: int) -> Block:
         """Block of a new segment, or of the end of the expandable one."""
         if self.settings.expandable_segments:
             return self._grow(pool, size_bytes)
-        if pool == "small":
-            segment_bytes = _SMALL_SEGMENT_BYTES
-        elif size_bytes < _MEDIUM_BYTES:
-            segment_bytes = _LARGE_SEGMENT_BYTES
-        else:
-            segment_bytes = -(-size_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
-        self._reserve(segment_bytes)
+        num_bytes = segment_bytes(size_bytes)
+        self._reserve(num_bytes)
         self.num_segments += 1
-        return Block(pool, self.num_segments, 0, segment_bytes)
+        return Block(pool, self.num_segments, 0, num_bytes)
 
     def _grow(self, pool: _PoolName, size_bytes: int) -> Block:
         """Extend the expandable segment of a pool; a free block at its end is part of the result."""
@@ -307,7 +324,7 @@ class CachingAllocator:
         elif self._tails.get(block.pool) is block:
             self._tails[block.pool] = rest
         block.after, block.num_bytes = rest, size_bytes
-        insort(self._free[block.pool], rest, key=_key)
+        insort(self._free[block.pool], _entry(rest))
 
     def _absorb(self, block: Block, neighbour: Block) -> None:
         """Merge a free neighbour into a block."""
@@ -326,6 +343,6 @@ class CachingAllocator:
     def _take(self, block: Block) -> None:
         """Remove a block from the free list."""
         blocks = self._free[block.pool]
-        index = bisect_left(blocks, block.key, key=_key)
-        assert blocks[index] is block
+        index = bisect_left(blocks, (block.num_bytes, block.segment, block.offset_bytes))
+        assert blocks[index][-1] is block
         del blocks[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,10 @@ class SimulatedMachine:
     on_host: bool = True
     host_arena: HostArena = field(default_factory=HostArena)
     host_memory: MemoryCounter = field(default_factory=MemoryCounter)
+
+    def caller(self) -> AbstractContextManager[None]:
+        """Context of allocations by the code that calls the model: inputs, and gradients of outputs."""
+        return nullcontext()
 
     def _no_effect(self, *arguments: Any, **keywords: Any) -> None:
         """Operations that write data, and neither allocate nor free memory."""

@@ -14,7 +14,7 @@ sinks, strip by strip, while the backward pass runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -28,6 +28,7 @@ from sft.runtime.region import Region, Tape
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
+from sft.torch_runtime.device_pool import BoundPool
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
@@ -64,6 +65,7 @@ class RegionInputs:
         make_machine: constructor of the machine of a pass.
         graphs: recorded programs of the region.
         active_graphs: the recordings that are alive, over all plans of the model.
+        pool: memory pool of the passes; ``None`` for the device's default pool.
         backward_context: context in which a backward pass runs.
         check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
         weights: the streamed parameters; their entries in ``tensors`` are on the host.
@@ -82,9 +84,14 @@ class RegionInputs:
     make_machine: Callable[..., TorchMachine] = TorchMachine
     graphs: GraphCache | None = None
     active_graphs: ActiveGraphs = field(default_factory=ActiveGraphs)
+    pool: BoundPool | None = None
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
+
+    def memory(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which a pass allocates device memory."""
+        return contextlib.nullcontext() if self.pool is None else self.pool.use(self.device)
 
     def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
         """Streamed weights of a forward pass; ``None`` if all are resident."""
@@ -122,7 +129,7 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
     leaves = dict(zip(inputs.names, tensors, strict=True))
     if not keep:
-        with torch.no_grad(), autocast_disabled(inputs.device), inputs.forward_weights() as weights:
+        with torch.no_grad(), autocast_disabled(inputs.device), inputs.memory(), inputs.forward_weights() as weights:
             machine = inputs.machine(backward=False, weights=weights)
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
@@ -145,7 +152,7 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
         offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
-        with autocast_disabled(inputs.device), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
+        with autocast_disabled(inputs.device), inputs.memory(), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
             machine = inputs.machine(backward=False, offloader=offloader, weights=weights)
             outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
@@ -243,7 +250,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if inputs.weights is not None:  # their gradients are used during the pass
         reached -= unneeded_grads(ctx, inputs.names)
     weight_grads: dict[str, torch.Tensor] = {}
-    with inputs.backward_weights(reached, weight_grads) as weights:
+    with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
         machine = inputs.machine(backward=True, offloader=offloader, weights=weights)
         with autocast_disabled(inputs.device), _quiesce_on_error(offloader):
             leaf_grads = region.backward(machine, tape, output_grads, sinks=sinks, consume=consume)
@@ -254,8 +261,21 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if region.host_outputs and inputs.device.type == "cuda":
         # Their gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
         torch.cuda.current_stream(inputs.device).synchronize()
+    if inputs.pool is not None:
+        _move_lasting_grads(region, inputs.names, tensors, leaf_grads)
     by_tensor = [leaf_grads.get(name) if name in reached else None for name in inputs.names]
     return [*by_tensor, *[None] * (ctx.num_tensors - len(by_tensor))]
+
+
+def _move_lasting_grads(region: Region, names: Sequence[str], tensors: Sequence[torch.Tensor | None], grads: dict[str, Any]) -> None:
+    """Copy the parameters' gradients that outlast the pass out of its memory pool, one after another.
+
+    Autograd keeps the gradient of a leaf that has none yet. In the pool it would occupy a segment of the next step.
+    """
+    for name, tensor in zip(names, tensors, strict=False):
+        is_kept = tensor is not None and tensor.is_leaf and tensor.grad is None
+        if is_kept and region.graph[name].kind == "parameter" and grads.get(name) is not None:
+            grads[name] = grads[name].clone()
 
 
 @contextlib.contextmanager

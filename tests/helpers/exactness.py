@@ -197,7 +197,7 @@ class _Reading:
 
     def check(self, plan: sft.Plan, budget: int | str, *, to_the_byte: bool) -> tuple[int, int, sft.Plan]:
         """Assert what :func:`assert_within_budget` says, and return what it does."""
-        measured, projected = self.counter.peak.num_bytes, plan.projected_peak_bytes
+        measured, projected = self.counter.peak.num_bytes, plan.projected_peak_bytes - plan.overhead_bytes
         assert measured > 0, "the meter saw nothing"
         assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
         if to_the_byte:

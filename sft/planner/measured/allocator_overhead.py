@@ -1,24 +1,24 @@
-"""Allocator overhead: bytes that a GPU takes in addition to the tensors of a plan's programs.
+"""Device memory of a plan on a GPU: its tensors, the workspaces of libraries, and the segments of the allocator.
 
-The projection counts tensors. A GPU takes more for three reasons, and no formula gives the amount:
+The projection counts tensors. A GPU takes more for three reasons:
 
-- PyTorch's allocator uses *blocks*: sizes are rounded up, and a large free block is not split for a request that nearly fills it;
 - an operator may take a *workspace* while it runs, as most of cuDNN's convolutions do, of a size that the library chooses;
-- cuBLAS has a workspace for each thread and stream that has multiplied matrices, and keeps it.
+- cuBLAS has a workspace for each thread and stream that has multiplied matrices, and keeps it;
+- PyTorch's allocator reserves memory in *segments*, and divides them into blocks (:mod:`sft.planner.measured.reserved_memory`).
 
-So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the allocator's peak shows the bytes in
-excess of its tensors: on this thread, and on the thread that runs backward passes, as libraries select algorithms per thread. The result is
-cached in the file of measured times (`sft.torch_runtime.profiling`). The step is then simulated once more, with every buffer as large as
-its block and every program with its workspace. The overhead is the difference of this peak from the plan's projection. On a CPU it is zero:
-budgets refer to the bytes that PyTorch's dispatcher shows.
+No formula gives the first two. So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the
+allocator's peak shows the bytes in excess of its tensors: on this thread, and on the thread that runs backward passes, as libraries select
+algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). A plan that is made on a machine
+without the GPU has no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
+overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,113 +27,20 @@ from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
 from sft.common.torch_internals import TorchDispatchMode
-from sft.lower.program import Port, Program
+from sft.lower.program import Program
+from sft.planner.materialize import ProjectedPlan
+from sft.planner.measured.allocation_trace import record_program, record_step
+from sft.planner.measured.reserved_memory import choose_segments, resident_sizes, simulate_reserved_memory
 from sft.planner.problem import PlanningProblem
-from sft.planner.projection import run_step
 from sft.runtime.caching_allocator import AllocatorSettings
-from sft.runtime.machine import Buffer, Residuals
-from sft.runtime.region import Region
-from sft.runtime.simulated_machine import MemoryCounter, SimulatedMachine
-from sft.torch_runtime.profiling import (
-    ProgramBenchmark,
-    SimulatedResiduals,
-    TimingCache,
-    producer_program,
-    run_on_autograd_thread,
-    timing_key,
-)
+from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, run_on_autograd_thread, timing_key
 
-__all__ = ["AllocatorMachine", "AllocatorRounding", "OverheadEstimator", "blas_workspace_bytes", "simulate_allocator"]
+__all__ = ["OverheadEstimator", "blas_workspace_bytes"]
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
 _KIB = 2**10
 _MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorRounding:
-    """Rounding rules of PyTorch's CUDA allocator.
-
-    Attributes:
-        splits_finely: true if the remainder of a block is always split off, as with expandable segments; otherwise up to a mebibyte is not.
-    """
-
-    splits_finely: bool = False
-
-    @classmethod
-    def of_settings(cls) -> AllocatorRounding:
-        """Rules for the allocator settings of the environment."""
-        return cls(AllocatorSettings.of_environment().expandable_segments)
-
-    def size(self, num_bytes: int) -> int:
-        """Largest block size for a request."""
-        size = -(-num_bytes // 512) * 512
-        return size if size <= _MIB or self.splits_finely else size + _MIB
-
-
-@dataclass(frozen=True, slots=True)
-class _AllocatorMemory:
-    """Bytes of a program with blocks for storages.
-
-    Attributes:
-        peak_bytes: peak bytes above the start.
-        end_rounding_bytes: rounding of the blocks that are alive at the end.
-    """
-
-    peak_bytes: int
-    end_rounding_bytes: int
-
-
-def simulate_allocator(program: Program, blocks: AllocatorRounding) -> _AllocatorMemory:
-    """Simulate a program's allocations and frees with blocks in place of storages."""
-    slack: dict[int, int] = {}
-    now = slack_now = peak = 0
-    for instruction in program.instructions:
-        opaque_bytes = instruction.num_bytes
-        for out in instruction.outputs:
-            if out is not None and out.root == out.number:
-                slack[out.number] = blocks.size(out.num_bytes) - out.num_bytes
-                slack_now += slack[out.number]
-                opaque_bytes -= out.num_bytes
-        if opaque_bytes > 0:  # several tensors in one slot
-            slack_now += blocks.size(opaque_bytes) - opaque_bytes
-        now += instruction.num_bytes
-        peak = max(peak, now + slack_now + blocks.size(instruction.scratch_bytes))
-        now -= instruction.freed_bytes
-        slack_now -= sum(slack.pop(number, 0) for number in instruction.frees)
-    return _AllocatorMemory(peak, slack_now)
-
-
-@dataclass(slots=True)
-class AllocatorMachine(SimulatedMachine):
-    """Simulated machine with blocks for buffers, and workspaces for programs.
-
-    Attributes:
-        blocks: rounding rules.
-        workspace: workspace bytes of a program, given its first half if it has one.
-    """
-
-    blocks: AllocatorRounding = field(default_factory=AllocatorRounding)
-    workspace: Callable[[Program, Program | None], int] = lambda _program, _first: 0
-    _known: dict[int, tuple[Program, _AllocatorMemory]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.memory = MemoryCounter(self.blocks.size)
-
-    def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
-        memory = self._in_blocks(program)
-        workspace_bytes = self.workspace(program, producer_program(saved))
-        self.memory.record_peak(memory.peak_bytes + self.blocks.size(workspace_bytes))
-        results, left = SimulatedMachine.run(self, program, bindings, saved)
-        if program.residuals:
-            left.values.resize(left.values.num_bytes + memory.end_rounding_bytes)
-        return results, SimulatedResiduals(left.values, left.inputs, first=program if program.residuals else None)
-
-    def _in_blocks(self, program: Program) -> _AllocatorMemory:
-        if id(program) not in self._known:
-            self._known[id(program)] = (program, simulate_allocator(program, self.blocks))  # the reference keeps the id unique
-        return self._known[id(program)][1]
 
 
 class _MatmulDetector(TorchDispatchMode):
@@ -152,90 +59,93 @@ class _MatmulDetector(TorchDispatchMode):
 
 @dataclass(slots=True)
 class OverheadEstimator:
-    """Measures the overhead of plans on one device.
+    """Estimates the overhead of plans on one GPU.
 
     Attributes:
-        device: the GPU.
+        device: the GPU; ``None`` if it is in another machine.
         costs: cached measurements of programs.
         weights: the model's weights, by the names of the graph.
         num_streams: streams on which programs run.
         is_training: true if backward passes follow, which run on a thread of their own.
-        blocks: rounding rules of the allocator.
+        has_pool: true if the steps have a memory pool of their own.
+        allocator: settings of the allocator.
     """
 
-    device: torch.device
-    costs: TimingCache
+    device: torch.device | None
+    costs: TimingCache = field(default_factory=TimingCache)
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_streams: int = 1
     is_training: bool = False
-    blocks: AllocatorRounding = field(default_factory=AllocatorRounding.of_settings)
+    has_pool: bool = True
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings.of_environment)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
     _multiplies: bool = False
 
-    def overhead_bytes(self, problem: PlanningProblem, region: Region, projected_bytes: int) -> int:
-        """Bytes of a step in excess of its projection.
-
-        Args:
-            problem: the planning problem.
-            region: the plan's region.
-            projected_bytes: the plan's peak.
+    def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
+        """The plan with its overhead: bytes of a step and of everything resident that exceed the bytes of their tensors.
 
         Raises:
             BudgetError: a program does not fit into the free memory of the device.
         """
         self._multiplies = False
-        machine = AllocatorMachine(on_host=problem.resources.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
-        run_step(problem, region, machine)
-        peak_bytes = machine.memory.peak_bytes
-        if self._multiplies:
+        trace = record_step(problem, projected.region, self._workspace_bytes)
+        resident = resident_sizes(problem)
+        if self._multiplies and self.device is not None:
             num_threads = 2 if self.is_training else 1
-            peak_bytes += num_threads * self.num_streams * self.blocks.size(blas_workspace_bytes(self.device))
-        return max(0, peak_bytes - projected_bytes)
+            resident += [blas_workspace_bytes(self.device)] * (num_threads * self.num_streams)
+        segments = choose_segments(trace, self.allocator) if self.has_pool and self.allocator.is_native else None
+        memory = simulate_reserved_memory(trace, self.allocator, segments=segments, resident=resident)
+        projection = projected.projection
+        overhead_bytes = max(0, memory.reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
+        return replace(projected, projection=replace(projection, overhead_bytes=overhead_bytes, segments=segments))
 
     def working_bytes(self, program: Program) -> int:
-        """Bytes of a program above its bindings, including results."""
-        return simulate_allocator(program, self.blocks).peak_bytes + self.blocks.size(self._workspace_bytes(program, None))
+        """Bytes of the blocks of a program above its bindings, including results."""
+        trace = record_program(program, self._workspace_bytes(program, None))
+        return simulate_reserved_memory(trace, self.allocator).allocated_bytes
 
     def _workspace_bytes(self, program: Program, first: Program | None) -> int:
+        if self.device is None:
+            return 0
         if id(program) not in self._keys:
             name, is_lasting = timing_key(program, first)
             # With cudnn.benchmark each process searches for the fastest algorithm anew, and uses the memory that is free at that moment.
             is_lasting = is_lasting and not torch.backends.cudnn.benchmark
             threads = "two threads" if self.is_training else "one thread"
-            self._keys[id(program)] = (program, f"{self.blocks} {threads} {name}", is_lasting)  # the reference keeps the id unique
+            self._keys[id(program)] = (program, f"{threads} {name}", is_lasting)  # the reference keeps the id unique
         _, key, is_lasting = self._keys[id(program)]
-        known, multiplies = self.costs.get(f"workspace {key}"), self.costs.get(f"products {key}")
+        known, multiplies = self.costs.get(f"requested workspace {key}"), self.costs.get(f"products {key}")
         if known is None or multiplies is None:
-            known, multiplies = self._measure(program, first)
-            self.costs.add(f"workspace {key}", known, lasting=is_lasting)
+            known, multiplies = self._measure(self.device, program, first)
+            self.costs.add(f"requested workspace {key}", known, lasting=is_lasting)
             self.costs.add(f"products {key}", multiplies, lasting=is_lasting)
         self._multiplies = self._multiplies or multiplies > 0
         return int(known)
 
-    def _measure(self, program: Program, first: Program | None) -> tuple[float, float]:
+    def _measure(self, device: torch.device, program: Program, first: Program | None) -> tuple[float, float]:
         """Workspace bytes, and 1.0 if matrices are multiplied, over all threads that run the program: libraries select per thread."""
         try:
-            trial = ProgramBenchmark(program, first, self.device, self.weights)
-            measurements = [self._measure_here(trial)] if first is None else []
+            trial = ProgramBenchmark(program, first, device, self.weights)
+            measurements = [_measure_here(trial)] if first is None else []
             if self.is_training:
-                run_on_autograd_thread(self.device, lambda: measurements.append(self._measure_here(trial)))
+                run_on_autograd_thread(device, lambda: measurements.append(_measure_here(trial)))
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"the plan fits the budget, and {self.device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
+                f"the plan fits the budget, and {device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
                 f"for what it computes ran out of memory ({error}). Give what else is there back, or lower the budget to what is free.",
                 needed_bytes=program.peak_bytes,
             ) from error
         workspaces, products = zip(*measurements, strict=True)
         return float(max(workspaces)), float(any(products))
 
-    def _measure_here(self, trial: ProgramBenchmark) -> tuple[int, bool]:
-        """Measure on this thread. The first run allocates lasting workspaces, and selects algorithms."""
-        with _MatmulDetector() as products:
-            trial.run()
-        with measure_peak(self.device) as peak:
-            trial.run(is_last=True)
-        in_blocks = simulate_allocator(trial.program, self.blocks).peak_bytes
-        return max(0, peak.requested_bytes - trial.program.peak_bytes, peak.num_bytes - in_blocks), products.detected
+
+def _measure_here(trial: ProgramBenchmark) -> tuple[int, bool]:
+    """Measure on this thread. The first run allocates lasting workspaces, and selects algorithms."""
+    with _MatmulDetector() as products:
+        trial.run()
+    with measure_peak(trial.device) as peak:
+        trial.run(is_last=True)
+    return max(0, peak.requested_bytes - trial.program.peak_bytes), products.detected
 
 
 def blas_workspace_bytes(device: torch.device) -> int:

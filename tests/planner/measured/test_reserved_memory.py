@@ -18,7 +18,8 @@ from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.module_snapshot import ModuleSnapshot
-from sft.planner.measured.reserved_memory import simulate_reserved_memory
+from sft.planner.measured.allocation_trace import record_step
+from sft.planner.measured.reserved_memory import choose_segments, resident_sizes, simulate_reserved_memory
 from sft.runtime.caching_allocator import AllocatorSettings
 from tests.helpers.models import seeded
 from tests.helpers.planned_networks import PLANNED_NETWORKS
@@ -30,7 +31,7 @@ _SHAPE = (2, 3, 48, 40)
 
 def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: Any) -> FittedPlan:
     dtype = next(model.parameters()).dtype
-    signature = signature_of(ModuleSnapshot(model), [InputSpec(shape=shape, dtype=dtype)], (False,), torch.device("cpu"))
+    signature = signature_of(ModuleSnapshot(model), [InputSpec(shape=shape, dtype=dtype)], (False,), next(model.parameters()).device)
     settings = CompileSettings(budget_bytes=sft.parse_bytes(budget), options=sft.Options(**options))
     specialized = capture_model(model, signature).specialize(signature.shapes)
     assert specialized is not None
@@ -38,24 +39,84 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
 
 
 @pytest.mark.parametrize(("make", "options"), PLANNED_NETWORKS, ids=str)
-def test_the_replay_requests_the_projected_bytes(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+def test_the_trace_requests_the_projected_bytes(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     fitted = _fitted(seeded(make), _SHAPE, "64MiB", **options)
-    reserved = simulate_reserved_memory(fitted.problem, fitted.projected.region, AllocatorSettings())
-    assert reserved.requested_bytes == fitted.projected.projection.peak_bytes
-    assert reserved.requested_bytes <= reserved.allocated_bytes <= reserved.reserved_bytes
-    assert reserved.num_failures == reserved.num_released == 0
+    trace, settings = record_step(fitted.problem, fitted.projected.region), AllocatorSettings()
+    assert trace.peak_bytes == fitted.projected.projection.peak_bytes
+    without_pool = simulate_reserved_memory(trace, settings)
+    assert trace.peak_bytes == without_pool.requested_bytes <= without_pool.allocated_bytes <= without_pool.reserved_bytes
+    assert without_pool.num_failures == without_pool.num_released == 0
+    segments = choose_segments(trace, settings)
+    pooled = simulate_reserved_memory(trace, settings, segments=segments)
+    assert trace.peak_bytes <= pooled.requested_bytes <= pooled.allocated_bytes <= pooled.reserved_bytes
+    # A device of exactly this size does not run out, and returns no segment in a step that repeats.
+    exact = simulate_reserved_memory(trace, settings, segments=segments, limit_bytes=pooled.reserved_bytes)
+    assert exact.num_failures == exact.num_released == 0
+
+
+def _strips(height: int) -> FittedPlan:
+    """Plan of strips of 64 rows of a network on 1024 x 1024 px."""
+    model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())], nn.Conv2d(16, 1, 1))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), model)
+    return _fitted(model, (1, 3, height, 1024), "200MiB", tile=(64, None))
 
 
 def test_fragmentation_is_seen_and_a_device_of_the_budget_runs_out() -> None:
-    """Strips of 1024 px: the step reserves more than it requests, and fails on a device that is just as large as its tensors."""
-    model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())], nn.Conv2d(16, 1, 1))
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), model)
-    fitted = _fitted(model, (1, 3, 1024, 1024), "200MiB", tile=(64, None))
-    ample = simulate_reserved_memory(fitted.problem, fitted.projected.region, AllocatorSettings())
+    """Without a pool the step reserves more than it requests, and fails on a device that is just as large as its tensors."""
+    fitted, settings = _strips(1024), AllocatorSettings()
+    trace = record_step(fitted.problem, fitted.projected.region)
+    ample = simulate_reserved_memory(trace, settings)
     assert 1.05 * ample.requested_bytes < ample.reserved_bytes < 3 * ample.requested_bytes
-    small = simulate_reserved_memory(
-        fitted.problem, fitted.projected.region, AllocatorSettings(), limit_bytes=ample.requested_bytes + 2 * _MIB
-    )
-    assert small.num_failures > 0
-    enough = simulate_reserved_memory(fitted.problem, fitted.projected.region, AllocatorSettings(), limit_bytes=ample.reserved_bytes)
+    assert simulate_reserved_memory(trace, settings, limit_bytes=ample.requested_bytes + 2 * _MIB).num_failures > 0
+    enough = simulate_reserved_memory(trace, settings, limit_bytes=ample.reserved_bytes)
     assert enough.num_failures == enough.num_released == 0
+
+
+@pytest.mark.parametrize("height", [1024, 1000])
+def test_planned_segments_never_reserve_more(height: int) -> None:
+    fitted, settings = _strips(height), AllocatorSettings()
+    trace = record_step(fitted.problem, fitted.projected.region)
+    pooled = simulate_reserved_memory(trace, settings, segments=choose_segments(trace, settings))
+    assert pooled.reserved_bytes <= simulate_reserved_memory(trace, settings).reserved_bytes
+
+
+def test_planned_segments_of_a_large_network() -> None:
+    """Pyramid on 4096 x 4096 px in half precision: half of the excess is avoided."""
+    layers = [(3, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128)]
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Conv2d(i, o, 3, 1 + (i != o and i > 3), 1), nn.ReLU(inplace=True)) for i, o in layers]
+        model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1)).to(torch.bfloat16)
+    fitted = _fitted(model, (1, 3, 4096, 4096), "1GiB")
+    trace, settings = record_step(fitted.problem, fitted.projected.region), AllocatorSettings()
+    pooled = simulate_reserved_memory(trace, settings, segments=choose_segments(trace, settings))
+    without_pool = simulate_reserved_memory(trace, settings)
+    assert pooled.reserved_bytes - trace.peak_bytes < 0.6 * (without_pool.reserved_bytes - trace.peak_bytes)
+    assert without_pool.reserved_bytes > 1.15 * trace.peak_bytes
+
+
+def test_workspaces_are_requested_with_the_results_of_operators() -> None:
+    fitted = _strips(1024)
+    plain = record_step(fitted.problem, fitted.projected.region)
+    trace = record_step(fitted.problem, fitted.projected.region, lambda program, first: 7 * _MIB)
+    assert plain.peak_bytes < trace.peak_bytes <= plain.peak_bytes + 7 * _MIB
+    assert sum(num_bytes == 7 * _MIB for _, num_bytes in trace.events) > 10
+
+
+def test_resident_tensors_have_the_resident_bytes() -> None:
+    fitted = _strips(256)
+    sizes = resident_sizes(fitted.problem)
+    assert sum(sizes) == fitted.problem.resources.resident_bytes
+    assert simulate_reserved_memory(
+        record_step(fitted.problem, fitted.projected.region), AllocatorSettings(), resident=sizes
+    ).reserved_bytes
+
+
+def test_a_plan_for_a_gpu_of_another_machine_fits_by_its_reserved_bytes() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 1))
+    budget = 160 * _MIB
+    plan = sft.plan(model, (1, 3, 1024, 1024), budget=budget, device="cuda")
+    assert plan.projected_reserved_bytes == plan.total_bytes <= budget
+    assert 0 < plan.overhead_bytes < plan.projected_peak_bytes
+    assert "reserved" in plan.explain()
+    assert sft.plan(model, (1, 3, 1024, 1024), budget=budget, device="cpu").projected_reserved_bytes == 0

@@ -1,0 +1,185 @@
+"""Allocation trace: all allocations and frees of one step of a plan on a device, in order.
+
+The plan's own schedule runs on a machine that records. Every instruction of every program allocates its results, and frees what the program
+frees after it, so the peak of the requested bytes equals the projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.lower.program import Instruction, Port, Program
+from sft.planner.problem import PlanningProblem
+from sft.planner.projection import run_step
+from sft.runtime.machine import Buffer, Residuals
+from sft.runtime.region import Region
+from sft.runtime.simulated_machine import MemoryCounter, SimulatedBuffer, SimulatedMachine
+from sft.torch_runtime.profiling import SimulatedResiduals, producer_program
+
+__all__ = ["AllocationTrace", "Workspaces", "record_program", "record_step"]
+
+#: Bytes of the largest workspace that a program's operators take, given its forward program if it is a backward program.
+Workspaces = Callable[[Program, Program | None], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationTrace:
+    """Allocations and frees, in order.
+
+    Attributes:
+        events: ``(number, num_bytes)`` for an allocation, ``(number, 0)`` for its free.
+        caller_numbers: allocations of the code that calls the model: inputs, and gradients of outputs.
+        peak_bytes: peak of the live bytes, workspaces included.
+    """
+
+    events: tuple[tuple[int, int], ...]
+    caller_numbers: frozenset[int]
+    peak_bytes: int
+
+
+class _TraceRecorder(MemoryCounter):
+    """Counter of bytes that records every allocation and every free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.caller_numbers: set[int] = set()
+        self.is_caller = False
+        self._num_allocations = 0
+
+    def allocate(self, num_bytes: int) -> int | None:
+        super().allocate(num_bytes)
+        if num_bytes <= 0:
+            return None
+        self._num_allocations += 1
+        self.events.append((self._num_allocations, num_bytes))
+        if self.is_caller:
+            self.caller_numbers.add(self._num_allocations)
+        return self._num_allocations
+
+    def free(self, num_bytes: int, address: int | None) -> None:
+        super().free(num_bytes, address)
+        if address is not None:
+            self.events.append((address, 0))
+
+    def record_peak(self, num_bytes: int) -> None:
+        """Record an allocation that is freed at once."""
+        self.free(num_bytes, self.allocate(num_bytes))
+
+    def trace(self) -> AllocationTrace:
+        """The trace so far."""
+        return AllocationTrace(events=tuple(self.events), caller_numbers=frozenset(self.caller_numbers), peak_bytes=self.peak_bytes)
+
+
+class _SavedBuffers:
+    """Buffers that a forward program leaves for its backward program, by slot. The offload treats them as one buffer."""
+
+    __slots__ = ("_sizes", "by_slot")
+
+    def __init__(self, by_slot: dict[int, SimulatedBuffer]) -> None:
+        self.by_slot = by_slot
+        self._sizes = {slot: buffer.num_bytes for slot, buffer in by_slot.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.num_bytes for buffer in self.by_slot.values())
+
+    @property
+    def root(self) -> _SavedBuffers:
+        """Owner of the memory."""
+        return self
+
+    def resize(self, num_bytes: int) -> None:
+        """Free every buffer (0), or allocate all again."""
+        for slot, buffer in self.by_slot.items():
+            buffer.resize(self._sizes[slot] if num_bytes else 0)
+
+
+@dataclass(slots=True)
+class _RecordingMachine(SimulatedMachine):
+    """Simulated machine that runs every instruction of its programs.
+
+    Attributes:
+        workspaces: workspace bytes of a program; the operators with FLOPs take them.
+    """
+
+    workspaces: Workspaces = lambda _program, _first: 0
+    recorder: _TraceRecorder = field(default_factory=_TraceRecorder)
+
+    def __post_init__(self) -> None:
+        self.memory = self.recorder
+
+    @contextmanager
+    def caller(self) -> Iterator[None]:
+        self.recorder.is_caller = True
+        try:
+            yield
+        finally:
+            self.recorder.is_caller = False
+
+    def run(
+        self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
+    ) -> tuple[dict[Port, Buffer], Residuals]:
+        self.memory.flops += program.flops
+        workspace_bytes = self.workspaces(program, producer_program(saved))
+        buffers: dict[int, SimulatedBuffer] = {}
+        if saved is not None:
+            buffers.update(saved.values.by_slot)
+            if not saved.is_retained:
+                saved.values = None
+        for instruction in program.instructions:
+            self._run_instruction(instruction, buffers, workspace_bytes)
+        results: dict[Port, Buffer] = {}
+        owners: dict[int, SimulatedBuffer] = {}
+        for port, slot in program.results.items():
+            owner = owners.get(slot.root) or buffers.pop(slot.root, None)
+            if owner is None:  # a view of a port
+                results[port] = SimulatedBuffer(self.memory, 0)
+                continue
+            results[port] = owner if slot.root not in owners else owner.view()
+            owners[slot.root] = owner
+        left = _SavedBuffers(buffers if program.residuals else {})
+        return results, SimulatedResiduals(left, first=program if program.residuals else None)
+
+    def _run_instruction(self, instruction: Instruction, buffers: dict[int, SimulatedBuffer], workspace_bytes: int) -> None:
+        """Allocate the results of an instruction, its scratch and its workspace; free what the program frees after it."""
+        roots = [out for out in instruction.outputs if out is not None and out.root == out.number]
+        opaque_bytes = instruction.num_bytes - sum(root.num_bytes for root in roots)
+        for root in roots:
+            extra_bytes, opaque_bytes = (opaque_bytes, 0) if opaque_bytes > 0 else (0, opaque_bytes)  # several tensors in one slot
+            buffers[root.number] = SimulatedBuffer(self.memory, root.num_bytes + extra_bytes)
+        scratch = SimulatedBuffer(self.memory, instruction.scratch_bytes)
+        if workspace_bytes and instruction.flops:
+            self.memory.record_peak(workspace_bytes)
+        del scratch
+        for number in instruction.frees:
+            buffers.pop(number, None)
+
+    def residual_buffers(self, saved: Residuals, slots: Sequence[int]) -> list[Any]:
+        return [saved.values]
+
+
+def record_step(problem: PlanningProblem, region: Region, workspaces: Workspaces | None = None) -> AllocationTrace:
+    """Record one step of a plan.
+
+    Args:
+        problem: the planning problem.
+        region: the plan's region.
+        workspaces: workspace bytes of each program; none by default.
+    """
+    machine = _RecordingMachine(on_host=problem.resources.on_host)
+    if workspaces is not None:
+        machine.workspaces = workspaces
+    run_step(problem, region, machine)
+    return machine.recorder.trace()
+
+
+def record_program(program: Program, workspace_bytes: int = 0) -> AllocationTrace:
+    """Record one run of a program without residuals."""
+    machine = _RecordingMachine(workspaces=lambda _program, _first: workspace_bytes)
+    machine.run(program, {})
+    return machine.recorder.trace()

@@ -13,13 +13,10 @@ import datetime
 import functools
 import json
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +24,10 @@ from kernel_case import Case, Draw
 from kernel_convolutions import convolution_cases
 from kernel_streams import stream_cases
 from torch import Tensor
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from harness.gpu import Deadline, convolution_settings, device_environment
 
 __all__ = ["main"]
 
@@ -171,31 +172,9 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device, ceilings: Cei
             record.ours_seconds, record.theirs_seconds = times[0], times[1] if len(times) > 1 else None
     except Exception as error:  # one kernel that does not run must not hide the others
         record.status, record.note = "failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return record
-
-
-def environment() -> dict[str, str]:
-    """What a reader must know about where the numbers come from."""
-    import triton
-
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        commit = subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # a machine without git
-        commit = ""
-    major, minor = torch.cuda.get_device_capability()
-    assembler = triton.backends.nvidia.compiler.get_ptxas(10 * major + minor)
-    return {
-        "command": shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]),
-        "commit": commit or "unknown",
-        "device": f"{torch.cuda.get_device_name()} (sm_{major}{minor})",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "ptxas": assembler.version,
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-    }
 
 
 def table(records: Sequence[Record]) -> str:
@@ -244,11 +223,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
     parser.add_argument("--name", help="of the results, behind the date (default: gpu-kernels, gpu-kernels-verified)")
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
+    parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
+    search = "let cuDNN search for its fastest algorithm for each shape (default: its heuristics, as compiled models use them)"
+    parser.add_argument("--cudnn-benchmark", action="store_true", help=search)
+    interpreted = "verify on the CPU, by Triton's interpreter, at small sizes: set TRITON_INTERPRET=1"
+    parser.add_argument("--dry-run", action="store_true", help=interpreted)
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the results")
-    found = parser.parse_args(arguments)
-    if found.rounds < 2:
-        parser.error(f"--rounds must be at least 2, got {found.rounds}")
-    return found
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error(f"--rounds must be at least 2, got {options.rounds}")
+    return options
 
 
 def main() -> int:
@@ -264,30 +248,46 @@ def main() -> int:
         for case, dtype in wanted:
             print(f"{case.family:10} {_NAMES[dtype]:5} {case.name}")
         return 0
-    if not torch.cuda.is_available():
+    if not options.dry_run and not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no CUDA device here, and nothing else can be measured; run it on a machine with a GPU", file=sys.stderr)
         return 2
     from sft.kernels.common import has_triton
 
-    device = torch.device("cuda")
     if not has_triton():
         print("benchmarks/gpu.sh: Triton is not installed, and without it there are no kernels; install triton", file=sys.stderr)
         return 2
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    facts, flush = environment(), torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-    ceilings = None if options.verify else measure_ceilings(device, flush)
-    name = options.name or ("gpu-kernels-verified" if options.verify else "gpu-kernels")
+    if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
+        print("benchmarks/gpu.sh: --dry-run runs kernels by Triton's interpreter; set TRITON_INTERPRET=1", file=sys.stderr)
+        return 2
+    with convolution_settings(search=options.cudnn_benchmark):
+        return _run(options, wanted)
+
+
+def _run(options: argparse.Namespace, wanted: Sequence[tuple[Case, torch.dtype]]) -> int:
+    """Verify and time the cases, and save the results after each."""
+    device, deadline = torch.device("cpu" if options.dry_run else "cuda"), Deadline.after(options.minutes)
+    is_timed = not (options.verify or options.dry_run)
+    facts, flush = device_environment(device), torch.empty(_FLUSH_BYTES if is_timed else 0, dtype=torch.uint8, device=device)
+    ceilings = measure_ceilings(device, flush) if is_timed else None
+    name = options.name or ("gpu-kernels" if is_timed else "gpu-kernels-verified")
     stem = options.out / f"{datetime.date.today().isoformat()}-{name}"
     records: list[Record] = []
     for case, dtype in wanted:
-        record = run_case(case, dtype, device, ceilings, options.rounds, flush)
+        if deadline.is_over:
+            break
+        record = run_case(shrunken(case) if options.dry_run else case, dtype, device, ceilings, options.rounds, flush)
         records.append(record)
         print(table([record]).splitlines()[-1], flush=True)
         write(stem, records, ceilings, facts)
     bad = [record for record in records if record.status != "ok"]
-    print(f"{len(records) - len(bad)} of {len(records)} right; written: {stem.name}.json, .md")
+    left = f", no time for {len(wanted) - len(records)} more" if len(records) < len(wanted) else ""
+    print(f"{len(records) - len(bad)} of {len(records)} right{left}; written: {stem.name}.json, .md")
     return 1 if bad else 0
+
+
+def shrunken(case: Case) -> Case:
+    """A case at a quarter of its small size: the interpreter runs program after program."""
+    return replace(case, small=tuple(max(2, 2 * (length // 8)) for length in case.small))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def _forward(num_in: int, num_out: int, *, variant: LaunchVariant = "default", p
             return [kernels.conv2d(x, weight, bias, geometry, precision=precision, variant=variant, out=out)]
 
         def theirs() -> Tensor:
-            with torch.backends.cudnn.flags(benchmark=True, allow_tf32=precision == "tf32"):
+            cudnn = torch.backends.cudnn
+            with cudnn.flags(enabled=True, benchmark=cudnn.benchmark, allow_tf32=precision == "tf32"):
                 return F.conv2d(x, weight, bias, padding=1).relu_()
 
         return Problem(

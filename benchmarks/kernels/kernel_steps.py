@@ -1,9 +1,10 @@
 """Whole segments and whole training steps on a GPU: ``backend="auto"`` (what ``python -m sft tune`` measured), ATen alone and every kernel,
 against eager PyTorch in channels-last layout.
 
-Before a case is timed its step is compared with eager PyTorch in float64 at a small size: the relative L2 error of output and gradients
-may be 1.1 times that of eager PyTorch in the case's own type, the median over seeds. One that is further off gets no time, and the script
-exits with 1. Eager and ours take turns; peaks are the allocator's, allocated and reserved, of the step alone.
+A case is timed in any case, and flagged as wrong if its step is: if the relative L2 error of output and gradients against float64, at a
+small size, is above both the limit of its number format and 1.1 times that of eager PyTorch (the limits of ``python -m sft tune``), or if
+the step allocates more than its plan projects, or its plan exceeds the budget. The script then exits with 1. Eager and ours take turns,
+with the same settings of cuDNN; peaks are the allocator's, allocated and reserved, of the step alone.
 """
 
 from __future__ import annotations
@@ -13,55 +14,60 @@ import copy
 import datetime
 import functools
 import json
-import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_bench import environment
-from torch import Tensor, nn
+from step_cases import StepCase, compiled, draw_input, file_input, make_network, step_cases, training_step
 
-import sft
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from harness.gpu import Deadline, convolution_settings, device_environment, measure_step_memory, memory_problem
+
 from sft.backends.autotune.benchmark import relative_error
-from sft.cli.tune import STANDARD_NETWORKS
+from sft.backends.autotune.table import error_limit
+from sft.backends.selector import NumberFormat
 from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.interval import Interval
 
-__all__ = ["main"]
+__all__ = ["StepRecord", "main", "run_step", "step_cases", "step_table", "verify_step", "write_steps"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MOST = 1.1
 _NUM_SEEDS = 3
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_SHARE_OF_PLAIN = 8
-"""A whole step of ours gets this part of the memory that eager PyTorch's activations take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCase:
-    """A network and the size of its input."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    num_channels: int
-    size: int
-    has_plain: bool
-    """Whether eager PyTorch can take the step on the device at all."""
-    tile: tuple[int, int | None] | None = None
-    """Forced strips, for a segment on its own."""
-    budget: str | None = None
-    """None for a part of what eager PyTorch needs."""
-    dtypes: tuple[str, ...] = ("bf16", "fp32")
+_FORMATS: dict[str, NumberFormat] = {"bf16": "bfloat16", "fp32": "float32"}
+#: Rows and columns of a dry run.
+_DRY_SIZE = 64
 
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """What is known about a case in one dtype with one backend."""
+    """What is known about a case in one dtype with one backend.
+
+    Attributes:
+        name: name of the case.
+        dtype: element type.
+        backend: backend of the compiled network.
+        status: ``ok``, ``wrong`` or ``failed``.
+        note: reasons of the status.
+        error: median relative L2 error, at a small size.
+        eager_error: that of eager PyTorch.
+        seconds: least, median and most seconds of the rounds.
+        plain_seconds: those of eager PyTorch.
+        allocated_bytes: peak of the step in the allocator's blocks.
+        reserved_bytes: peak of the allocator's segments; 0 on a CPU.
+        plain_allocated_bytes: peak of eager PyTorch's step.
+        projected_peak_bytes: the plan's projection.
+        redundancy: FLOPs of the plan over those of eager PyTorch.
+        num_kernel_operators: operators that kernels run.
+    """
 
     name: str
     dtype: str
@@ -71,7 +77,6 @@ class StepRecord:
     error: float | None = None
     eager_error: float | None = None
     seconds: tuple[float, float, float] | None = None
-    """Least, median and most of the rounds."""
     plain_seconds: tuple[float, float, float] | None = None
     allocated_bytes: int = 0
     reserved_bytes: int = 0
@@ -80,60 +85,101 @@ class StepRecord:
     redundancy: float = 0.0
     num_kernel_operators: int = 0
 
-
-def _block(num_in: int, width: int) -> nn.Module:
-    """A block of two convolutions of VGG."""
-    first = nn.Conv2d(num_in, width, 3, padding=1), nn.ReLU()
-    return nn.Sequential(*first, nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-
-
-def step_cases() -> list[StepCase]:
-    """Two segments, a step that eager PyTorch can take, and one that it cannot."""
-    vgg = STANDARD_NETWORKS["vgg16"]
-    return [
-        StepCase(name="vgg block 1", make=functools.partial(_block, 3, 64), num_channels=3, size=2048, has_plain=True, tile=(256, None)),
-        StepCase(name="vgg block 2", make=functools.partial(_block, 64, 128), num_channels=64, size=1024, has_plain=True, tile=(256, None)),
-        StepCase(name="vgg16 step", make=vgg, num_channels=3, size=2048, has_plain=True),
-        StepCase(name="vgg16 large", make=vgg, num_channels=3, size=20480, has_plain=False, budget="11GiB", dtypes=("bf16",)),
-    ]
-
-
-def _step(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and gradients; the input needs none where it is an image."""
-    module.zero_grad(set_to_none=True)
-    x.grad = None
-    y = module(x)
-    y.sum().backward()
-    return [y.detach(), *([x.grad] if x.grad is not None else []), *(p.grad for p in module.parameters() if p.grad is not None)]
-
-
-def _input(case: StepCase, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    random = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(1, case.num_channels, size, size, generator=random, device=device, dtype=dtype)
-    return x.contiguous(memory_format=torch.channels_last).requires_grad_(case.num_channels > 3)
-
-
-def _network(case: StepCase, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    module = case.make().to(device, dtype)
-    for parameter in module.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return module
+    def flag(self, status: str, note: str) -> None:
+        """Lower the status, and add the reason."""
+        self.status = status
+        self.note = f"{self.note}; {note}" if self.note else note
 
 
 def verify_step(case: StepCase, dtype: torch.dtype, backend: str, device: torch.device, size: int) -> tuple[float, float]:
     """Medians over seeds of our error and eager PyTorch's, in strips, at a small size."""
     ours, eager = [], []
+    options = case.options(backend, (max(32, size // 4), None))
     for seed in range(_NUM_SEEDS):
-        model = _network(case, dtype, device, seed)
-        x = _input(case, size, dtype, device, seed)
-        options = sft.Options(backend=backend, tile=(max(32, size // 4), None))
-        net = sft.compile(copy.deepcopy(model), tuple(x.shape), budget="64GiB", options=options)
-        truth = _step(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad))
-        ours.append(relative_error(_step(net, x), truth))
-        eager.append(relative_error(_step(model, x), truth))
+        model = make_network(case, dtype, device, seed)
+        x = draw_input(case, size, dtype, device, seed)
+        net = compiled(replace(case, budget=None, reads_file=False), copy.deepcopy(model), x, options)
+        truth = training_step(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad))
+        ours.append(relative_error([each.to(device) for each in training_step(net, x)], truth))
+        eager.append(relative_error(training_step(model, x), truth))
     return statistics.median(ours), statistics.median(eager)
+
+
+def run_step(case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace) -> StepRecord:
+    """Verify and time. An exception of a step is noted, and the other half runs nevertheless."""
+    record, dtype = StepRecord(name=case.name, dtype=name, backend=backend), _DTYPES[name]
+    try:
+        record.error, record.eager_error = verify_step(case, dtype, backend, device, options.small)
+        limit = error_limit(_FORMATS[name], record.eager_error)
+        if not record.error <= limit:
+            record.flag("wrong", f"error {record.error:.3g}, limit {limit:.3g}, eager PyTorch's {record.eager_error:.3g}")
+    except Exception as error:  # one case that does not run must not hide the others
+        record.flag("failed", _first_line(error))
+    if not options.verify:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _time_step(case, record, dtype, device, options, Path(folder))
+        except Exception as error:
+            record.flag("failed", _first_line(error))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return record
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _time_step(
+    case: StepCase, record: StepRecord, dtype: torch.dtype, device: torch.device, options: argparse.Namespace, folder: Path
+) -> None:
+    """Peaks and times of the case, and of eager PyTorch where it can take the step."""
+    model = make_network(case, dtype, device)
+    x: Any = file_input(case, case.size, dtype, folder) if case.reads_file else draw_input(case, case.size, dtype, device)
+    steps: list[Callable[[], object]] = []
+    if case.has_plain:
+        plain = _plain_step(case, copy.deepcopy(model), x, device)
+        try:
+            plain()
+            record.plain_allocated_bytes = measure_step_memory(plain, device).allocated_bytes
+            steps.append(plain)
+        except torch.OutOfMemoryError:
+            record.note = "eager PyTorch runs out of memory"
+    plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
+    net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
+    step = functools.partial(training_step, net, x)
+    step()  # plans if the input is new, and in a first step libraries select algorithms
+    memory = measure_step_memory(step, device)
+    record.allocated_bytes, record.reserved_bytes = memory.allocated_bytes, memory.reserved_bytes or 0
+    record.projected_peak_bytes, record.redundancy = net.plan.projected_peak_bytes, net.plan.redundancy
+    record.num_kernel_operators = sum(len(segment.kernels) for segment in net.plan.segments)
+    problem = memory_problem(memory, record.projected_peak_bytes)
+    if problem:
+        record.flag("wrong", problem)
+    if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
+        record.flag("wrong", f"planned {format_bytes(net.plan.total_bytes)} of {case.budget}")
+    if options.trace:
+        _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-gpu-steps-{_file_name(record)}")
+    wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
+    times = _measure([*steps, step], options.rounds, wait)
+    record.seconds, record.plain_seconds = times[-1], times[0] if steps else None
+
+
+def _plain_step(case: StepCase, model: torch.nn.Module, x: Any, device: torch.device) -> Callable[[], object]:
+    """Eager PyTorch's step. An image in a file is read and normalised by the same source, as a whole, and moved to the device."""
+    if not case.reads_file:
+        return functools.partial(training_step, model, x)
+
+    def step() -> object:
+        rows = torch.empty(x.shape, dtype=x.dtype)
+        x.rows(Interval(0, x.shape[2]), rows)
+        return training_step(model, rows.to(device, memory_format=torch.channels_last))
+
+    return step
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _measure(steps: Sequence[Callable[[], object]], rounds: int, wait: Callable[[], None]) -> list[tuple[float, float, float]]:
@@ -150,59 +196,32 @@ def _measure(steps: Sequence[Callable[[], object]], rounds: int, wait: Callable[
     return [(min(own), statistics.median(own), max(own)) for own in times]
 
 
-def _peak(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes that a step allocates and reserves above its start; in a first one cuDNN looks for algorithms in all memory that is free."""
-    step()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved
+def _file_name(record: StepRecord) -> str:
+    return "-".join(f"{record.name} {record.dtype} {record.backend}".replace(",", "").lower().split())
 
 
-def run_step(case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace) -> StepRecord:
-    """Verify, then time. Whatever a step raises is noted."""
-    record, dtype = StepRecord(name=case.name, dtype=name, backend=backend), _DTYPES[name]
-    try:
-        record.error, record.eager_error = verify_step(case, dtype, backend, device, options.small)
-        if not record.error <= _MOST * record.eager_error:
-            record.status, record.note = "wrong", f"error {record.error:.3g}, eager PyTorch's {record.eager_error:.3g}"
-        elif not options.verify:
-            _time_step(case, record, dtype, device, options.rounds)
-    except Exception as error:  # one case that does not run must not hide the others
-        record.status, record.note = "failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    torch.cuda.empty_cache()
-    return record
+def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -> None:
+    """Write a trace of one step (Chrome's format), and on a GPU the allocator's history of it (for pytorch.org/memory_viz)."""
+    from torch.profiler import ProfilerActivity, profile
 
-
-def _time_step(case: StepCase, record: StepRecord, dtype: torch.dtype, device: torch.device, rounds: int) -> None:
-    model, x = _network(case, dtype, device), _input(case, case.size, dtype, device)
-    steps: list[Callable[[], object]] = []
-    budget: int | str = case.budget or "64GiB"
-    if case.has_plain:
-        plain = copy.deepcopy(model)
-        record.plain_allocated_bytes, _ = _peak(functools.partial(_step, plain, x), device)
-        steps.append(functools.partial(_step, plain, x))
-    if case.budget is None and case.tile is None:
-        resident = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-        budget = resident + x.numel() * x.element_size() + math.ceil(record.plain_allocated_bytes / _SHARE_OF_PLAIN)
-    wishes = sft.Options(backend=record.backend, tile=case.tile)
-    net: Any = sft.compile(model, tuple(x.shape), budget=budget, options=wishes)
-    steps.append(functools.partial(_step, net, x))
-    record.allocated_bytes, record.reserved_bytes = _peak(steps[-1], device)
-    record.projected_peak_bytes, record.redundancy = net.plan.projected_peak_bytes, net.plan.redundancy
-    record.num_kernel_operators = sum(len(segment.kernels) for segment in net.plan.segments)
-    found = _measure(steps, rounds, functools.partial(torch.cuda.synchronize, device))
-    record.seconds, record.plain_seconds = found[-1], found[0] if case.has_plain else None
-    if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
-        record.status, record.note = "wrong", f"planned {format_bytes(net.plan.total_bytes)} of {case.budget}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        step()
+    profiler.export_chrome_trace(f"{stem}.trace.json.gz")
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        step()
+        torch.cuda.synchronize(device)
+        torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def step_table(records: Sequence[StepRecord]) -> str:
     """The records in Markdown."""
     heads = ("case", "dtype", "backend", "error / eager's", "ms", "eager ms", "eager / ours", "allocated", "reserved", "projected", "eager")
-    lines = ["| " + " | ".join((*heads, "FLOPs / plain", "kernels", "note")) + " |", "| --- " * (len(heads) + 3) + "|"]
+    more = ("reserved / projected", "FLOPs / plain", "kernels", "note")
+    lines = ["| " + " | ".join((*heads, *more)) + " |", "| --- " * (len(heads) + len(more)) + "|"]
     for r in records:
 
         def milliseconds(seconds: tuple[float, float, float] | None) -> str:
@@ -213,9 +232,11 @@ def step_table(records: Sequence[StepRecord]) -> str:
         sizes = [
             format_bytes(n) if n else "" for n in (r.allocated_bytes, r.reserved_bytes, r.projected_peak_bytes, r.plain_allocated_bytes)
         ]
-        note = "" if r.status == "ok" else f"**{r.status}**: {r.note}".replace("|", "\\|")
+        note = (r.note if r.status == "ok" else f"**{r.status}**: {r.note}").replace("|", "\\|")
+        reserved = f"{r.reserved_bytes / r.projected_peak_bytes:.2f}" if r.reserved_bytes and r.projected_peak_bytes else ""
         cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), milliseconds(r.plain_seconds), ratio, *sizes]
-        lines.append("| " + " | ".join([*cells, f"{r.redundancy:.3f}" if r.redundancy else "", str(r.num_kernel_operators), note]) + " |")
+        cells += [reserved, f"{r.redundancy:.3f}" if r.redundancy else "", str(r.num_kernel_operators), note]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -241,31 +262,51 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each step (default: 7)")
     parser.add_argument("--small", type=int, default=256, help="rows and columns of the images that steps are verified on (default: 256)")
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
+    parser.add_argument("--trace", action="store_true", help="write a trace of one step of each case, and on a GPU its memory history")
+    parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
+    search = "let cuDNN search for its fastest algorithm for each shape, on both sides (default: its heuristics)"
+    parser.add_argument("--cudnn-benchmark", action="store_true", help=search)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, at a small size, one round: does it run")
+    parser.add_argument("--name", default="gpu-steps", help="name of the results, after the date (default: gpu-steps)")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the results")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        options.rounds, options.small = 1, _DRY_SIZE
+        options.backends = [backend for backend in options.backends if backend != "triton"]
+    return options
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 if everything was right, 1 if not, 2 without a GPU."""
-    options = parse()
-    if not torch.cuda.is_available():
+    options = parse(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no CUDA device here, and nothing else can be measured; run it on a machine with a GPU", file=sys.stderr)
         return 2
-    device = torch.device("cuda", 0)
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    facts, records = environment(), list[StepRecord]()
-    stem = options.out / f"{datetime.date.today().isoformat()}-gpu-steps"
-    for case in step_cases():
-        if options.only is not None and case.name not in options.only:
-            continue
-        for name in [name for name in case.dtypes if name in options.dtypes]:
-            for backend in options.backends:
-                records.append(run_step(case, name, backend, device, options))
-                print(step_table(records[-1:]).splitlines()[-1], flush=True)
-                write_steps(stem, records, facts)
+    with convolution_settings(search=options.cudnn_benchmark):
+        return _run(options, torch.device("cpu") if options.dry_run else torch.device("cuda", 0))
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> int:
+    """Run the cases, and save the results after each."""
+    facts, records, deadline = device_environment(device), list[StepRecord](), Deadline.after(options.minutes)
+    stem = options.out / f"{datetime.date.today().isoformat()}-{options.name}"
+    cases = [case for case in step_cases() if options.only is None or case.name in options.only]
+    wanted = [
+        (replace(case, size=_DRY_SIZE, budget=None) if options.dry_run else case, name, backend)
+        for backend in options.backends
+        for case in cases
+        for name in case.dtypes
+        if name in options.dtypes
+    ]
+    for case, name, backend in wanted:
+        if deadline.is_over:
+            break
+        records.append(run_step(case, name, backend, device, options))
+        print(step_table(records[-1:]).splitlines()[-1], flush=True)
+        write_steps(stem, records, facts)
     bad = [record for record in records if record.status != "ok"]
-    print(f"{len(records) - len(bad)} of {len(records)} right; written: {stem.name}.json, .md")
+    left = f", no time for {len(wanted) - len(records)} more" if len(records) < len(wanted) else ""
+    print(f"{len(records) - len(bad)} of {len(records)} right{left}; written: {stem.name}.json, .md")
     return 1 if bad else 0
 
 

@@ -335,6 +335,7 @@ class Engine:
             slab_pool=prepared.slab_pool,
             host_allocator=self.settings.host_allocator,
             make_machine=TorchMachine if self.rank_context is None else self.rank_context.machine,
+            cudnn_benchmark=self.settings.options.cudnn_benchmark,
             graphs=prepared.graphs,
             active_graphs=self._active_graphs,
             pool=None if prepared.segments is None else BoundPool(self._device_pool, prepared.segments),

@@ -13,6 +13,7 @@ rounding and libraries' workspaces exceed the rest of the budget, the search is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,7 @@ from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
 from sft.runtime.moves import parse_schedule
+from sft.torch_runtime.algorithm_search import algorithm_search_for
 from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
@@ -152,8 +154,12 @@ class PlanSearch:
 
     def _with_overhead(self, estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
         """The plan with its overhead in the projection."""
-        with autocast_disabled(self.signature.device):
+        with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
             return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
+
+    def _algorithm_search(self, projected: ProjectedPlan) -> AbstractContextManager[None]:
+        """Setting of cuDNN with which a plan runs, and with which it is measured."""
+        return algorithm_search_for(projected.region, in_strips=self.settings.options.cudnn_benchmark)
 
     def fastest(self, fitted: FittedPlan) -> FittedPlan:
         """Time a plan and its rivals on the device; the fastest one. A plan given by the user has no rivals."""
@@ -164,7 +170,8 @@ class PlanSearch:
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
         estimator = self._overhead_estimator(problem)
         with autocast_disabled(device):
-            best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
+            with self._algorithm_search(fitted.projected):
+                best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
             best = replace(fitted, seconds=best_seconds)
             for rival in rivals:
                 candidate = FittedPlan(problem, rival)
@@ -172,7 +179,8 @@ class PlanSearch:
                     candidate = self._with_overhead(estimator, candidate)
                     if not self._fits_budget(candidate):
                         continue
-                seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
+                with self._algorithm_search(rival):
+                    seconds = time_step(problem, rival.region, device, max_seconds=sum(best_seconds), progress=options.progress)
                 if seconds is not None:
                     best, best_seconds = replace(candidate, seconds=seconds), seconds
         return best

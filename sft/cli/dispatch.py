@@ -10,13 +10,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from sft.cli.doctor import show_doctor
-from sft.cli.plans import PlanRequest, compare_strategies, load_model, parse_input, parse_tile, show_check, show_pareto, show_plan
-from sft.cli.tune import TuneRequest, show_tune, standard_models
+from sft.cli.parser import DEFAULT_TUNED_DTYPES
+from sft.cli.plans import (
+    ExampleInput,
+    PlanRequest,
+    compare_strategies,
+    load_model,
+    parse_input,
+    parse_tile,
+    show_check,
+    show_pareto,
+    show_plan,
+)
+from sft.cli.tune import STANDARD_STRIP_ROWS, TuneRequest, list_cases, show_tune, standard_models
 from sft.common.byte_units import parse_rate
 from sft.common.errors import InputError, MissingValuesError
 from sft.planner.options import STRATEGIES, Options
+from sft.planner.plan import Plan
 
 __all__ = ["run_command"]
 
@@ -30,7 +43,8 @@ def run_command(args: argparse.Namespace, console: Console) -> int:
     if args.command == "doctor":
         return show_doctor(console, as_json=args.json)
     if args.command == "tune":
-        return show_tune(_tune_request(args), console, as_json=args.json)
+        request = _tune_request(args)
+        return list_cases(request, console, as_json=args.json) if args.dry_run else show_tune(request, console, as_json=args.json)
     if args.command == "plan":
         _check_unused_options(args)
     is_timed = getattr(args, "time", False)
@@ -49,9 +63,7 @@ def _run_on_model(args: argparse.Namespace, console: Console, *, meta: bool) -> 
     model = load_model(args.model, _parse_model_arguments(args.model_args), meta=meta)
     model.train(not args.inference)
     if args.frozen_norms:
-        for module in model.modules():
-            if getattr(module, "running_mean", None) is not None:
-                module.eval()
+        _freeze_norms(model)
     inputs = tuple(parse_input(text) for text in args.input)
     if args.command == "check":
         return show_check(model, inputs, console, as_json=args.json)
@@ -91,6 +103,13 @@ def _run_on_model(args: argparse.Namespace, console: Console, *, meta: bool) -> 
     return show(request, console, as_json=args.json)
 
 
+def _freeze_norms(model: nn.Module) -> None:
+    """Put norms with running statistics into evaluation mode."""
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.eval()
+
+
 def _check_unused_options(args: argparse.Namespace) -> None:
     """Refuse options that another option makes ineffective."""
     if args.budgets and args.pareto is None:
@@ -115,26 +134,52 @@ def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
 def _tune_request(args: argparse.Namespace) -> TuneRequest:
     """The request of ``tune``: about a named model, or about layers that most networks have."""
     options = Options(tile=parse_tile(args.tile) if args.tile else None)
-    dtypes = tuple(args.dtype)
+    dtypes, budget, plan = tuple(args.dtype or DEFAULT_TUNED_DTYPES), args.budget, None
     if args.model is None:
-        if args.input or args.model_args:
-            raise InputError("--input and --model-args are about a model; name one")
+        if args.input or args.model_args or args.plan:
+            raise InputError("--input, --model-args and --plan are about a model; name one")
         models = standard_models()
     else:
         if not args.input:
             raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
         model = load_model(args.model, _parse_model_arguments(args.model_args))
         model.train(not args.inference)
+        if args.frozen_norms:
+            _freeze_norms(model)
         models = [(model, tuple(parse_input(text) for text in args.input))]
+    if args.plan is not None:
+        plan, budget = _plan_to_tune(args, models[0][1])
+        dtypes = tuple(args.dtype or (plan.dtype,))
+    seconds = args.seconds if args.minutes is None else 60 * args.minutes
     return TuneRequest(
         models=models,
         dtypes=dtypes,
         options=options,
-        budget=args.budget,
+        budget=budget,
         folder=args.out,
         again=args.again,
-        limit_seconds=math.inf if args.seconds is None else args.seconds,
+        limit_seconds=math.inf if seconds is None else seconds,
+        strip_rows=STANDARD_STRIP_ROWS if args.model is None and not args.tile else (),
+        plan=plan,
     )
+
+
+def _plan_to_tune(args: argparse.Namespace, inputs: Sequence[ExampleInput]) -> tuple[Plan, int]:
+    """The plan of ``tune --plan``, and a budget that it fits.
+
+    Raises:
+        InputError: the file is no plan, or one for other inputs.
+    """
+    if args.tile:
+        raise InputError("--tile forces strips, and --plan has strips; leave out the one or the other")
+    try:
+        plan = Plan.from_json(args.plan.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--plan {args.plan}: cannot read it ({error}); write a plan with python -m sft plan ... --out FILE") from error
+    shapes = tuple(tuple(each.shape) if isinstance(each, torch.Tensor) else tuple(each) for each in inputs)
+    if plan.input_shapes != shapes:
+        raise InputError(f"--plan {args.plan}: it is for inputs of shape {plan.input_shapes}, --input gives {shapes}; give the same")
+    return plan, max(plan.budget_bytes, plan.total_bytes)
 
 
 def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import sft
 from sft.planner.options import STRATEGIES, WEIGHT_MODES
 
-__all__ = ["TUNED_DTYPES", "build_parser"]
+__all__ = ["DEFAULT_TUNED_DTYPES", "TUNED_DTYPES", "build_parser"]
 
 #: Element types that most layers are trained in.
 TUNED_DTYPES = ("bfloat16", "float16", "float32")
+#: Element types that ``tune`` measures if none is named.
+DEFAULT_TUNED_DTYPES = ("bfloat16", "float32")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,20 +65,27 @@ def build_parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="measure on this machine's GPU which kernels are faster than PyTorch's operators")
     _add_model(tune, is_needed=False)
     tune.add_argument(
-        "--dtype", nargs="+", default=("bfloat16", "float32"), choices=TUNED_DTYPES, help="element types (default: bfloat16 float32)"
+        "--dtype",
+        nargs="+",
+        choices=TUNED_DTYPES,
+        help=f"element types (default: {' '.join(DEFAULT_TUNED_DTYPES)}; with --plan that of the plan)",
     )
     tune.add_argument(
         "--budget", default="11GiB", metavar="BYTES", help="device memory of the plans that provide the programs (default: 11GiB)"
     )
     tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of ROWS rows, and panels of COLS columns")
-    tune.add_argument("--seconds", type=_positive_seconds, metavar="N", help="time limit; the same command resumes the measurement")
+    tune.add_argument("--plan", type=Path, metavar="FILE", help="plan of MODEL as JSON (plan --out): measure the kernels of its strips")
+    limit = tune.add_mutually_exclusive_group()
+    limit.add_argument("--seconds", type=_positive_number, metavar="N", help="time limit; the same command resumes the measurement")
+    limit.add_argument("--minutes", type=_positive_number, metavar="N", help="the same in minutes")
+    tune.add_argument("--dry-run", action="store_true", help="list the kernels that would be measured, in order; needs no GPU")
     tune.add_argument("--again", action="store_true", help="measure the entries of the table again")
     tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: the one that backend='auto' reads)")
     return parser
 
 
-def _positive_seconds(text: str) -> float:
-    """Parse a positive number of seconds."""
+def _positive_number(text: str) -> float:
+    """Parse a positive number."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")

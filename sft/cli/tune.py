@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -25,14 +26,16 @@ from sft.backends.autotune.benchmark import Benchmarker, CudaBenchmarker
 from sft.backends.autotune.cases import CaseCollector, TuningCase
 from sft.backends.autotune.loop import TuningReport, tune
 from sft.backends.resolve import allows_tf32, computes_operands
+from sft.backends.selector import launch_variants
 from sft.cli.parser import TUNED_DTYPES
 from sft.cli.plans import ExampleInput
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError
 from sft.planner.options import Options
+from sft.planner.plan import Plan
 from sft.torch_runtime.profiling import table_folders
 
-__all__ = ["STANDARD_NETWORKS", "TuneRequest", "collect_tuning_cases", "show_tune", "standard_models"]
+__all__ = ["STANDARD_NETWORKS", "STANDARD_STRIP_ROWS", "TuneRequest", "collect_tuning_cases", "list_cases", "show_tune", "standard_models"]
 
 
 def _vgg16() -> nn.Module:
@@ -119,6 +122,8 @@ STANDARD_NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 _STANDARD_SHAPE = (1, 3, 2048, 2048)
+#: Strips of the standard networks, besides the untiled image: their deep layers have few pixels, as in plans for large images.
+STANDARD_STRIP_ROWS = (256,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +135,11 @@ class TuneRequest:
         dtypes: element types to measure.
         options: options of the plans that provide the programs.
         budget: budget of these plans.
+        strip_rows: heights of forced strips. Each gives further programs, with the smaller tensors that plans for large images have.
+        plan: a plan made before, whose strips are measured.
         folder: folder of the table; ``None`` for the one that ``backend="auto"`` reads.
         again: whether to measure known classes again.
-        limit_seconds: time limit; another run continues the measurement.
+        limit_seconds: time limit, planning included; another run continues the measurement.
     """
 
     models: Sequence[tuple[nn.Module, tuple[ExampleInput, ...]]]
@@ -142,6 +149,13 @@ class TuneRequest:
     folder: Path | None = None
     again: bool = False
     limit_seconds: float = math.inf
+    strip_rows: tuple[int, ...] = ()
+    plan: Plan | None = None
+
+    @property
+    def all_options(self) -> list[Options]:
+        """Options of each plan that provides programs."""
+        return [self.options, *(replace(self.options, tile=(rows, None)) for rows in self.strip_rows)]
 
 
 def standard_models() -> list[tuple[nn.Module, tuple[ExampleInput, ...]]]:
@@ -151,7 +165,7 @@ def standard_models() -> list[tuple[nn.Module, tuple[ExampleInput, ...]]]:
 
 
 def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[TuningCase]:
-    """A tuning case for each class of operations in the plans of the models; plans are made, but not run.
+    """A tuning case for each class of operations in the plans of the models, those with the most work first; plans are made, but not run.
 
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
@@ -163,16 +177,34 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
         for dtype_name in request.dtypes:
             if dtype_name not in TUNED_DTYPES:
                 raise InputError(f"--dtype {dtype_name}: choose among {', '.join(TUNED_DTYPES)}")
-            engine = Engine(
-                model.to(getattr(torch, dtype_name)),
-                budget_bytes=parse_bytes(request.budget),
-                options=request.options,
-                optimizer=None,
-                plan=None,
-                backend=collector,
-            )
-            engine.plan_for_shapes(shapes, dtypes)
-    return list(collector.cases.values())
+            for options in request.all_options:
+                engine = Engine(
+                    model.to(getattr(torch, dtype_name)),
+                    budget_bytes=parse_bytes(request.budget),
+                    options=options,
+                    optimizer=None,
+                    plan=request.plan,
+                    backend=collector,
+                )
+                engine.plan_for_shapes(shapes, dtypes)
+    return sorted(collector.cases.values(), key=lambda case: -case.estimated_work)
+
+
+def list_cases(request: TuneRequest, console: Console, *, as_json: bool) -> int:
+    """Print the classes that ``tune`` would measure, in its order; needs no GPU."""
+    cases = collect_tuning_cases(request, torch.device("cpu"))
+    work = sum(case.estimated_work for case in cases)
+    rows = [(case.shape_class.label, launch_variants(case.shape_class), case.estimated_work / work) for case in cases]
+    if as_json:
+        records = [{"class": label, "variants": variants, "share": share} for label, variants, share in rows]
+        console.print(json.dumps({"cases": records}, indent=2), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    lines = [f"{100 * share:5.1f} %  {label}: {', '.join(variants)}" for label, variants, share in rows]
+    lines.append(
+        f"{len(rows)} classes, {sum(len(variants) for _, variants, _ in rows)} kernels to measure; shares of the work are estimates"
+    )
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def show_tune(request: TuneRequest, console: Console, *, as_json: bool, benchmarker: Benchmarker | None = None) -> int:
@@ -184,13 +216,15 @@ def show_tune(request: TuneRequest, console: Console, *, as_json: bool, benchmar
         as_json: print JSON.
         benchmarker: measures cases; the first GPU of this machine by default.
     """
+    started = time.monotonic()
     benchmark = benchmarker or CudaBenchmarker(torch.device("cuda", 0))
     folder = request.folder or next(iter(table_folders()), None)
     if folder is None:
         raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
     cases = collect_tuning_cases(request, benchmark.device)
     with _progress_bar(console, len(cases), is_shown=not as_json) as advance:
-        report = tune(cases, benchmark, folder, again=request.again, limit_seconds=request.limit_seconds, advance=advance)
+        limit_seconds = request.limit_seconds - (time.monotonic() - started)
+        report = tune(cases, benchmark, folder, again=request.again, limit_seconds=limit_seconds, advance=advance)
     if as_json:
         console.print(json.dumps(_summary(report), indent=2), markup=False, highlight=False, soft_wrap=True)
     else:

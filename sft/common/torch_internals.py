@@ -53,6 +53,7 @@ __all__ = [
     "is_under_functorch_transform",
     "op_schema",
     "pytree",
+    "set_algorithm_search",
     "set_grad_enabled_silently",
     "storage_id",
     "task_retains_graph",
@@ -167,6 +168,14 @@ def without_onednn() -> Iterator[None]:
 _onednn_lock = threading.Lock()
 #: The setting at the begin of each context that is open: the last one that closes takes the first entry.
 _onednn_before: list[bool] = []
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def set_algorithm_search(is_enabled: bool) -> None:
+    """Set ``torch.backends.cudnn.benchmark``, also after ``torch.backends.disable_global_flags()``."""
+    torch._C._set_cudnn_benchmark(is_enabled)
 
 
 # -- transforms and compilers -----------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ class Options:
             streamed. Gradients then leave one by one, to the host or to a `sft.StreamedOptimizer`. Parameters with two names stay resident.
             Not on a mesh, not with ``fully_shard``, and not with ``cuda_graphs``.
         progress: show a progress bar on the terminal while programs are timed.
+        cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run. By default it is off then: strips have many
+            shapes, a search for each takes seconds, and its choice may need a workspace of gibibytes.
     """
 
     strategy: str = "auto"
@@ -98,6 +100,7 @@ class Options:
     weights: str | WeightsFile = "resident"
     progress: bool = False
     mesh_timeout_seconds: float = 1800.0
+    cudnn_benchmark: bool = False
 
     @property
     def mesh_timeout(self) -> timedelta:
@@ -151,7 +154,7 @@ class Options:
             errors.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")
         if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MAX_SECONDS:
             errors.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MAX_SECONDS} at most")
-        for name in ("cuda_graphs", "skip_repeats", "progress"):
+        for name in ("cuda_graphs", "skip_repeats", "progress", "cudnn_benchmark"):
             if not isinstance(getattr(self, name), bool):
                 errors.append(f"{name} {getattr(self, name)!r}: give True or False")
         if errors:

@@ -27,6 +27,7 @@ from sft.common.transform_checks import refuse_after_failure, refuse_batched_gra
 from sft.runtime.region import Region, Tape
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
+from sft.torch_runtime.algorithm_search import algorithm_search_for
 from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
 from sft.torch_runtime.device_pool import BoundPool
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
@@ -69,6 +70,7 @@ class RegionInputs:
         backward_context: context in which a backward pass runs.
         check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
         weights: the streamed parameters; their entries in ``tensors`` are on the host.
+        cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run.
     """
 
     names: tuple[str, ...]
@@ -88,6 +90,7 @@ class RegionInputs:
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
+    cudnn_benchmark: bool = False
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Context in which a pass allocates device memory."""
@@ -129,7 +132,7 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
     leaves = dict(zip(inputs.names, tensors, strict=True))
     if not keep:
-        with torch.no_grad(), autocast_disabled(inputs.device), inputs.memory(), inputs.forward_weights() as weights:
+        with torch.no_grad(), _pass_settings(region, inputs), inputs.memory(), inputs.forward_weights() as weights:
             machine = inputs.machine(backward=False, weights=weights)
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
@@ -152,7 +155,7 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
         offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
-        with autocast_disabled(inputs.device), inputs.memory(), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
+        with _pass_settings(region, inputs), inputs.memory(), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
             machine = inputs.machine(backward=False, offloader=offloader, weights=weights)
             outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
@@ -252,7 +255,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     weight_grads: dict[str, torch.Tensor] = {}
     with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
         machine = inputs.machine(backward=True, offloader=offloader, weights=weights)
-        with autocast_disabled(inputs.device), _quiesce_on_error(offloader):
+        with _pass_settings(region, inputs), _quiesce_on_error(offloader):
             leaf_grads = region.backward(machine, tape, output_grads, sinks=sinks, consume=consume)
         for sink in sinks.values():
             sink.finish()
@@ -276,6 +279,13 @@ def _move_lasting_grads(region: Region, names: Sequence[str], tensors: Sequence[
         is_kept = tensor is not None and tensor.is_leaf and tensor.grad is None
         if is_kept and region.graph[name].kind == "parameter" and grads.get(name) is not None:
             grads[name] = grads[name].clone()
+
+
+@contextlib.contextmanager
+def _pass_settings(region: Region, inputs: RegionInputs) -> Iterator[None]:
+    """Settings of torch during a pass."""
+    with autocast_disabled(inputs.device), algorithm_search_for(region, in_strips=inputs.cudnn_benchmark):
+        yield
 
 
 @contextlib.contextmanager

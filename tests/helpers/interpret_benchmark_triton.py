@@ -6,7 +6,6 @@ A job is a dictionary with the ``name`` of a case; its result is the largest rel
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,5 @@ kernel_launches.num_weight_splits, kernel_launches.num_norm_splits = 2, 4
 def run(job: dict[str, Any]) -> float:
     """Verify one case at a quarter of its small size."""
     (case,) = (case for case in kernel_bench.all_cases() if case.name == job["name"])
-    smaller = replace(case, small=tuple(max(2, 2 * (length // 8)) for length in case.small))
-    error: float = kernel_bench.verify(smaller, case.dtypes[-1], torch.device("cpu"))
+    error: float = kernel_bench.verify(kernel_bench.shrunken(case), case.dtypes[-1], torch.device("cpu"))
     return error

@@ -6,18 +6,19 @@ import functools
 import importlib.metadata
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sft.backends.autotune.cases import TuningCase
+from sft.backends.selector import ShapeClass
 from sft.common.errors import InputError
 from sft.common.installation import install_command
 from sft.kernels.common import has_triton
 
-__all__ = ["Benchmarker", "CudaBenchmarker", "RelativeErrors", "compiler_version", "relative_error", "verify_on"]
+__all__ = ["Benchmarker", "CudaBenchmarker", "RelativeErrors", "TuningReference", "compiler_version", "relative_error", "verify_on"]
 
 #: a buffer larger than any cache of a GPU
 _FLUSH_BYTES = 512 * 2**20
@@ -77,12 +78,34 @@ def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return max(errors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningReference:
+    """Results of a class that all its launch variants are compared with.
+
+    Attributes:
+        truth: results of ATen's calls in fp64.
+        aten_error: error of ATen's calls in the dtype of the case.
+    """
+
+    truth: list[Tensor]
+    aten_error: float
+
+    @classmethod
+    def on(cls, case: TuningCase, device: torch.device) -> TuningReference:
+        """Run ATen's calls in fp64 and in the dtype of the case, each on fresh operands."""
+        with torch.no_grad():
+            truth = case.run_float64(device)
+            return cls(truth=truth, aten_error=relative_error(case.run_aten(case.draw(device)), truth))
+
+    def verify(self, case: TuningCase, device: torch.device) -> RelativeErrors:
+        """Run the kernels of a case of this class."""
+        with torch.no_grad():
+            return RelativeErrors(kernels=relative_error(case.run_kernels(case.draw(device)), self.truth), aten=self.aten_error)
+
+
 def verify_on(case: TuningCase, device: torch.device) -> RelativeErrors:
     """Run the kernels and ATen's calls of a case, each on fresh operands, and compare them with ATen's calls in fp64."""
-    with torch.no_grad():
-        truth = case.run_float64(device)
-        kernels = relative_error(case.run_kernels(case.draw(device)), truth)
-        return RelativeErrors(kernels=kernels, aten=relative_error(case.run_aten(case.draw(device)), truth))
+    return TuningReference.on(case, device).verify(case, device)
 
 
 @dataclass(slots=True)
@@ -96,6 +119,7 @@ class CudaBenchmarker:
 
     device: torch.device
     num_rounds: int = 15
+    _reference: tuple[ShapeClass, TuningReference] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.device.type != "cuda" or not torch.cuda.is_available():
@@ -119,13 +143,17 @@ class CudaBenchmarker:
         return torch.__version__
 
     def verify(self, case: TuningCase) -> RelativeErrors:
-        """Errors of the kernels and of ATen's calls."""
-        errors = verify_on(case, self.device)
+        """Errors of the kernels and of ATen's calls. The exact results of a class are computed once, for all its variants."""
+        if self._reference is None or self._reference[0] != case.shape_class:
+            self._reference = None  # frees the results of the previous class first
+            self._reference = (case.shape_class, TuningReference.on(case, self.device))
+        errors = self._reference[1].verify(case, self.device)
         torch.cuda.empty_cache()
         return errors
 
     def time(self, case: TuningCase) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
+        self._reference = None  # the exact results take eight bytes an element
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         calls = [functools.partial(run, case.draw(self.device)) for run in (case.run_kernels, case.run_aten)]
         times: tuple[list[float], list[float]] = ([], [])

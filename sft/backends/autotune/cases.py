@@ -27,6 +27,8 @@ from sft.lower.rules.norms import empty_statistics
 __all__ = ["CaseCollector", "TuningCase"]
 
 _NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Operations that a GPU of the last years does in the time in which it moves a byte, in half precision.
+_FLOPS_PER_BYTE = 200
 Operands = dict[int, Any]
 
 
@@ -49,6 +51,12 @@ class TuningCase:
     operands: tuple[Slot, ...]
     ports: dict[int, str]
     results: tuple[Slot, ...]
+
+    @property
+    def estimated_work(self) -> float:
+        """Relative time of the operations on a GPU: the larger of operations and moved bytes, at the balance of a GPU."""
+        num_bytes = sum(slot.num_bytes for slot in (*self.operands, *self.results))
+        return max(sum(call.flops for call in self.aten), num_bytes * _FLOPS_PER_BYTE)
 
     def with_variant(self, variant: LaunchVariant) -> TuningCase:
         """The same case with another launch variant of the kernels."""

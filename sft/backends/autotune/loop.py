@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from sft.backends.autotune.benchmark import Benchmarker
+from sft.backends.autotune.benchmark import Benchmarker, RelativeErrors
 from sft.backends.autotune.cases import TuningCase
 from sft.backends.autotune.table import KernelTable, TableEntry, error_limit, find_table, table_name
 from sft.backends.selector import launch_variants
@@ -21,6 +22,8 @@ from sft.common.errors import SftError
 from sft.kernels.common import LaunchVariant
 
 __all__ = ["TuningReport", "tune"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -93,34 +96,54 @@ def tune(
 
 
 def _fastest_variant(case: TuningCase, benchmarker: Benchmarker, report: TuningReport) -> TableEntry | None:
-    """Entry of the fastest correct variant; the report gets the refused ones."""
-    entries = []
-    for variant in launch_variants(case.shape_class):
-        entry = _measure_variant(case, variant, benchmarker, report)
-        entries += [] if entry is None else [entry]
-    return min(entries, key=lambda entry: entry.triton_seconds, default=None)
+    """Entry of the fastest correct variant; the report gets the refused ones.
+
+    All variants are verified before the first is timed, so the exact results are computed once and freed before the timing.
+    """
+    verified = [(variant, _verify_variant(case, variant, benchmarker, report)) for variant in launch_variants(case.shape_class)]
+    entries = [_time_variant(case, variant, errors, benchmarker, report) for variant, errors in verified if errors is not None]
+    return min((entry for entry in entries if entry is not None), key=lambda entry: entry.triton_seconds, default=None)
 
 
-def _measure_variant(case: TuningCase, variant: LaunchVariant, benchmarker: Benchmarker, report: TuningReport) -> TableEntry | None:
-    label = case.shape_class.label + (f", {variant}" if variant != "default" else "")
-    varied = case.with_variant(variant)
-    try:
-        errors = benchmarker.verify(varied)
-        limit = error_limit(case.shape_class.numbers, errors.aten)
-        if not errors.kernels <= limit:
-            report.refused.append(f"{label}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
-            return None
-        triton_seconds, aten_seconds = benchmarker.time(varied)
-    except SftError:
-        raise
-    except Exception as error:  # a kernel that does not compile or run must not stop the loop
-        report.refused.append(f"{label}: {type(error).__name__}: {error}".splitlines()[0][:300])
+def _verify_variant(case: TuningCase, variant: LaunchVariant, benchmarker: Benchmarker, report: TuningReport) -> RelativeErrors | None:
+    """Errors of a variant; ``None`` if it is wrong or does not run."""
+    errors = _attempt(lambda: benchmarker.verify(case.with_variant(variant)), case, variant, report)
+    if errors is None:
+        return None
+    limit = error_limit(case.shape_class.numbers, errors.aten)
+    if errors.kernels <= limit:
+        return errors
+    report.refused.append(f"{_label(case, variant)}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
+    return None
+
+
+def _time_variant(
+    case: TuningCase, variant: LaunchVariant, errors: RelativeErrors, benchmarker: Benchmarker, report: TuningReport
+) -> TableEntry | None:
+    """Entry of a correct variant; ``None`` if it fails while it is timed."""
+    seconds = _attempt(lambda: benchmarker.time(case.with_variant(variant)), case, variant, report)
+    if seconds is None:
         return None
     return TableEntry(
         shape_class=case.shape_class,
         error=errors.kernels,
         aten_error=errors.aten,
-        triton_seconds=triton_seconds,
-        aten_seconds=aten_seconds,
+        triton_seconds=seconds[0],
+        aten_seconds=seconds[1],
         variant=variant,
     )
+
+
+def _attempt(measure: Callable[[], _Result], case: TuningCase, variant: LaunchVariant, report: TuningReport) -> _Result | None:
+    """Measure; a kernel that does not compile or run becomes a line of the report, and does not stop the loop."""
+    try:
+        return measure()
+    except SftError:
+        raise
+    except Exception as error:
+        report.refused.append(f"{_label(case, variant)}: {type(error).__name__}: {error}".splitlines()[0][:300])
+        return None
+
+
+def _label(case: TuningCase, variant: LaunchVariant) -> str:
+    return case.shape_class.label + (f", {variant}" if variant != "default" else "")

@@ -112,7 +112,8 @@ class OverheadEstimator:
             # With cudnn.benchmark each process searches for the fastest algorithm anew, and uses the memory that is free at that moment.
             is_lasting = is_lasting and not torch.backends.cudnn.benchmark
             threads = "two threads" if self.is_training else "one thread"
-            self._keys[id(program)] = (program, f"{threads} {name}", is_lasting)  # the reference keeps the id unique
+            search = "search " if torch.backends.cudnn.benchmark else ""
+            self._keys[id(program)] = (program, f"{threads} {search}{name}", is_lasting)  # the reference keeps the id unique
         _, key, is_lasting = self._keys[id(program)]
         known, multiplies = self.costs.get(f"requested workspace {key}"), self.costs.get(f"products {key}")
         if known is None or multiplies is None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.backends.autotune.benchmark import RelativeErrors, compiler_version
+from sft.backends.autotune.benchmark import CudaBenchmarker, RelativeErrors, compiler_version
 from sft.backends.autotune.cases import TuningCase
 from sft.backends.autotune.loop import tune
 from sft.backends.autotune.table import KernelTable, TableEntry, TableSelector, find_table, table_name
@@ -278,9 +278,89 @@ def test_time_may_be_short(tmp_path: Path) -> None:
     text = console.export_text()
     assert f"1 of {len(cases)}: {cases[0].shape_class.label}" in text, "a line for each where there is no terminal"
     assert f"no time for {len(cases)} more" in text
-    for seconds in ("0", "nan", "-3", "soon"):
-        with pytest.raises(SystemExit):
-            main(["tune", "--seconds", seconds])
+    for number in ("0", "nan", "-3", "soon"):
+        for option in ("--seconds", "--minutes"):
+            with pytest.raises(SystemExit):
+                main(["tune", option, number])
+    with pytest.raises(SystemExit):
+        main(["tune", "--seconds", "1", "--minutes", "1"])
+
+
+def test_planning_counts_in_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    def plan_slowly(request: TuneRequest, device: torch.device) -> list[TuningCase]:
+        clock[0] += 61.0
+        return collect_tuning_cases(request, device)
+
+    monkeypatch.setattr("sft.cli.tune.collect_tuning_cases", plan_slowly)
+    console = Console(record=True, width=200)
+    show_tune(_request(tmp_path, limit_seconds=60.0), console, as_json=True, benchmarker=ListBenchmarker())
+    data = json.loads(console.export_text())
+    assert not data["measured"] and data["num_left"] > 0
+
+
+def test_exact_results_are_computed_once_for_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in collect_tuning_cases(_request(None), torch.device("cpu")) if len(launch_variants(case.shape_class)) > 1]
+    benchmarker = object.__new__(CudaBenchmarker)
+    benchmarker.device, benchmarker._reference = torch.device("cpu"), None
+    calls: list[str] = []
+    run = TuningCase.run_float64
+
+    def counted(case: TuningCase, device: torch.device) -> list[torch.Tensor]:
+        calls.append(case.shape_class.label)
+        return run(case, device)
+
+    monkeypatch.setattr(TuningCase, "run_float64", counted)
+    monkeypatch.setattr(TuningCase, "run_kernels", TuningCase.run_aten)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for case in cases:
+        errors = [benchmarker.verify(case.with_variant(variant)) for variant in launch_variants(case.shape_class)]
+        assert all(0 < each.kernels == each.aten < 1e-5 for each in errors)
+    assert len(cases) > 1 and calls == [case.shape_class.label for case in cases]
+
+
+def test_the_largest_part_of_the_time_is_measured_first(capsys: pytest.CaptureFixture[str]) -> None:
+    work = [case.estimated_work for case in collect_tuning_cases(_request(None), torch.device("cpu"))]
+    assert work == sorted(work, reverse=True) and work[0] > 10 * work[-1]
+    command = ["tune", "tests.backends.autotune.test_autotune_table:_model", "--input", "1x3x64x64", "--dry-run"]
+    assert main([*command, "--tile", "16", "--dtype", "float32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "conv2d" in lines[0] and lines[-1].startswith(f"{len(work)} classes, ")
+    assert main([*command, "--tile", "16", "--dtype", "float32", "--json"]) == 0
+    assert [each["share"] for each in json.loads(capsys.readouterr().out)["cases"]] == pytest.approx([each / sum(work) for each in work])
+
+
+def test_a_plan_gets_entries_for_the_shapes_of_its_strips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Strips of a plan may be too small for the entries of untiled layers; then PyTorch's operators would run."""
+    shape, options = (1, 3, 2048, 2048), sft.Options(tile=(4, None))
+    plan = sft.plan(_model(), shape, budget="1GiB", options=options)
+    strips = TuneRequest(models=[(_model(), (shape,))], dtypes=("float32",), options=sft.Options(), budget=plan.total_bytes, plan=plan)
+    planned = [case.shape_class for case in collect_tuning_cases(strips, torch.device("cpu"))]
+    whole = TuneRequest(models=strips.models, dtypes=("float32",), options=sft.Options(strategy="none"), budget="64GiB")
+
+    def lacking(request: TuneRequest) -> list[ShapeClass]:
+        table = tune(collect_tuning_cases(request, torch.device("cpu")), ListBenchmarker(), tmp_path, again=True).table
+        return [each for each in planned if table.entry(each) is None]
+
+    assert any(each.operator.startswith("conv2d") for each in lacking(whole))
+    assert planned and not lacking(strips)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    command = ["tune", "tests.backends.autotune.test_autotune_table:_model", "--plan", str(path), "--dry-run"]
+    assert main([*command, "--input", "1x3x2048x2048"]) == 0
+    assert {line.split(": ")[0].split("  ")[-1] for line in capsys.readouterr().out.splitlines()[:-1]} == {each.label for each in planned}
+    for changed, message in (
+        (["--input", "1x3x64x64"], "it is for inputs of shape"),
+        (["--input", "1x3x2048x2048", "--tile", "4"], "leave out the one or the other"),
+    ):
+        assert main([*command, *changed]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["tune", "--plan", str(path), "--dry-run"]) == 1
+    assert "about a model" in capsys.readouterr().err
+    path.write_text("{}")
+    assert main([*command, "--input", "1x3x2048x2048"]) == 1
 
 
 def test_what_the_command_says(tmp_path: Path) -> None:

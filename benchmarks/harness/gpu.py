@@ -1,0 +1,142 @@
+"""Device benchmarks: the settings, the environment and the memory that they share. They run on a CPU as well, to be tried there.
+
+It imports neither matplotlib nor pytest: a machine with a GPU may have torch, Triton and little more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import sft
+from sft.common.byte_units import format_bytes
+from sft.common.distributions import installed_version
+
+__all__ = ["Deadline", "DeviceMemory", "convolution_settings", "device_environment", "measure_step_memory", "memory_problem"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Time limit of a benchmark: no case begins after it, and results are saved after each case.
+
+    Attributes:
+        minutes: minutes from ``started``; ``None`` for no limit.
+        started: seconds of the monotonic clock.
+    """
+
+    minutes: float | None
+    started: float
+
+    @classmethod
+    def after(cls, minutes: float | None) -> Deadline:
+        """A limit that starts now."""
+        return cls(minutes, time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further case may begin."""
+        return time.monotonic() - self.started > (math.inf if self.minutes is None else 60 * self.minutes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Peaks of a step, above its start.
+
+    Attributes:
+        allocated_bytes: bytes of the allocator's blocks; on the CPU of the tensors' storages.
+        requested_bytes: bytes of the tensors' storages.
+        reserved_bytes: bytes that the allocator has from the driver; ``None`` on the CPU.
+    """
+
+    allocated_bytes: int
+    requested_bytes: int
+    reserved_bytes: int | None
+
+
+@contextlib.contextmanager
+def convolution_settings(*, search: bool = False, tf32: bool = False) -> Iterator[None]:
+    """Settings of cuDNN and cuBLAS for both sides of a comparison: cuDNN is on, and products of fp32 are exact unless ``tf32``.
+
+    Args:
+        search: let cuDNN time its algorithms for each shape (``cudnn.benchmark``). It uses all memory that is free while it does.
+        tf32: round operands of fp32 products to ten bits.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = tf32
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=search, allow_tf32=tf32):
+            yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def measure_step_memory(step: Callable[[], object], device: torch.device) -> DeviceMemory:
+    """Peaks of one run of a step, above what is alive at its start. Unused segments of the allocator are released first."""
+    if device.type != "cuda":
+        with sft.measure_peak(device) as peak:
+            step()
+        return DeviceMemory(allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=None)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    with sft.measure_peak(device) as peak:  # it resets the peak of reserved bytes as well
+        step()
+        torch.cuda.synchronize(device)
+        highest_bytes = torch.cuda.max_memory_reserved(device)
+    return DeviceMemory(
+        allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=max(0, highest_bytes - reserved_bytes)
+    )
+
+
+def memory_problem(memory: DeviceMemory, projected_bytes: int) -> str:
+    """A sentence if a step took more than its plan projects; otherwise empty."""
+    if memory.allocated_bytes <= projected_bytes:
+        return ""
+    return f"measured {format_bytes(memory.allocated_bytes)}, projected {format_bytes(projected_bytes)}"
+
+
+def device_environment(device: torch.device) -> dict[str, str]:
+    """Environment of a result: command, commit, device, versions, and the settings that select kernels."""
+    facts = {
+        "command": shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]),
+        "commit": _commit(),
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton") or "not installed",
+        "numpy": installed_version("numpy") or "not installed",
+        "python": platform.python_version(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "default settings",
+        "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+        "tf32": str(torch.backends.cudnn.allow_tf32),
+    }
+    if device.type != "cuda":
+        return facts
+    from sft.backends.autotune.benchmark import compiler_version
+
+    major, minor = torch.cuda.get_device_capability(device)
+    facts |= {"device": f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})", "cudnn": str(torch.backends.cudnn.version())}
+    facts |= {"memory": format_bytes(torch.cuda.get_device_properties(device).total_memory), "cuda": str(torch.version.cuda)}
+    return facts | ({} if facts["triton"] == "not installed" else {"triton": compiler_version(device)})
+
+
+def _commit() -> str:
+    """The short commit of this checkout, with a plus sign when files differ from it."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:  # a machine without git
+        return "unknown"

@@ -1,0 +1,166 @@
+"""Cases of the benchmark of steps: networks and modes of execution, and the steps of eager PyTorch and of compiled networks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.cli.tune import STANDARD_NETWORKS
+from sft.sources import ArraySource
+
+__all__ = ["AMPLE", "StepCase", "compiled", "draw_input", "file_input", "make_network", "step_cases", "training_step"]
+
+#: Budget of a case whose strips are forced.
+AMPLE = "1TiB"
+#: A step gets this part of the memory that eager PyTorch's activations take, unless the case says otherwise.
+_SHARE_OF_PLAIN = 8
+_NORMALIZATION = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCase:
+    """A network, the size of its input, and the mode of execution.
+
+    Attributes:
+        name: name of the case.
+        make: makes the network.
+        num_channels: channels of the input. More than three: the input needs a gradient.
+        size: rows and columns.
+        has_plain: true if eager PyTorch takes the step as well.
+        tile: forced strips, for a segment on its own.
+        budget: bytes; ``None`` for a part of the memory that eager PyTorch takes.
+        share_of_plain: divisor of that memory.
+        strategy: planning strategy.
+        weights: placement of the parameters.
+        cuda_graphs: true to replay strips as CUDA graphs.
+        reads_file: true for an image that is read from a file of uint8 pixels, strip by strip.
+        dtypes: element types to run.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    num_channels: int
+    size: int
+    has_plain: bool
+    tile: tuple[int, int | None] | None = None
+    budget: str | None = None
+    share_of_plain: int = _SHARE_OF_PLAIN
+    strategy: str = "auto"
+    weights: str = "resident"
+    cuda_graphs: bool = False
+    reads_file: bool = False
+    dtypes: tuple[str, ...] = ("bf16", "fp32")
+
+    def options(self, backend: str, tile: tuple[int, int | None] | None = None) -> sft.Options:
+        """Planner options; ``tile`` replaces the case's strips, except for a strategy without any."""
+        tile = None if self.strategy != "auto" else tile or self.tile
+        host = "1TiB" if self.strategy != "auto" else None
+        common = {"backend": backend, "weights": self.weights, "cuda_graphs": self.cuda_graphs, "host_budget": host}
+        return sft.Options(strategy=self.strategy, tile=tile, **common)  # type: ignore[arg-type]  # of several types
+
+
+def _block(num_in: int, width: int) -> nn.Module:
+    """A block of two convolutions of VGG."""
+    first = nn.Conv2d(num_in, width, 3, padding=1), nn.ReLU()
+    return nn.Sequential(*first, nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def step_cases() -> list[StepCase]:
+    """All cases, the most telling first: steps that eager PyTorch can take, steps that it cannot, segments, and further modes."""
+    vgg, frozen = STANDARD_NETWORKS["vgg16"], STANDARD_NETWORKS["resnet18"]
+    training, unet = STANDARD_NETWORKS["resnet18 in training"], STANDARD_NETWORKS["u-net"]
+    image = functools.partial(StepCase, num_channels=3, size=2048, has_plain=True)
+    large = functools.partial(StepCase, num_channels=3, size=20480, has_plain=False, dtypes=("bf16",))
+    return [
+        image(name="vgg16 step", make=vgg),
+        image(name="resnet18 frozen step", make=frozen),
+        image(name="resnet18 training step", make=training),
+        image(name="u-net step", make=unet),
+        large(name="vgg16 large", make=vgg, budget="11GiB"),
+        image(name="resnet18 frozen strips", make=frozen, tile=(256, None)),
+        image(name="resnet18 frozen strips, CUDA graphs", make=frozen, tile=(256, None), cuda_graphs=True),
+        image(name="vgg16 offload", make=vgg, strategy="offload-dp", share_of_plain=2),
+        image(name="vgg16 streamed weights", make=vgg, tile=(512, None), weights="stream"),
+        image(name="vgg16 file", make=vgg, size=4096, reads_file=True, tile=(512, None)),
+        StepCase(name="vgg block 1", make=functools.partial(_block, 3, 64), num_channels=3, size=2048, has_plain=True, tile=(256, None)),
+        StepCase(name="vgg block 2", make=functools.partial(_block, 64, 128), num_channels=64, size=1024, has_plain=True, tile=(256, None)),
+        large(name="resnet18 frozen large", make=frozen, budget="11GiB"),
+        large(name="resnet18 training large", make=training, budget="40GiB"),
+        large(name="u-net large", make=unet, budget="40GiB"),
+    ]
+
+
+def training_step(module: nn.Module, x: Any) -> list[Tensor]:
+    """Output and gradients; the input needs none where it is an image."""
+    module.zero_grad(set_to_none=True)
+    if isinstance(x, Tensor):
+        x.grad = None
+    y = module(x)
+    y.sum().backward()
+    input_grads = [x.grad] if isinstance(x, Tensor) and x.grad is not None else []
+    return [y.detach(), *input_grads, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def draw_input(case: StepCase, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """A random image on the device, channels last."""
+    random = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(1, case.num_channels, size, size, generator=random, device=device, dtype=dtype)
+    return x.contiguous(memory_format=torch.channels_last).requires_grad_(case.num_channels > 3)
+
+
+def file_input(case: StepCase, size: int, dtype: torch.dtype, folder: Path) -> ArraySource:
+    """A source that reads a file of random uint8 pixels."""
+    path = folder / f"image-{size}.npy"
+    if not path.exists():
+        np.save(path, np.random.default_rng(0).integers(0, 256, (size, size, case.num_channels), dtype=np.uint8))
+    mean, std = _NORMALIZATION
+    return ArraySource(path, layout="HWC", mean=mean, std=std, dtype=dtype)
+
+
+def make_network(case: StepCase, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """The network on the device, its weights channels last."""
+    torch.manual_seed(seed)
+    module = case.make().to(device, dtype)
+    for parameter in module.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return module
+
+
+def compiled(case: StepCase, model: nn.Module, x: Any, options: sft.Options, plain_bytes: int | None = None) -> Any:
+    """The compiled network, within the case's budget.
+
+    Args:
+        case: the case.
+        model: its network.
+        x: its input.
+        options: planner options.
+        plain_bytes: peak of eager PyTorch's step, of which the case gets a part; ``None`` where it is unknown.
+    """
+    budget: int | str = case.budget or AMPLE
+    if case.budget is None and options.tile is None and plain_bytes is not None:
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        activation_bytes = max(0, plain_bytes - weight_bytes)  # the step's new gradients take as much as the weights
+        budget = 3 * weight_bytes + x.numel() * x.element_size() + math.ceil(activation_bytes / case.share_of_plain)
+    elif case.budget is None and case.strategy != "auto":
+        budget = _smallest_budget(model, x, options)
+    return sft.compile(model, x if case.reads_file else tuple(x.shape), budget=budget, options=options)
+
+
+def _smallest_budget(model: nn.Module, x: Any, options: sft.Options) -> int:
+    """The smallest budget for which a strategy without strips has a plan."""
+    try:
+        sft.compile(copy.deepcopy(model), tuple(x.shape), budget=1, options=options)
+    except sft.BudgetError as error:
+        return error.needed_bytes
+    raise AssertionError("a budget of one byte has a plan")

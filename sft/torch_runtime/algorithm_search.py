@@ -1,0 +1,62 @@
+"""Search for convolution algorithms (``torch.backends.cudnn.benchmark``), which is off while strips run.
+
+With that setting cuDNN times its algorithms for each new shape, on each thread, and uses all memory that is free while it does. A plan in
+strips has tens of shapes (first, inner and last strips of every segment), so a search takes many seconds at every new image size, and it
+may select an algorithm with a workspace of gibibytes, for which smaller strips would have to pay. Without the search cuDNN selects by its
+heuristics. A plan without strips keeps the setting: its shapes are those of plain PyTorch.
+
+The setting is global, and passes on several devices may overlap: the first one turns the search off, the last one restores it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from sft.common.torch_internals import set_algorithm_search
+from sft.runtime.region import Region
+from sft.runtime.tiled_segment import TiledSegment
+
+__all__ = ["algorithm_search_for"]
+
+
+class _SearchSwitch:
+    """Switch that several threads may turn off at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._was_on = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Context without the search."""
+        with self._lock:
+            if self._num_users == 0:
+                self._was_on = torch.backends.cudnn.benchmark
+                set_algorithm_search(False)
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0:
+                    set_algorithm_search(self._was_on)
+
+
+_SWITCH = _SearchSwitch()
+
+
+def algorithm_search_for(region: Region, *, in_strips: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Context in which a region runs: without the search if it has strips.
+
+    Args:
+        region: the region.
+        in_strips: true to leave the setting as it is for strips, too (``Options.cudnn_benchmark``).
+    """
+    has_strips = any(isinstance(segment, TiledSegment) for segment in region.segments)
+    return _SWITCH.off() if has_strips and not in_strips else contextlib.nullcontext()

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,91 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_step_is_compared_with_eager_pytorch(bench: Any) -> None:
-    case = bench.step_cases()[0]
+    (case,) = (case for case in bench.step_cases() if case.name == "vgg block 1")
     ours, eager = bench.verify_step(case, torch.float32, "aten", torch.device("cpu"), 40)
     assert 0 < ours <= 1.1 * eager
+
+
+def _small(bench: Any, name: str) -> Any:
+    """A case with one block of VGG in place of its network, and a small image."""
+    (case,) = (case for case in bench.step_cases() if case.name == name)
+    (block,) = (each.make for each in bench.step_cases() if each.name == "vgg block 1")
+    return replace(case, make=block, size=64, budget=None)
+
+
+def _run(bench: Any, case: Any, tmp_path: Path, *options: str) -> Any:
+    parsed = bench.parse(["--dry-run", "--out", str(tmp_path), *options])
+    return bench.run_step(case, "fp32", "aten", torch.device("cpu"), parsed)
+
+
+@pytest.mark.parametrize(
+    "name", ["vgg16 offload", "vgg16 streamed weights", "vgg16 file", "resnet18 frozen strips, CUDA graphs", "vgg16 large"]
+)
+def test_each_mode_of_execution_is_verified_and_timed(bench: Any, name: str, tmp_path: Path) -> None:
+    case = _small(bench, name)
+    record = _run(bench, case, tmp_path)
+    assert (record.status, record.note) == ("ok", "")
+    assert record.seconds is not None and (record.plain_seconds is not None) == case.has_plain
+    assert 0 < record.allocated_bytes <= record.projected_peak_bytes
+
+
+def test_all_networks_and_modes_have_a_case(bench: Any) -> None:
+    cases = bench.step_cases()
+    words = " ".join(case.name for case in cases)
+    assert all(word in words for word in ("vgg16", "resnet18 frozen", "resnet18 training", "u-net", "large"))
+    assert {"offload-dp", "auto"} == {case.strategy for case in cases}
+    assert any(case.cuda_graphs for case in cases) and any(case.reads_file for case in cases)
+    assert any(case.weights == "stream" for case in cases)
+    assert cases[0].name == "vgg16 step", "the most telling case comes first"
+
+
+@pytest.mark.parametrize(
+    ("errors", "status"),
+    [((1e-6, 1e-6), "ok"), ((1.5e-5, 1e-6), "ok"), ((1.05e-4, 1e-4), "ok"), ((3e-5, 1e-6), "wrong"), ((float("nan"), 1e-6), "wrong")],
+)
+def test_a_case_is_timed_always_and_flagged_by_the_limits_of_tune(
+    bench: Any, errors: tuple[float, float], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN selects other algorithms for strips than for the whole image, so the smaller error may be on either side."""
+    monkeypatch.setattr(bench, "verify_step", lambda *_: errors)
+    record = _run(bench, _small(bench, "vgg block 1"), tmp_path)
+    assert record.status == status and record.seconds is not None and record.plain_seconds is not None
+    assert ("limit 2e-05" in record.note) == (status == "wrong")
+
+
+def test_a_failing_verification_does_not_hide_the_time(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no algorithm")
+
+    monkeypatch.setattr(bench, "verify_step", fail)
+    record = _run(bench, _small(bench, "vgg block 1"), tmp_path)
+    assert (record.status, record.note) == ("failed", "RuntimeError: no algorithm") and record.seconds is not None
+
+
+def test_more_memory_than_projected_is_wrong(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "verify_step", lambda *_: (1e-6, 1e-6))
+    measure = bench.measure_step_memory
+    monkeypatch.setattr(bench, "measure_step_memory", lambda *each: replace(measure(*each), allocated_bytes=2**40, reserved_bytes=2**41))
+    record = _run(bench, _small(bench, "vgg block 1"), tmp_path)
+    assert record.status == "wrong" and "measured 1.00 TiB, projected" in record.note and record.seconds is not None
+    assert f"| {2**41 / record.projected_peak_bytes:.2f} |" in bench.step_table([record])
+
+
+def test_both_sides_have_the_same_settings_of_cudnn(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager PyTorch and ours run with or without the search of cuDNN, as the command line says; by default without."""
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        bench, "run_step", lambda case, *_: seen.append(_cudnn()) or bench.StepRecord(name="a", dtype="fp32", backend="aten")
+    )
+    command = ["--dry-run", "--only", "vgg block 1", "--dtypes", "fp32", "--backends", "aten", "--out", str(tmp_path)]
+    before = _cudnn()
+    assert bench.main(command) == bench.main([*command, "--cudnn-benchmark"]) == 0
+    assert seen == [(True, False), (True, True)] and _cudnn() == before
+    assert bench.main([*command, "--minutes", "0"]) == 0 and len(seen) == 2
+
+
+def _cudnn() -> tuple[bool, bool]:
+    return torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
 
 
 def test_results_are_a_table(bench: Any, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The smoke test of a GPU, on a CPU: its cases are right, and faults change its status and its exit code."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+_ROOT = Path(__file__).parents[2]
+_CPU = torch.device("cpu")
+_SIZE = (48, 40)
+
+
+@pytest.fixture
+def smoke(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The script as a module, on a machine without a GPU."""
+    monkeypatch.syspath_prepend(str(_ROOT / "benchmarks"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = importlib.import_module("gpu_smoke")
+    yield module
+    module._reference.cache_clear()
+
+
+@pytest.fixture
+def small(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script with four convolutions in place of each network."""
+
+    def make() -> nn.Module:
+        pairs = itertools.pairwise((3, 8, 8, 8, 8))
+        return nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairs)).eval()
+
+    monkeypatch.setattr(smoke, "STANDARD_NETWORKS", dict.fromkeys(smoke.STANDARD_NETWORKS, make))
+    smoke._reference.cache_clear()
+    return smoke
+
+
+def test_a_network_in_strips(smoke: Any) -> None:
+    result = smoke.run_case("u-net", "strips", _CPU, _SIZE)
+    assert (result.status, result.note) == ("ok", "") and 0 < result.error < 1e-10
+
+
+def test_a_line_for_each_case(small: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--device", "cpu", "--only", "u-net", "--modes", "strips", "file", "cuda-graphs", "--size", *map(str, _SIZE)]
+    assert small.main([*command, "--out", str(tmp_path)]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("device ") and last.startswith("3 of 3 right")
+    assert [line.split()[:3] for line in lines] == [["ok", "u-net", mode] for mode in ("strips", "cuda-graphs", "file")]
+    assert all("error " in line and "allocated " in line and "projected " in line and "reserved " not in line for line in lines)
+    assert "no graphs on a CPU" in lines[1]
+    (path,) = tmp_path.iterdir()
+    results = json.loads(path.read_text())
+    assert results["environment"]["torch"] == torch.__version__
+    assert all(0 <= case["error"] <= 1e-10 and 0 < case["allocated_bytes"] <= case["projected_bytes"] for case in results["cases"])
+
+
+@pytest.mark.parametrize("mode", ["offload", "streamed-weights"])
+def test_modes_do_what_they_are_about(small: Any, mode: str) -> None:
+    result = small.run_case("u-net", mode, _CPU, _SIZE)
+    assert (result.status, result.note) == ("ok", "")
+
+
+def test_networks_and_modes(smoke: Any) -> None:
+    assert set(smoke.NETWORKS) == {"vgg16", "resnet18-frozen", "resnet18-training", "u-net"}
+    assert set(smoke.MODES) >= {"strips", "offload", "streamed-weights", "cuda-graphs"}
+    options = smoke.parse([])
+    assert tuple(options.only) == tuple(smoke.NETWORKS) and tuple(options.modes) == smoke.MODES and options.device == "cuda"
+
+
+def test_faults_are_wrong(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """More memory than projected, an error, a plan without what the mode is about: wrong, and the exit code says so."""
+    command = ["--device", "cpu", "--only", "u-net", "--modes", "strips", "--size", *map(str, _SIZE)]
+    with monkeypatch.context() as patch:
+        measure = small.measure_step_memory
+        patch.setattr(small, "measure_step_memory", lambda *each: replace(measure(*each), allocated_bytes=2**40))
+        assert small.main(command) == 1
+        assert "wrong" in (line := capsys.readouterr().out.splitlines()[1]) and "measured 1.00 TiB, projected" in line
+    with monkeypatch.context() as patch:
+        patch.setattr(small, "relative_error", lambda *_: 1e-9)
+        assert small.run_case("u-net", "strips", _CPU, _SIZE).note == "error above 1e-10"
+        patch.setattr(small, "_options", lambda mode: small.sft.Options(strategy="none"))
+        assert small.run_case("u-net", "strips", _CPU, _SIZE).note == "error above 1e-10; the plan has no strips"
+    with monkeypatch.context() as patch:
+        patch.setattr(small, "_step", lambda *_: 1 / 0)
+        small._reference.cache_clear()
+        assert small.main(command) == 1
+        assert "failed" in (text := capsys.readouterr().out) and "ZeroDivisionError" in text and "0 of 1 right" in text
+
+
+def test_without_the_device_or_time(smoke: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.main([]) == 2
+    assert "no device cuda" in capsys.readouterr().err
+    assert smoke.main(["--device", "cpu", "--minutes", "0"]) == 1
+    assert "0 of 0 right, no time for 20 of 20" in capsys.readouterr().out
+
+
+def test_reserved_bytes_have_a_column_on_a_gpu(smoke: Any) -> None:
+    result = smoke.SmokeResult(
+        network="vgg16", mode="strips", error=1e-15, allocated_bytes=2**20, reserved_bytes=2**21, projected_bytes=2**20
+    )
+    assert "allocated   1.00 MiB  reserved   2.00 MiB  projected   1.00 MiB" in result.line(has_reserved=True)

@@ -107,9 +107,12 @@ def test_more_memory_than_projected_is_wrong(bench: Any, tmp_path: Path, monkeyp
 def test_both_sides_have_the_same_settings_of_cudnn(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager PyTorch and ours run with or without the search of cuDNN, as the command line says; by default without."""
     seen: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(
-        bench, "run_step", lambda case, *_: seen.append(_cudnn()) or bench.StepRecord(name="a", dtype="fp32", backend="aten")
-    )
+
+    def run_step(case: Any, dtype: str, backend: str, *_: Any) -> Any:
+        seen.append(_cudnn())
+        return bench.StepRecord(name=case.name, dtype=dtype, backend=backend)
+
+    monkeypatch.setattr(bench, "run_step", run_step)
     command = ["--dry-run", "--only", "vgg block 1", "--dtypes", "fp32", "--backends", "aten", "--out", str(tmp_path)]
     before = _cudnn()
     assert bench.main(command) == bench.main([*command, "--cudnn-benchmark"]) == 0

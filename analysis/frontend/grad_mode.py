@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -157,9 +157,10 @@ class _DetachUnderNoGrad(TorchFunctionMode):
             args, kwargs = pytree.tree_map(
                 lambda value: value if _contains_tensor(value, destinations) else _detach_results(value), (args, kwargs)
             )
-        versions = [_version_counter(value) for value in operands]
+        versions = _version_counters(operands)
         result = func(*args, **kwargs)
-        self._check_written([value for value, version in zip(operands, versions, strict=True) if _version_counter(value) != version], func)
+        changes = zip(operands, versions, _version_counters(operands), strict=True)
+        self._check_written([value for value, before, after in changes if after != before], func)
         if torch.is_grad_enabled():
             self._note_result(func, result, operands)
             return result
@@ -265,6 +266,7 @@ def _contains_tensor(value: Any, tensors: list[Tensor]) -> bool:
     return any(value is tensor for tensor in tensors)
 
 
-def _version_counter(value: Tensor) -> int:
-    """Number of writes to a tensor. Inference tensors have no counter, and no gradient either."""
-    return 0 if value.is_inference() else value._version
+def _version_counters(values: Sequence[Tensor]) -> list[int]:
+    """Number of writes to each tensor. Inference tensors have no counter, and no gradient either."""
+    with disable_torch_function():  # every function mode would see the reads
+        return [0 if value.is_inference() else value._version for value in values]

@@ -165,13 +165,16 @@ class ResultItem(Expression):
 
 def has_values(tensor: Tensor) -> bool:
     """Return true for a plain tensor with values in memory."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and tensor.device.type != "meta"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    with disable_torch_function():  # every function mode would see the reads
+        return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def version_of(tensor: Tensor) -> int:
     """Number of writes to a tensor. Inference tensors have no counter."""
-    return -1 if tensor.is_inference() else tensor._version
+    with disable_torch_function():
+        return -1 if tensor.is_inference() else tensor._version
 
 
 def map_items(function: Callable[[Any], Any], value: Any) -> Any:

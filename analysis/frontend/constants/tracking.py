@@ -43,7 +43,7 @@ from sft.analysis.frontend.constants.expressions import (
 from sft.analysis.frontend.source_location import CodeLine, current_line
 from sft.analysis.frontend.state_snapshot import user_attributes
 from sft.common.errors import MissingValuesError
-from sft.common.torch_internals import FakeTensor, pytree
+from sft.common.torch_internals import FakeTensor, disable_torch_function, pytree
 
 __all__ = ["ConstantRead", "ConstantTracker", "SizeDependentReadError", "UnknownRead", "model_tensors"]
 
@@ -342,4 +342,5 @@ class ConstantTracker(TorchFunctionMode):
 
 
 def _is_meta(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.device.type == "meta"
+    with disable_torch_function():
+        return tensor is not None and tensor.device.type == "meta"

@@ -99,8 +99,13 @@ def check_capturable(model: nn.Module) -> None:
     """Refuse modules that cannot be captured.
 
     Raises:
-        InputError: a module with its own ``__call__``, a data-parallel wrapper, a scripted module, or lazy parameters.
+        InputError: a module without ``forward`` or with its own ``__call__``, a data-parallel wrapper, a scripted module, or lazy
+            parameters.
     """
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        raise InputError(
+            f"(the model itself): {type(model).__name__} has no `forward`, so it computes nothing; compile the module that calls its parts"
+        )
     if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise InputError(
             f"(the model itself): {type(model).__name__} has a `__call__` of its own, which would run around and inside of what is "

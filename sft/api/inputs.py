@@ -251,9 +251,18 @@ def check_extents(name: str, shape: Sequence[int | None]) -> None:
         raise InputError(f"{name} {tuple(shape)}: no extent may be more than {_MAX_EXTENT}")
 
 
-def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
+def _check_dense(name: str, value: Tensor) -> None:
+    """Refuse tensors whose numbers are not one dense array: sparse, nested and quantized ones."""
+    if value.is_nested:
+        raise InputError(f"{name} is a nested tensor; give a dense tensor, as of value.to_padded_tensor(0.0)")
     if value.layout is not torch.strided:
-        raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+        raise InputError(f"{name} has layout {value.layout}; give a dense tensor, as of value.to_dense()")
+    if value.is_quantized:
+        raise InputError(f"{name} is a quantized tensor ({value.dtype}); give value.dequantize()")
+
+
+def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
+    _check_dense(name, value)
     if value.dtype != dtype:
         raise InputError(f"{name} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
     check_extents(name, value.shape)
@@ -270,8 +279,8 @@ def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.de
 
 
 def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> ResolvedInput:
-    if value.layout is not torch.strided or value.is_neg():
-        raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    if value.is_neg():
+        raise InputError(f"{name} is a negated view; give value.resolve_neg()")
     if value.dim() < 3:
         raise InputError(f"{name} has {value.dim()} dimensions, and only images are read strip by strip; move it to the model's device")
     return ResolvedInput(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), version_guard=value)
@@ -337,10 +346,14 @@ def examples_of(inputs: Any) -> tuple[Any, ...]:
 def _items(input_shape: InputShape) -> list[Any]:
     """The entry of each input: a shape or a tensor."""
     if isinstance(input_shape, torch.Tensor):
+        _check_dense("input 0", input_shape)
         return [input_shape]
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
         raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
     items = list(input_shape)
+    for position, item in enumerate(items):
+        if isinstance(item, torch.Tensor):
+            _check_dense(f"input {position}", item)
     is_each = [isinstance(item, (torch.Tensor, Sequence)) and not isinstance(item, str) for item in items]
     return items if all(is_each) else [items]
 

@@ -150,9 +150,31 @@ def test_sizes_that_depend_on_values(select: Callable[[Tensor], Tensor], refusal
         sft.compile(Selecting(3, 4, 3), _SHAPE)
 
 
-def test_a_sparse_input() -> None:
-    with pytest.raises(sft.InputError, match=r"layout torch.sparse_coo; give a dense tensor"):
-        _compiled()(image(*_SHAPE).to_sparse())
+@pytest.mark.parametrize(
+    ("convert", "refusal"),
+    [
+        (Tensor.to_sparse, r"layout torch.sparse_coo; give a dense tensor, as of value.to_dense\(\)"),
+        (lambda x: torch.nested.nested_tensor([x[0]]), r"is a nested tensor; give a dense tensor"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"is a quantized tensor \(torch.quint8\); give value.dequantize"),
+    ],
+    ids=["sparse", "nested", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_tensors_that_are_no_dense_array(convert: Callable[[Tensor], Tensor], refusal: str) -> None:
+    x = convert(image(*_SHAPE).float())
+    for run in (lambda: _compiled()(x), lambda: sft.compile(_body(), [x]), lambda: sft.plan(_body(), x)):
+        with pytest.raises(sft.InputError, match=refusal):
+            run()
+
+
+@pytest.mark.parametrize(
+    "model", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.ParameterList(), nn.Module()], ids=lambda m: type(m).__name__
+)
+def test_modules_without_forward(model: nn.Module) -> None:
+    refusal = rf"{type(model).__name__} has no `forward`.*compile the module that calls"
+    with pytest.raises(sft.InputError, match=refusal):
+        sft.compile(model, _SHAPE)
+    assert "has no `forward`" in str(sft.check(model, _SHAPE))
 
 
 def test_smallest_input_is_fine() -> None:

@@ -31,6 +31,11 @@ _REMEDIES = {
     "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
     "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
     "expected scalar type": MIXED_DTYPES,
+    "Creating a new Tensor subclass": "a compiled model computes with plain tensors; make the subclass of what it returns",
+    "Couldn't swap": "`forward` casts or moves a module; do so before it is compiled",
+    "pickle": "`forward` copies or stores a tensor as bytes; do so outside of the compiled model",
+    "_share_f": "`forward` shares the memory of a tensor between processes; share what the compiled model returns",
+    "data pointer": "`forward` copies a tensor, or gives its address away; do so outside of the compiled model",
 }
 _DISTRIBUTIONS_REMEDY = "distributions look at their values to check them; make them with validate_args=False"
 _BRANCH_REMEDY = "control flow that depends on tensor values must move out of `forward`"

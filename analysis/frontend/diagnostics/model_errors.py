@@ -6,6 +6,7 @@ error of torch's operators about the inputs (channels that do not match) becomes
 
 from __future__ import annotations
 
+import dis
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ __all__ = ["eager_error", "is_own_error", "model_error", "noted_error_text", "ra
 _TORCH_FOLDER = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 #: Files of torch whose lookups (`__getattr__`, `__getitem__`) fail for attributes and layers that the user's code names.
 _LOOKUP_FILES = tuple(os.path.join(_TORCH_FOLDER, "nn", "modules", name) for name in ("module.py", "container.py"))
-_CALL_FUNCTIONS = frozenset({"_call_impl", "_wrapped_call_impl", "inner", "forward"})
+#: Functions in these files that fail for other reasons: they call other modules, or swap parameters with fake ones (``module.double()``).
+_CALL_FUNCTIONS = frozenset({"_call_impl", "_wrapped_call_impl", "inner", "forward", "_apply"})
 
 #: Words of errors about fake tensors.
-_FAKE_WORDS = ("Fake", "fake", "tensor subclasses", "meta tensor", "Meta")
+_FAKE_WORDS = ("Fake", "fake", "tensor subclasses", "meta tensor", "Meta", "_share_f", "Couldn't swap", "pickle")
 
 
 #: First words of the note on an error of the user's code.
@@ -73,7 +75,17 @@ def _is_about_fake_tensors(error: Exception) -> bool:
     """Return true for an error that eager PyTorch would not raise: a decision on values, or an operator without a fake implementation."""
     if type(error).__module__.partition(".")[0] == "torch":
         return True
-    return not is_own_error(error) and any(word in str(error) for word in _FAKE_WORDS)
+    if is_own_error(error) and (_is_raised_by_statement(error) or not (isinstance(error, RuntimeError) or "pickle" in str(error))):
+        return False  # the error of a function in C may name the type of a fake tensor: a wrong argument, an unknown attribute
+    return any(word in str(error) for word in _FAKE_WORDS)
+
+
+def _is_raised_by_statement(error: BaseException) -> bool:
+    """Return true for an error of a ``raise`` statement, and not of a function in C."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def is_own_error(error: BaseException) -> bool:

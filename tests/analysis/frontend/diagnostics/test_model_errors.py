@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +158,27 @@ def test_errors_of_operators_are_input_errors_of_the_same_class(
         with pytest.raises(error_class, match=words) as raised:
             run()
         assert isinstance(raised.value, sft.InputError)
+
+
+class _Annotated(Tensor):
+    """A subclass of tensors."""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "remedy"),
+    [
+        (lambda m, y: y.as_subclass(_Annotated), "computes with plain tensors"),
+        (lambda m, y: pickle.loads(pickle.dumps(m.conv))(y), "stores a tensor as bytes"),
+        (lambda m, y: torch.save(y, io.BytesIO()), "stores a tensor as bytes"),
+        (lambda m, y: m.double()(y), "casts or moves a module"),
+        (lambda m, y: y.share_memory_(), "shares the memory of a tensor"),
+    ],
+    ids=["subclass", "pickle", "save", "cast", "shared memory"],
+)
+def test_errors_of_traces_alone_are_refusals(mistake: Callable[[Any, Tensor], Any], remedy: str) -> None:
+    """Eager PyTorch runs these lines; they fail on the fake tensors of a capture."""
+    with pytest.raises(sft.UnsupportedError, match=f"{remedy}.* The line is"):
+        sft.compile(_Failing(mistake), _SHAPE)
 
 
 def test_the_command_line_shows_the_error_and_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,9 @@ __all__ = [
     "can_stream_rows",
     "default_blocks",
     "has_triton",
+    "has_warp_groups",
     "is_flat",
+    "row_blocks",
     "variant_blocks",
 ]
 
@@ -96,16 +98,34 @@ def variant_blocks(blocks: BlockSizes, variant: LaunchVariant, num_channels: int
     return blocks
 
 
+def has_warp_groups(device: torch.device) -> bool:
+    """True if matrix products are those of Hopper's warp groups; assumed of tensors that are not on a GPU."""
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9)
+
+
 def can_stream_rows(geometry: Geometry, num_inner: int, groups: int, weight: Tensor) -> bool:
     """True if a layer has the variant ``rows``.
 
     The window is 3 x 3 without stride and dilation, the layer has one group, and at most 64 channels of half precision are summed over, so
     that the weight fits into shared memory. It needs Hopper: its products read operands from shared memory.
     """
-    if weight.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(weight.device)[0] != 9):
+    if not has_warp_groups(weight.device):
         return False
     is_plain = all((w.kernel, w.stride, w.dilation) == (3, 1, 1) for w in (axis.window for axis in geometry.axes))
     return is_plain and groups == 1 and not is_flat(num_inner) and num_inner <= 64 and weight.element_size() == 2
+
+
+def row_blocks(columns: int, pixels: int) -> tuple[int, bool]:
+    """Columns of a row with those that fill its last block of pixels, and true if the blocks of a kernel are aligned to rows.
+
+    Aligned blocks have scalar coordinates, so that each pixel's address is one addition. Narrow images have blocks of several rows, since
+    the last block of a row would be mostly empty.
+
+    >>> row_blocks(1000, 64), row_blocks(128, 64), row_blocks(100, 64)
+    ((1024, True), (128, True), (100, False))
+    """
+    width = -(-columns // pixels) * pixels
+    return (width, True) if width - columns <= columns // 8 else (columns, False)
 
 
 def block_size(number: int, largest: int) -> int:

@@ -20,21 +20,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sft.common.errors import UnsupportedError
 from sft.kernels.geometry import TileAxis
 
 __all__ = [
     "assembler_version",
     "can_compute_operands",
+    "check_reach",
     "dense_gradient",
     "first_tap",
     "is_inside",
+    "load_gradient",
     "matmul",
+    "next_digit",
+    "pixel_coordinates",
+    "pixel_offset",
     "pixel_strides",
+    "pixels_after",
     "relu",
     "relu_gradient",
     "safe_precision",
+    "split_pixels",
+    "split_voxels",
     "unpool_gradient",
+    "voxel_offset",
     "voxel_strides",
+    "voxels_after",
     "window_constants",
 ]
 
@@ -116,6 +127,90 @@ def is_inside(at, low, high):
 
 
 @triton.jit
+def load_gradient(p_dy, p_y, o_dy, o_y, mask, RELU: tl.constexpr):
+    """A block of gradients, with RELU where the output is not zero."""
+    dy = tl.load(p_dy + o_dy, mask=mask, other=0.0)
+    if RELU:
+        dy = relu_gradient(dy, tl.load(p_y + o_y, mask=mask, other=0.0))
+    return dy
+
+
+@triton.jit
+def pixel_coordinates(i_p, rows, columns):
+    """Sample, row and column, in 32 bits, of pixels whose numbers have 64 bits. The divisions belong before a loop."""
+    line = i_p // columns
+    return (line // rows).to(tl.int32), (line % rows).to(tl.int32), (i_p % columns).to(tl.int32)
+
+
+@triton.jit
+def split_pixels(start, PIXELS: tl.constexpr, rows, width, ALIGNED: tl.constexpr):
+    """Sample, row and column, in 32 bits, of the first block of a split; the columns within a block; and the numbers of its pixels.
+
+    The pixel ``i`` has row ``i // width``. If blocks are aligned to rows, the coordinates are scalars, those of the first pixel of a block.
+    Otherwise each pixel has its own, and there are no columns to add. The divisions take 64 bits, so they belong before a loop. A mask of
+    scalar coordinates is one of blocks if ``own * 0`` is added to them, as the interpreter requires.
+    """
+    lane = tl.arange(0, PIXELS)[:, None]
+    if ALIGNED:
+        i_p, own = start, lane
+    else:
+        i_p, own = start + lane, lane * 0
+    i_n, i_h, i_w = pixel_coordinates(i_p, rows, width)
+    return i_n, i_h, i_w, own, lane
+
+
+@triton.jit
+def pixels_after(i_n, i_h, i_w, STEP, rows, width):
+    """Sample, row and column of the pixels that follow others by STEP, by carries instead of divisions of each pixel."""
+    lines = STEP // width
+    i_w += STEP % width
+    wraps = i_w >= width
+    i_w = tl.where(wraps, i_w - width, i_w)
+    i_h += lines % rows + wraps.to(tl.int32)
+    turns = i_h >= rows
+    i_h = tl.where(turns, i_h - rows, i_h)
+    return i_n + lines // rows + turns.to(tl.int32), i_h, i_w
+
+
+@triton.jit
+def pixel_offset(i_n, i_h, i_w, stride_n, stride_h, stride_w):
+    """Offset in 64 bits of pixels with coordinates in 32 bits: an image may have more elements than 32 bits count."""
+    return i_n.to(tl.int64) * stride_n + i_h.to(tl.int64) * stride_h + i_w.to(tl.int64) * stride_w
+
+
+@triton.jit
+def split_voxels(start, PIXELS: tl.constexpr, slices, rows, width, ALIGNED: tl.constexpr):
+    """Sample, slice, row and column, as :func:`split_pixels`."""
+    plane, i_h, i_w, own, lane = split_pixels(start, PIXELS, rows, width, ALIGNED)
+    return plane // slices, plane % slices, i_h, i_w, own, lane
+
+
+@triton.jit
+def voxels_after(i_n, i_d, i_h, i_w, STEP, slices, rows, width):
+    """Sample, slice, row and column of the voxels that follow others by STEP."""
+    turns, i_h, i_w = pixels_after(i_h * 0, i_h, i_w, STEP % (rows * width), rows, width)
+    planes = STEP // (rows * width)
+    i_d += planes % slices + turns
+    ends = i_d >= slices
+    i_d = tl.where(ends, i_d - slices, i_d)
+    return i_n + planes // slices + ends.to(tl.int32), i_d, i_h, i_w
+
+
+@triton.jit
+def voxel_offset(i_n, i_d, i_h, i_w, stride_n, stride_d, stride_h, stride_w):
+    """Offset in 64 bits of voxels with coordinates in 32 bits."""
+    return i_d.to(tl.int64) * stride_d + pixel_offset(i_n, i_h, i_w, stride_n, stride_h, stride_w)
+
+
+@triton.jit
+def next_digit(digit, base, carry=1):
+    """The digit plus a carry, and the carry to the next digit: a loop counts taps and blocks without divisions."""
+    digit += carry
+    is_last = digit == base
+    return tl.where(is_last, 0, digit), is_last.to(tl.int32)
+
+
+@triton.jit
 def first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr):
     """The smallest tap t for which ``base - DILATION * t`` is a multiple of STRIDE; KERNEL if no tap is."""
     first = base * 0 + KERNEL
@@ -135,6 +230,21 @@ def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask,
         dy = relu_gradient(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
     chosen = tl.load(p_taps + o_taps + channel // 4, mask=mask, other=0).to(tl.int32) >> (channel % 4 * 2) & 3
     return tl.where(chosen == number, dy, 0.0).to(dy.dtype)
+
+
+def check_reach(x: Tensor, axes: Sequence[TileAxis]) -> None:
+    """Refuse windows whose taps are too far apart: kernels count the offset between two taps of a window in 32 bits.
+
+    Raises:
+        UnsupportedError: the window reaches over ``2 ** 31`` elements or more.
+    """
+    reaches = (axis.window.dilation * (axis.window.kernel - 1) for axis in axes)
+    reach = x.shape[1] + sum(reach * stride for reach, stride in zip(reaches, x.stride()[2:], strict=True))
+    if reach >= 2**31:
+        raise UnsupportedError(
+            f"a convolution of {list(x.shape)} with windows over {reach:,} elements: kernels count up to {2**31 - 1:,}; "
+            'use backend="aten" or a smaller dilation'
+        )
 
 
 def pixel_strides(tensor: Tensor) -> tuple[int, int, int]:

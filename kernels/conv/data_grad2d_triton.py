@@ -14,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import BlockSizes, LaunchVariant, can_stream_rows, default_blocks, variant_blocks
+from sft.kernels.common import BlockSizes, LaunchVariant, block_size, can_stream_rows, default_blocks, variant_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
     dense_gradient,
     first_tap,
+    is_inside,
+    load_gradient,
     matmul,
+    next_digit,
+    pixel_offset,
     pixel_strides,
-    relu_gradient,
     safe_precision,
     unpool_gradient,
     window_constants,
@@ -99,7 +102,7 @@ def data_gradient_kernel(
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_samples.to(tl.int64) * phase_rows * phase_columns, i_c < group_in
     line = i_p // tl.maximum(phase_columns, 1)
-    i_n = line // tl.maximum(phase_rows, 1)
+    i_n = (line // tl.maximum(phase_rows, 1)).to(tl.int32)
     # Offsets need 64 bits, rows and columns of a buffer 32; this saves registers.
     i_h = (line % tl.maximum(phase_rows, 1)).to(tl.int32) * STRIDE_H + phase_h
     i_w = (i_p % tl.maximum(phase_columns, 1)).to(tl.int32) * STRIDE_W + phase_w
@@ -111,36 +114,40 @@ def data_gradient_kernel(
     first_w = first_tap(phase_w - shift_w, KERNEL_W, STRIDE_W, DILATION_W)
     num_h, num_w = tl.cdiv(KERNEL_H - first_h, TAPS_H), tl.cdiv(KERNEL_W - first_w, TAPS_W)
     num_blocks = tl.cdiv(group_out, INNER)
+    # Outputs that the first tap reaches; multiples of the strides. The next tap of an axis reaches outputs that lie BACK before.
+    first_row, first_column = (i_h - shift_h - first_h * DILATION_H) // STRIDE_H, (i_w - shift_w - first_w * DILATION_W) // STRIDE_W
+    BACK_H: tl.constexpr = TAPS_H * DILATION_H // STRIDE_H
+    BACK_W: tl.constexpr = TAPS_W * DILATION_W // STRIDE_W
+    inner = tl.arange(0, INNER)
+    first_dy = pixel_offset(i_n, first_row, first_column, dy_n, dy_h, dy_w) + inner[None, :]  # [P, K]
+    first_y = pixel_offset(i_n, first_row, first_column, y_n, y_h, y_w) + inner[None, :]
+    p_w += inner[:, None] * w_o + i_c * w_i  # [K, C]
+    tap_h, tap_w, block = num_blocks * 0, num_blocks * 0, num_blocks * 0  # of those taps; scalars that the loop carries
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
-    for step in range(num_h * num_w * num_blocks):
-        tap, block = step // num_blocks, step % num_blocks
-        tap_h, tap_w = first_h + tap // num_w * TAPS_H, first_w + tap % num_w * TAPS_W
-        channel = block * INNER + tl.arange(0, INNER)
-        m_k = channel < group_out
-        # Multiples of the strides unless negative; negative ones are masked.
-        num_rows, num_columns = i_h - shift_h - tap_h * DILATION_H, i_w - shift_w - tap_w * DILATION_W
-        at_h, at_w = (num_rows // STRIDE_H).to(tl.int64), (num_columns // STRIDE_W).to(tl.int64)
-        m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H)
-        m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & m_k[None, :]
+    for _ in range(num_h * num_w * num_blocks):
+        at_h, at_w = first_row - tap_h * BACK_H, first_column - tap_w * BACK_W
+        m_k = inner < group_out - block * INNER
+        m_dy = m_p & is_inside(at_h, low_h, high_h) & is_inside(at_w, low_w, high_w) & m_k[None, :]
         if UNPOOL:
-            number = ((at_h % 2) * 2 + at_w % 2).to(tl.int32)
-            at_h, at_w = at_h // 2, at_w // 2
-            o_dy, o_y = i_n * dy_n + at_h * dy_h + at_w * dy_w, i_n * y_n + at_h * y_h + at_w * y_w
-            o_taps = i_n * taps_n + at_h * taps_h + at_w * taps_w
-            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel[None, :], number, m_dy, RELU)  # [P, K]
+            number, q_h, q_w = at_h % 2 * 2 + at_w % 2, at_h // 2, at_w // 2
+            o_dy, o_y = pixel_offset(i_n, q_h, q_w, dy_n, dy_h, dy_w), pixel_offset(i_n, q_h, q_w, y_n, y_h, y_w)
+            o_taps = pixel_offset(i_n, q_h, q_w, taps_n, taps_h, taps_w)
+            channel = (block * INNER + inner)[None, :]
+            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, m_dy, RELU)  # [P, K]
         else:
-            dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
-            if RELU:
-                y = tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + channel[None, :], mask=m_dy, other=0.0)
-                dy = relu_gradient(dy, y)
-        o_w = channel[:, None] * w_o + tap_h * w_h + tap_w * w_w + i_c * w_i
+            p_dy_tap = p_dy + (block * INNER - pixel_offset(tap_h * 0, tap_h * BACK_H, tap_w * BACK_W, dy_n, dy_h, dy_w))
+            p_y_tap = p_y + (block * INNER - pixel_offset(tap_h * 0, tap_h * BACK_H, tap_w * BACK_W, y_n, y_h, y_w))
+            dy = load_gradient(p_dy_tap, p_y_tap, first_dy, first_y, m_dy, RELU)  # [P, K]
+        o_w = block.to(tl.int64) * INNER * w_o + (first_h + tap_h * TAPS_H) * w_h + (first_w + tap_w * TAPS_W) * w_w
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(dy, w, acc, PRECISION)
+        block, is_last = next_digit(block, num_blocks)
+        tap_w, is_last = next_digit(tap_w, num_w, is_last)
+        tap_h += is_last
 
-    i_h, i_w = i_h.to(tl.int64), i_w.to(tl.int64)
-    m_image = (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
+    m_image = is_inside(i_h, from_h, to_h) & is_inside(i_w, from_w, to_w)
     dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
-    tl.store(p_dx + (i_n * dx_n + i_h * dx_h + i_w * dx_w + i_group * group_in) + i_c, dx, mask=m_p & m_c)
+    tl.store(p_dx + pixel_offset(i_n, i_h, i_w, dx_n, dx_h, dx_w) + i_group * group_in + i_c, dx, mask=m_p & m_c)
 
 
 def launch_data_gradient(
@@ -179,7 +186,9 @@ def launch_data_gradient(
         if taps is not None and out.dtype != torch.float32:  # two loads and a tap for each element take registers
             blocks = dataclasses.replace(blocks, pixels=64, inner=min(blocks.inner, 32))
         elif loads_more and (out.dtype != torch.float32 or precision == "ieee"):
-            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+            # Fewer pixels and, for each masked element, more products.
+            channels = block_size(group_in, 64 if precision == "ieee" else 128)
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2, channels=channels)
         # Larger blocks have no registers left to mask their loads, and the variant ``rows`` has none to spread maxima.
         is_larger = variant in ("tall", "wide") and loads_more
         if is_larger or (variant == "rows" and (taps is not None or not can_stream_rows(geometry, group_out, groups, weight))):

@@ -16,9 +16,11 @@ from sft.kernels.common_triton import (
     dense_gradient,
     first_tap,
     is_inside,
+    load_gradient,
     matmul,
-    relu_gradient,
+    next_digit,
     safe_precision,
+    voxel_offset,
     voxel_strides,
     window_constants,
 )
@@ -104,7 +106,7 @@ def volume_data_gradient_kernel(
     m_c = i_c < num_in
     line = i_p // tl.maximum(phase_columns, 1)
     plane = line // tl.maximum(phase_rows, 1)
-    i_n = plane // tl.maximum(phase_slices, 1)
+    i_n = (plane // tl.maximum(phase_slices, 1)).to(tl.int32)
     # Offsets need 64 bits, coordinates in a buffer 32; this saves registers.
     i_d = (plane % tl.maximum(phase_slices, 1)).to(tl.int32) * STRIDE_D + phase_d
     i_h = (line % tl.maximum(phase_rows, 1)).to(tl.int32) * STRIDE_H + phase_h
@@ -116,32 +118,37 @@ def volume_data_gradient_kernel(
     num_d = tl.cdiv(KERNEL_D - first_d, TAPS_D)
     num_h, num_w = tl.cdiv(KERNEL_H - first_h, TAPS_H), tl.cdiv(KERNEL_W - first_w, TAPS_W)
     num_blocks = tl.cdiv(num_out, INNER)
+    # Outputs that the first tap reaches; multiples of the strides. The next tap of an axis reaches outputs that lie BACK before.
+    first_slice = (i_d - shift_d - first_d * DILATION_D) // STRIDE_D
+    first_row, first_column = (i_h - shift_h - first_h * DILATION_H) // STRIDE_H, (i_w - shift_w - first_w * DILATION_W) // STRIDE_W
+    BACK_D: tl.constexpr = TAPS_D * DILATION_D // STRIDE_D
+    BACK_H: tl.constexpr = TAPS_H * DILATION_H // STRIDE_H
+    BACK_W: tl.constexpr = TAPS_W * DILATION_W // STRIDE_W
+    inner = tl.arange(0, INNER)
+    o_dy = voxel_offset(i_n, first_slice, first_row, first_column, dy_n, dy_d, dy_h, dy_w) + inner[None, :]  # [P, K]
+    o_y = voxel_offset(i_n, first_slice, first_row, first_column, y_n, y_d, y_h, y_w) + inner[None, :]
+    p_w += inner[:, None] * w_o + i_c * w_i  # [K, C]
+    tap_d, tap_h, tap_w, block = num_blocks * 0, num_blocks * 0, num_blocks * 0, num_blocks * 0  # scalars that the loop carries
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
-    for step in range(num_d * num_h * num_w * num_blocks):
-        tap, block = step // num_blocks, step % num_blocks
-        tap_d, tap_h = first_d + tap // num_w // num_h * TAPS_D, first_h + tap // num_w % num_h * TAPS_H
-        tap_w = first_w + tap % num_w * TAPS_W
-        channel = block * INNER + tl.arange(0, INNER)
-        m_k = channel < num_out
-        # Multiples of the strides unless negative; negative ones are masked.
-        num_slices, num_rows = i_d - shift_d - tap_d * DILATION_D, i_h - shift_h - tap_h * DILATION_H
-        num_columns = i_w - shift_w - tap_w * DILATION_W
-        m_dy = m_p & is_inside(num_slices, low_d * STRIDE_D, high_d * STRIDE_D) & is_inside(num_rows, low_h * STRIDE_H, high_h * STRIDE_H)
-        m_dy = m_dy & is_inside(num_columns, low_w * STRIDE_W, high_w * STRIDE_W) & m_k[None, :]
-        at_d, at_h = (num_slices // STRIDE_D).to(tl.int64), (num_rows // STRIDE_H).to(tl.int64)
-        at_w = (num_columns // STRIDE_W).to(tl.int64)
-        o_dy = i_n * dy_n + at_d * dy_d + at_h * dy_h + at_w * dy_w
-        dy = tl.load(p_dy + o_dy + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
-        if RELU:
-            o_y = i_n * y_n + at_d * y_d + at_h * y_h + at_w * y_w
-            dy = relu_gradient(dy, tl.load(p_y + o_y + channel[None, :], mask=m_dy, other=0.0))
-        o_w = channel[:, None] * w_o + (tap_d * w_d + tap_h * w_h + tap_w * w_w) + i_c * w_i
-        w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
+    for _ in range(num_d * num_h * num_w * num_blocks):
+        back_d, back_h, back_w = tap_d * BACK_D, tap_h * BACK_H, tap_w * BACK_W
+        m_k = inner < num_out - block * INNER
+        m_dy = m_p & is_inside(first_slice - back_d, low_d, high_d) & is_inside(first_row - back_h, low_h, high_h)
+        m_dy = m_dy & is_inside(first_column - back_w, low_w, high_w) & m_k[None, :]
+        p_dy_tap = p_dy + (block * INNER - voxel_offset(back_d * 0, back_d, back_h, back_w, dy_n, dy_d, dy_h, dy_w))
+        p_y_tap = p_y + (block * INNER - voxel_offset(back_d * 0, back_d, back_h, back_w, y_n, y_d, y_h, y_w))
+        dy = load_gradient(p_dy_tap, p_y_tap, o_dy, o_y, m_dy, RELU)  # [P, K]
+        o_w = (first_d + tap_d * TAPS_D) * w_d + (first_h + tap_h * TAPS_H) * w_h + (first_w + tap_w * TAPS_W) * w_w
+        w = tl.load(p_w + (block.to(tl.int64) * INNER * w_o + o_w), mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(dy, w, acc, PRECISION)
+        block, is_last = next_digit(block, num_blocks)
+        tap_w, is_last = next_digit(tap_w, num_w, is_last)
+        tap_h, is_last = next_digit(tap_h, num_h, is_last)
+        tap_d += is_last
 
     m_image = is_inside(i_d, from_d, to_d) & is_inside(i_h, from_h, to_h) & is_inside(i_w, from_w, to_w)
     dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
-    o_dx = i_n * dx_n + i_d.to(tl.int64) * dx_d + i_h.to(tl.int64) * dx_h + i_w.to(tl.int64) * dx_w
+    o_dx = voxel_offset(i_n, i_d, i_h, i_w, dx_n, dx_d, dx_h, dx_w)
     tl.store(p_dx + o_dx + i_c, dx, mask=m_p & m_c)
 
 

@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common_triton import pixel_strides, relu, relu_gradient, window_constants
+from sft.kernels.common import row_blocks
+from sft.kernels.common_triton import (
+    check_reach,
+    is_inside,
+    load_gradient,
+    pixel_coordinates,
+    pixel_offset,
+    pixel_strides,
+    pixels_after,
+    relu,
+    split_pixels,
+    window_constants,
+)
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div
 
@@ -70,23 +82,24 @@ def depthwise_kernel(
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_pixels, i_c < num_channels
-    i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
-    o_x = i_n * x_n + i_c // MULTIPLIER  # [P, C]
+    i_n, i_h, i_w = pixel_coordinates(i_p, rows, columns)
+    first_h, first_w = i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
+    o_x = pixel_offset(i_n, first_h, first_w, x_n, x_h, x_w) + i_c // MULTIPLIER  # [P, C]
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
     for tap in range(KERNEL_H * KERNEL_W):
         tap_h, tap_w = tap // KERNEL_W, tap % KERNEL_W
-        at_h, at_w = i_h * STRIDE_H + shift_h + tap_h * DILATION_H, i_w * STRIDE_W + shift_w + tap_w * DILATION_W
-        m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_c
-        x = tl.load(p_x + (at_h * x_h + at_w * x_w) + o_x, mask=m_x, other=0.0).to(tl.float32)
+        reach_h, reach_w = tap_h * DILATION_H, tap_w * DILATION_W
+        m_x = m_p & is_inside(first_h + reach_h, low_h, high_h) & is_inside(first_w + reach_w, low_w, high_w) & m_c
+        x = tl.load(p_x + (reach_h * x_h + reach_w * x_w) + o_x, mask=m_x, other=0.0).to(tl.float32)
         acc += x * tl.load(p_w + i_c * w_o + tap_h * w_h + tap_w * w_w, mask=m_c, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(p_bias + i_c, mask=m_c, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        o_residual = i_n * residual_n + i_h * residual_h + i_w * residual_w + i_c
+        o_residual = pixel_offset(i_n, i_h, i_w, residual_n, residual_h, residual_w) + i_c
         acc += tl.load(p_residual + o_residual, mask=m_p & m_c, other=0.0).to(tl.float32)
     if RELU:
         acc = relu(acc)
-    tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, acc.to(p_y.dtype.element_ty), mask=m_p & m_c)
+    tl.store(p_y + pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w) + i_c, acc.to(p_y.dtype.element_ty), mask=m_p & m_c)
 
 
 @triton.jit(do_not_specialize=["num_pixels", *_TILE])
@@ -136,37 +149,37 @@ def depthwise_gradient_kernel(
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_pixels, i_c < num_channels
-    i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
+    i_n, i_h, i_w = pixel_coordinates(i_p, rows, columns)
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
     for step in range(KERNEL_H * KERNEL_W * MULTIPLIER):
         tap, i_o = step // MULTIPLIER, i_c * MULTIPLIER + step % MULTIPLIER  # [1, C]
         tap_h, tap_w = tap // KERNEL_W, tap % KERNEL_W
         num_rows, num_columns = i_h - shift_h - tap_h * DILATION_H, i_w - shift_w - tap_w * DILATION_W
         at_h, at_w = num_rows // STRIDE_H, num_columns // STRIDE_W  # masked if the division has a remainder or the dividend is negative
-        m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H) & (num_rows % STRIDE_H == 0)
-        m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & (num_columns % STRIDE_W == 0) & m_c
-        dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + i_o, mask=m_dy, other=0.0)
-        if RELU:
-            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + i_o, mask=m_dy, other=0.0))
+        m_dy = m_p & is_inside(num_rows, low_h * STRIDE_H, high_h * STRIDE_H) & (num_rows % STRIDE_H == 0)
+        m_dy = m_dy & is_inside(num_columns, low_w * STRIDE_W, high_w * STRIDE_W) & (num_columns % STRIDE_W == 0) & m_c
+        o_dy = pixel_offset(i_n, at_h, at_w, dy_n, dy_h, dy_w) + i_o
+        dy = load_gradient(p_dy, p_y, o_dy, pixel_offset(i_n, at_h, at_w, y_n, y_h, y_w) + i_o, m_dy, RELU)
         w = tl.load(p_w + i_o * w_o + tap_h * w_h + tap_w * w_w, mask=m_c, other=0.0)
         # A weight that is not finite must not affect masked pixels.
         acc += tl.where(m_dy, dy.to(tl.float32) * w.to(tl.float32), 0.0)
-    m_image = (i_h >= from_h) & (i_h < to_h) & (i_w >= from_w) & (i_w < to_w)
+    m_image = is_inside(i_h, from_h, to_h) & is_inside(i_w, from_w, to_w)
     dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
-    tl.store(p_dx + i_n * dx_n + i_h * dx_h + i_w * dx_w + i_c, dx, mask=m_p & m_c)
+    tl.store(p_dx + pixel_offset(i_n, i_h, i_w, dx_n, dx_h, dx_w) + i_c, dx, mask=m_p & m_c)
 
 
-@triton.jit(do_not_specialize=["num_pixels", "num_split", *_TILE[:8]])
+@triton.jit(do_not_specialize=["num_pixels", "num_split", "width", *_TILE[:8]])
 def depthwise_weight_kernel(
     p_dy,  # [N, channels, rows, columns]
     p_y,  # as dy: the output of the activation
     p_x,  # [N, channels / MULTIPLIER, h, w]
     p_weights,  # fp32 [splits, channels, kh, kw], contiguous
     p_biases,  # fp32 [splits, channels], contiguous
-    num_pixels,
+    num_pixels,  # N * rows * width
     num_split,  # pixels of a split, a multiple of PIXELS
     rows,
     columns,
+    width,  # columns, rounded up to a multiple of PIXELS if ALIGNED
     num_channels,
     dy_n,
     dy_h,
@@ -193,6 +206,7 @@ def depthwise_weight_kernel(
     RELU: tl.constexpr,
     BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a block has pixels of one row
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -202,24 +216,25 @@ def depthwise_weight_kernel(
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)  # [C]
     m_c = i_c < num_channels
-    acc = tl.zeros((CHANNELS,), tl.float32)
-    sums = tl.zeros((CHANNELS,), tl.float32)
+    acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    sums = tl.zeros((PIXELS, CHANNELS), tl.float32)
     start = i_split * num_split
-    stop = tl.minimum(start + num_split, num_pixels)
-    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
-        i_p = start + block * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
-        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
-        m_dy = (i_p < stop) & m_c[None, :]
-        dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_dy, other=0.0)
-        if RELU:
-            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_dy, other=0.0))
-        dy = dy.to(tl.float32)
-        at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
-        m_x = m_dy & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w)
-        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + (i_c // MULTIPLIER)[None, :], mask=m_x, other=0.0)
-        acc += tl.sum(tl.where(m_x, dy * x.to(tl.float32), 0.0), axis=0)
+    length = tl.maximum(tl.minimum(start + num_split, num_pixels) - start, 0).to(tl.int32)
+    i_n, i_h, i_w, own, lane = split_pixels(start, PIXELS, rows, width, ALIGNED)
+    own_dy, own_y = own.to(tl.int64) * dy_w + i_c[None, :], own.to(tl.int64) * y_w + i_c[None, :]
+    own_x = own.to(tl.int64) * (STRIDE_W * x_w) + tap_h.to(tl.int64) * x_h + tap_w.to(tl.int64) * x_w + (i_c // MULTIPLIER)[None, :]
+    for before in range(0, length, PIXELS):
+        m_dy = (own < columns - i_w if ALIGNED else lane < length - before) & m_c[None, :]
+        o_dy, o_y = pixel_offset(i_n, i_h, i_w, dy_n, dy_h, dy_w), pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w)
+        dy = load_gradient(p_dy + o_dy, p_y + o_y, own_dy, own_y, m_dy, RELU).to(tl.float32)
+        at_h, at_w = i_h * STRIDE_H, i_w * STRIDE_W
+        m_x = m_dy & is_inside(at_h + own * 0 + tap_h, low_h, high_h) & is_inside(at_w + own * STRIDE_W + tap_w, low_w, high_w)
+        x = tl.load(p_x + pixel_offset(i_n, at_h, at_w, x_n, x_h, x_w) + own_x, mask=m_x, other=0.0)
+        acc += tl.where(m_x, dy * x.to(tl.float32), 0.0)
         if BIAS:
-            sums += tl.sum(dy, axis=0)
+            sums += dy
+        i_n, i_h, i_w = pixels_after(i_n, i_h, i_w, PIXELS, rows, width)
+    acc, sums = tl.sum(acc, axis=0), tl.sum(sums, axis=0)
     slot = i_split * num_channels + i_c
     o_weights = slot * (KERNEL_H * KERNEL_W) + tap
     if ACCUMULATE:
@@ -247,6 +262,7 @@ def launch_depthwise(
     Args:
         block: pixels and channels of one program, powers of two (default: by the layer).
     """
+    check_reach(x, geometry.axes)
     num_samples, num_channels, rows, columns = out.shape
     pixels, channels = block or _block(num_channels)
     num_pixels = num_samples * rows * columns
@@ -335,7 +351,8 @@ def launch_depthwise_weight(
     num_samples, num_channels, rows, columns = gradient.shape
     num_splits = weights.shape[0]
     pixels, channels = block or _block(num_channels)
-    num_pixels = num_samples * rows * columns
+    width_px, aligned = row_blocks(columns, pixels)
+    num_pixels = num_samples * rows * width_px
     height, width = geometry.axes
     with torch.cuda.device_of(x):
         depthwise_weight_kernel[(num_splits, ceil_div(num_channels, channels), math.prod(geometry.kernel))](
@@ -348,6 +365,7 @@ def launch_depthwise_weight(
             ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels,
             rows,
             columns,
+            width_px,
             num_channels,
             *pixel_strides(gradient),
             *pixel_strides(gradient if output is None else output),
@@ -361,6 +379,7 @@ def launch_depthwise_weight(
             RELU=output is not None,
             BIAS=biases is not None,
             ACCUMULATE=accumulate,
+            ALIGNED=aligned,
             PIXELS=pixels,
             CHANNELS=channels,
             num_warps=4,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common import BlockSizes, LaunchVariant, can_stream_rows, default_blocks, is_flat, variant_blocks
-from sft.kernels.common_triton import matmul, pixel_strides, relu, safe_precision, window_constants
+from sft.kernels.common_triton import check_reach, matmul, pixel_strides, relu, safe_precision, window_constants
 from sft.kernels.conv.rows2d_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.rng.mask_tile import ceil_div
@@ -192,6 +192,7 @@ def launch_conv2d(
         variant: launch variant; the default if the layer does not have it.
         blocks: block sizes, for tests.
     """
+    check_reach(x, geometry.axes)
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common import BlockSizes, default_blocks, is_flat
-from sft.kernels.common_triton import is_inside, matmul, relu, safe_precision, voxel_strides, window_constants
+from sft.kernels.common_triton import check_reach, is_inside, matmul, relu, safe_precision, voxel_strides, window_constants
 from sft.kernels.geometry import VolumeGeometry
 from sft.kernels.rng.mask_tile import ceil_div
 
@@ -145,6 +145,7 @@ def launch_conv3d(
     blocks: BlockSizes | None = None,
 ) -> None:
     """Write ``activation(scale * conv(x) + bias + residual)`` of a tile to ``out``, not empty; arguments as for ``launch_conv2d``."""
+    check_reach(x, geometry.axes)
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_out, num_in = weight.shape[:2]
     if blocks is None:

@@ -17,14 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common import LaunchVariant, block_size, is_flat
+from sft.kernels.common import LaunchVariant, block_size, has_warp_groups, is_flat, row_blocks
 from sft.kernels.common_triton import (
     can_compute_operands,
     dense_gradient,
+    is_inside,
+    load_gradient,
     matmul,
+    pixel_offset,
     pixel_strides,
-    relu_gradient,
+    pixels_after,
     safe_precision,
+    split_pixels,
     unpool_gradient,
     window_constants,
 )
@@ -33,7 +37,26 @@ from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_weight_gradient", "weight_gradient_kernel"]
 
-_RUNTIME = ["num_pixels", "num_split", "rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
+_RUNTIME = ["num_pixels", "num_split", "rows", "columns", "width", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
+
+
+@triton.jit
+def _gradient_block(
+    p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, mask,
+    dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU: tl.constexpr, UNPOOL: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the convolution's output at a block of pixels and channels, [P, O]."""
+    if UNPOOL:
+        number = i_h % 2 * 2 + (i_w + own) % 2
+        own_q = own.to(tl.int64) // 2
+        o_dy = pixel_offset(i_n, i_h // 2, i_w // 2, dy_n, dy_h, dy_w) + own_q * dy_w
+        o_y = pixel_offset(i_n, i_h // 2, i_w // 2, y_n, y_h, y_w) + own_q * y_w
+        o_taps = pixel_offset(i_n, i_h // 2, i_w // 2, taps_n, taps_h, taps_w) + own_q * taps_w
+        return unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, mask, RELU)
+    else:
+        o_dy, o_y = pixel_offset(i_n, i_h, i_w, dy_n, dy_h, dy_w), pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w)
+        own_dy, own_y = own.to(tl.int64) * dy_w + i_o[None, :], own.to(tl.int64) * y_w + i_o[None, :]
+        return load_gradient(p_dy + o_dy, p_y + o_y, own_dy, own_y, mask, RELU)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -44,10 +67,11 @@ def weight_gradient_kernel(
     p_x,  # [N, groups * group_in, h, w]
     p_weights,  # fp32 [splits, groups * group_out, kh, kw, group_in], contiguous
     p_biases,  # fp32 [splits, groups * group_out], contiguous
-    num_pixels,  # N * rows * columns
+    num_pixels,  # N * rows * width
     num_split,  # pixels of a split, a multiple of PIXELS
     rows,
     columns,
+    width,  # columns, rounded up to a multiple of PIXELS if ALIGNED
     num_groups,
     group_in,
     group_out,
@@ -80,6 +104,8 @@ def weight_gradient_kernel(
     BIAS: tl.constexpr,  # compute the bias's gradient as well
     ACCUMULATE: tl.constexpr,  # add to the slots; otherwise replace them
     FLAT: tl.constexpr,
+    TAPS: tl.constexpr,  # taps of a row of the window that a program sums, 1 or 3
+    ALIGNED: tl.constexpr,  # a block has pixels of one row
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -90,57 +116,82 @@ def weight_gradient_kernel(
     i_group = (tl.program_id(2) % num_groups).to(tl.int64)
     i_o = tl.program_id(2) // num_groups * CHANNELS + tl.arange(0, CHANNELS)  # [O]
     i_columns = tl.program_id(1)
+    m_o = i_o < group_out
+    p_dy += i_group * group_out
+    p_y += i_group * group_out
+    p_x += i_group * group_in
+    slot = (i_split * num_groups + i_group) * group_out + i_o  # [O]
+    start = i_split * num_split
+    length = tl.maximum(tl.minimum(start + num_split, num_pixels) - start, 0).to(tl.int32)
+    i_n, i_h, i_w, own, lane = split_pixels(start, PIXELS, rows, width, ALIGNED)
+    if BIAS:  # noqa: SIM102 - a constant condition is not compiled
+        if i_columns == tl.num_programs(1) - 1:  # this program sums up the bias's gradient
+            total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+            for before in range(0, length, PIXELS):
+                m_p = own < columns - i_w if ALIGNED else lane < length - before
+                dy = _gradient_block(
+                    p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, m_p & m_o[None, :],
+                    dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU, UNPOOL,
+                )  # fmt: skip
+                total += dy.to(tl.float32)
+                i_n, i_h, i_w = pixels_after(i_n, i_h, i_w, PIXELS, rows, width)
+            sums = tl.sum(total, axis=0)
+            if ACCUMULATE:
+                sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
+            tl.store(p_biases + slot, sums, mask=m_o)
+            return
+
     if FLAT:
         k = i_columns * COLUMNS + tl.arange(0, COLUMNS)
         tap, channel = (k // group_in)[None, :], (k % group_in)[None, :]
         m_k = (k < KERNEL_H * KERNEL_W * group_in)[None, :]
     else:
         num_blocks = tl.cdiv(group_in, COLUMNS)
-        tap = i_columns // num_blocks
+        tap = i_columns // num_blocks * TAPS
         channel = (i_columns % num_blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         m_k = channel < group_in
-    m_o = i_o < group_out
-    p_dy += i_group * group_out
-    p_y += i_group * group_out
-    p_x += i_group * group_in
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
-
+    o_tap = own.to(tl.int64) * (STRIDE_W * x_w) + tap_h.to(tl.int64) * x_h + tap_w.to(tl.int64) * x_w + channel
+    next_tap = DILATION_W * x_w
     acc = tl.zeros((CHANNELS, COLUMNS), tl.float32)
-    sums = tl.zeros((CHANNELS,), tl.float32)
-    start = i_split * num_split
-    stop = tl.minimum(start + num_split, num_pixels)
-    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
-        i_p = start + block * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
-        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
-        m_p = i_p < stop
-        m_dy = m_p & m_o[None, :]
-        if UNPOOL:
-            number, q_h, q_w = (i_h % 2 * 2 + i_w % 2).to(tl.int32), i_h // 2, i_w // 2
-            o_dy, o_y = i_n * dy_n + q_h * dy_h + q_w * dy_w, i_n * y_n + q_h * y_h + q_w * y_w
-            o_taps = i_n * taps_n + q_h * taps_h + q_w * taps_w
-            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, m_dy, RELU)  # [P, O]
-        else:
-            dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
-            if RELU:
-                y = tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
-                dy = relu_gradient(dy, y)
-        at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
-        m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k
-        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0.0)  # [P, C]
-        acc = matmul(tl.trans(dy), x, acc, PRECISION)
-        if BIAS:
-            sums += tl.sum(dy.to(tl.float32), axis=0)
+    if TAPS == 3:
+        acc_1 = tl.zeros((CHANNELS, COLUMNS), tl.float32)
+        acc_2 = tl.zeros((CHANNELS, COLUMNS), tl.float32)
+    for before in range(0, length, PIXELS):
+        m_p = own < columns - i_w if ALIGNED else lane < length - before
+        dy = _gradient_block(
+            p_dy, p_y, p_taps, i_n, i_h, i_w, own, i_o, m_p & m_o[None, :],
+            dy_n, dy_h, dy_w, y_n, y_h, y_w, taps_n, taps_h, taps_w, RELU, UNPOOL,
+        )  # fmt: skip
+        at_h, at_w = i_h * STRIDE_H + own * 0 + tap_h, (i_w + own) * STRIDE_W + tap_w
+        m_x = m_p & is_inside(at_h, low_h, high_h) & m_k
+        p_pixel = p_x + pixel_offset(i_n, i_h * STRIDE_H, i_w * STRIDE_W, x_n, x_h, x_w)
+        x = tl.load(p_pixel + o_tap, mask=m_x & is_inside(at_w, low_w, high_w), other=0.0)  # [P, C]
+        dy = tl.trans(dy)
+        acc = matmul(dy, x, acc, PRECISION)
+        if TAPS == 3:
+            at_w += DILATION_W
+            x = tl.load(p_pixel + (o_tap + next_tap), mask=m_x & is_inside(at_w, low_w, high_w), other=0.0)
+            acc_1 = matmul(dy, x, acc_1, PRECISION)
+            at_w += DILATION_W
+            x = tl.load(p_pixel + (o_tap + 2 * next_tap), mask=m_x & is_inside(at_w, low_w, high_w), other=0.0)
+            acc_2 = matmul(dy, x, acc_2, PRECISION)
+        i_n, i_h, i_w = pixels_after(i_n, i_h, i_w, PIXELS, rows, width)
 
-    slot = (i_split * num_groups + i_group) * group_out + i_o  # [O]
-    o_weights = (slot[:, None] * (KERNEL_H * KERNEL_W) + tap) * group_in + channel
+    p_weights += (slot[:, None] * (KERNEL_H * KERNEL_W) + tap) * group_in + channel
     m_weights = m_o[:, None] & m_k
+    _store_sums(p_weights, acc, m_weights, ACCUMULATE)
+    if TAPS == 3:
+        _store_sums(p_weights + group_in, acc_1, m_weights, ACCUMULATE)
+        _store_sums(p_weights + 2 * group_in, acc_2, m_weights, ACCUMULATE)
+
+
+@triton.jit
+def _store_sums(p_slots, sums, mask, ACCUMULATE: tl.constexpr):
+    """Write sums to slots, or add them."""
     if ACCUMULATE:
-        acc += tl.load(p_weights + o_weights, mask=m_weights, other=0.0)
-    tl.store(p_weights + o_weights, acc, mask=m_weights)
-    if BIAS and i_columns == 0:
-        if ACCUMULATE:
-            sums += tl.load(p_biases + slot, mask=m_o, other=0.0)
-        tl.store(p_biases + slot, sums, mask=m_o)
+        sums += tl.load(p_slots, mask=mask, other=0.0)
+    tl.store(p_slots, sums, mask=mask)
 
 
 def launch_weight_gradient(
@@ -182,17 +233,25 @@ def launch_weight_gradient(
     flat = is_flat(group_in)
     num_taps = math.prod(geometry.kernel)
     flattened = num_taps * group_in if flat else group_in
+    is_half, is_masked = gradient.dtype != torch.float32, output is not None or taps is not None
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
+    width_of_block = block[2] if block else block_size(flattened, 128 if variant == "wide" else largest)
+    # Three taps of a row share the loads of the gradient and its mask, where registers suffice for three sums.
+    has_registers = width_of_block <= 64 and (is_half or precision == "tf32")
+    if is_masked:
+        has_registers = has_registers and is_half and has_warp_groups(x.device)
+    taps_of_block = 3 if geometry.kernel[1] == 3 and not flat and has_registers else 1
     # Registers also limit the pixels if operands have four bytes, or if each element has an address of its own.
-    most_pixels = 16 if precision == "ieee" else 32 if flat or gradient.dtype == torch.float32 else 64
-    widest = 128 if variant == "wide" else largest
-    pixels, channels, width_of_block = block or (most_pixels, block_size(group_out, largest), block_size(flattened, widest))
-    num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
-    num_pixels = num_samples * rows * columns
+    is_full = flat or not is_half or (is_masked and taps_of_block > 1)
+    most_pixels = 16 if precision == "ieee" else 32 if is_full else 64
+    pixels, channels = block[:2] if block else (most_pixels, block_size(group_out, largest))
+    num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps // taps_of_block)
+    width_px, aligned = row_blocks(columns, pixels)
+    num_pixels = num_samples * rows * width_px
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        weight_gradient_kernel[(num_splits, num_blocks, groups * ceil_div(group_out, channels))](
+        weight_gradient_kernel[(num_splits, num_blocks + (biases is not None), groups * ceil_div(group_out, channels))](
             gradient,
             gradient if output is None else output,
             gradient if taps is None else taps,
@@ -203,6 +262,7 @@ def launch_weight_gradient(
             num_split,
             rows,
             columns,
+            width_px,
             groups,
             group_in,
             group_out,
@@ -220,6 +280,8 @@ def launch_weight_gradient(
             BIAS=biases is not None,
             ACCUMULATE=accumulate,
             FLAT=flat,
+            TAPS=taps_of_block,
+            ALIGNED=aligned,
             PRECISION=precision,
             PIXELS=pixels,
             CHANNELS=channels,

@@ -16,13 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.common_triton import pixel_strides, relu, relu_gradient
+from sft.kernels.common import row_blocks
+from sft.kernels.common_triton import (
+    load_gradient,
+    pixel_coordinates,
+    pixel_offset,
+    pixel_strides,
+    pixels_after,
+    relu,
+    relu_gradient,
+    split_pixels,
+)
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_merge_moments", "launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
 __all__ += ["merge_moments_kernel", "moments_kernel", "norm_gradient_kernel", "norm_sums_kernel", "normalize_kernel"]
 
-_SPLIT = ["num_pixels", "num_split", "rows", "columns"]
+_SPLIT = ["num_pixels", "num_split", "rows", "columns", "width"]
 
 
 @triton.jit(do_not_specialize=_SPLIT)
@@ -31,16 +41,18 @@ def moments_kernel(
     p_counts,  # int64 [splits, samples, channels], contiguous
     p_means,  # fp64, as counts
     p_squares,  # fp64, as counts
-    num_pixels,  # of one program's samples: all of them, or one
+    num_pixels,  # rows * width of one program's samples: all of them, or one
     num_split,  # pixels of a split, a multiple of PIXELS
     rows,
     columns,
+    width,  # columns, rounded up to a multiple of PIXELS if ALIGNED
     num_channels,
     x_n,
     x_h,
     x_w,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a block has pixels of one row
     ACCUMULATE: tl.constexpr,  # merge into the slots; otherwise replace them
 ):
     """Merge the number of elements, mean and sum of squared distances of this strip into the slots, or write them there."""
@@ -49,29 +61,33 @@ def moments_kernel(
     m_c = i_c < num_channels
     p_x += i_s * x_n
     start = i_split * num_split
-    stop = tl.minimum(start + num_split, num_pixels)
-    o_pivot = start // columns // rows * x_n + start // columns % rows * x_h + start % columns * x_w
-    m_pivot = i_c < tl.where(start < stop, num_channels, 0)
-    pivot = tl.load(p_x + o_pivot + i_c, mask=m_pivot, other=0.0).to(tl.float32)
+    length = tl.maximum(tl.minimum(start + num_split, num_pixels) - start, 0).to(tl.int32)
+    i_n, i_h, i_w, own, lane = split_pixels(start, PIXELS, rows, width, ALIGNED)
+    first_n, first_h, first_w = pixel_coordinates(start, rows, width)
+    m_pivot = i_c < tl.where(length > 0, num_channels, 0)
+    pivot = tl.load(p_x + pixel_offset(first_n, first_h, first_w, x_n, x_h, x_w) + i_c, mask=m_pivot, other=0.0).to(tl.float32)
+    own_x = own.to(tl.int64) * x_w + i_c[None, :]
     mean = tl.zeros((CHANNELS,), tl.float32)  # minus the pivot
     squares = tl.zeros((CHANNELS,), tl.float32)
-    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
-        before = block * PIXELS
-        i_p = start + before + tl.arange(0, PIXELS)[:, None]  # [P, 1]
-        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
-        m_x = (i_p < stop) & m_c[None, :]
-        x = tl.load(p_x + (i_n * x_n + i_h * x_h + i_w * x_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
+    count = length * 0
+    for before in range(0, length, PIXELS):
+        m_p = own < columns - i_w if ALIGNED else lane < length - before
+        m_x = m_p & m_c[None, :]
+        x = tl.load(p_x + pixel_offset(i_n, i_h, i_w, x_n, x_h, x_w) + own_x, mask=m_x, other=0.0).to(tl.float32)
         x = tl.where(m_x, x - pivot[None, :], 0.0)
-        size = tl.minimum(stop - start - before, PIXELS).to(tl.float32)
+        num = tl.minimum(columns - i_w if ALIGNED else length - before, PIXELS)
+        size = num.to(tl.float32)
         centre = tl.sum(x, axis=0) / size
         away = tl.where(m_x, x - centre[None, :], 0.0)
-        share = size / (before.to(tl.float32) + size)
+        share = size / (count.to(tl.float32) + size)
         delta = centre - mean
         mean += delta * share
-        squares += tl.sum(away * away, axis=0) + delta * delta * (before.to(tl.float32) * share)
+        squares += tl.sum(away * away, axis=0) + delta * delta * (count.to(tl.float32) * share)
+        count += num
+        i_n, i_h, i_w = pixels_after(i_n, i_h, i_w, PIXELS, rows, width)
 
     slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
-    count = tl.maximum(stop - start, 0)
+    count = count.to(tl.int64)
     mean = pivot.to(tl.float64) + mean.to(tl.float64)
     total = squares.to(tl.float64)
     if ACCUMULATE:
@@ -154,6 +170,7 @@ def norm_sums_kernel(
     num_split,
     rows,
     columns,
+    width,
     num_channels,
     group_size,
     stat_n,
@@ -173,6 +190,7 @@ def norm_sums_kernel(
     RELU: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a block has pixels of one row
     ACCUMULATE: tl.constexpr,  # add to the slots; otherwise replace them
 ):
     """Add the sums of dy, and of dy times the normalised x, of this strip to the slots, or write them there."""
@@ -185,21 +203,22 @@ def norm_sums_kernel(
     p_y += i_s * y_n
     p_x += i_s * x_n
     start = i_split * num_split
-    stop = tl.minimum(start + num_split, num_pixels)
+    length = tl.maximum(tl.minimum(start + num_split, num_pixels) - start, 0).to(tl.int32)
+    i_n, i_h, i_w, own, lane = split_pixels(start, PIXELS, rows, width, ALIGNED)
+    own_x, own_dy = own.to(tl.int64) * x_w + i_c[None, :], own.to(tl.int64) * dy_w + i_c[None, :]
+    own_y = own.to(tl.int64) * y_w + i_c[None, :]
     first = tl.zeros((CHANNELS,), tl.float32)
     second = tl.zeros((CHANNELS,), tl.float32)
-    for block in range(tl.cdiv(tl.maximum(stop - start, 0), PIXELS).to(tl.int32)):
-        i_p = start + block * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
-        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
-        m_x = (i_p < stop) & m_c[None, :]
-        x = tl.load(p_x + (i_n * x_n + i_h * x_h + i_w * x_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
-        dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if RELU:
-            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_x, other=0.0))
+    for before in range(0, length, PIXELS):
+        m_x = (own < columns - i_w if ALIGNED else lane < length - before) & m_c[None, :]
+        x = tl.load(p_x + pixel_offset(i_n, i_h, i_w, x_n, x_h, x_w) + own_x, mask=m_x, other=0.0).to(tl.float32)
+        o_dy, o_y = pixel_offset(i_n, i_h, i_w, dy_n, dy_h, dy_w), pixel_offset(i_n, i_h, i_w, y_n, y_h, y_w)
+        dy = load_gradient(p_dy + o_dy, p_y + o_y, own_dy, own_y, m_x, RELU).to(tl.float32)
         if HAS_STATISTICS:
             x = (x - mean[None, :]) * rstd[None, :]
         first += tl.sum(dy, axis=0)
         second += tl.sum(dy * x, axis=0)
+        i_n, i_h, i_w = pixels_after(i_n, i_h, i_w, PIXELS, rows, width)
 
     slot = (i_split * tl.num_programs(2) + i_s) * num_channels + i_c
     wide_first, wide_second = first.to(tl.float64), second.to(tl.float64)
@@ -524,10 +543,11 @@ def _splits(x: Tensor, slots: Tensor, block: tuple[int, int] | None) -> tuple[tu
     """Grid, arguments from ``num_pixels`` to ``num_channels``, and constants of a kernel with slots."""
     (num_splits, num_samples, num_channels), (rows, columns) = slots.shape, x.shape[2:]
     pixels, channels = block or _block(num_channels, 2048)
-    num_pixels = x.shape[0] * rows * columns // num_samples
+    width_px, aligned = row_blocks(columns, pixels)
+    num_pixels = x.shape[0] * rows * width_px // num_samples
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
     grid = (num_splits, ceil_div(num_channels, channels), num_samples)
-    return grid, (num_pixels, num_split, rows, columns, num_channels), _constants(pixels, channels)
+    return grid, (num_pixels, num_split, rows, columns, width_px, num_channels), {"ALIGNED": aligned} | _constants(pixels, channels)
 
 
 def _elements(out: Tensor, block: tuple[int, int] | None) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int | bool]]:

@@ -26,7 +26,7 @@ __all__ = [
 _PRECISIONS = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 #: enough programs to fill a current GPU a few times
 _NUM_PROGRAMS = 1024
-_MAX_SPLITS = 32
+_MAX_SPLITS = 96
 #: pixels that a slot sums up at least
 _MIN_PIXELS = 512
 _WEIGHT_BLOCK = 32
@@ -36,10 +36,12 @@ def num_gradient_slots(weight: tuple[int, ...], num_pixels: int) -> int:
     """Number of slots that sum up a weight's gradient: enough programs for a GPU, but no more, since each slot is as large as the weight.
 
     >>> num_gradient_slots((64, 3, 3, 3), 2**20), num_gradient_slots((512, 512, 3, 3), 2**20), num_gradient_slots((64, 3, 3, 3), 1024)
-    (32, 1, 2)
+    (96, 1, 2)
     """
     num_out, num_in, *kernel = weight
     num_taps = math.prod(kernel)
+    if len(kernel) == 2 and kernel[1] == 3 and num_in >= _WEIGHT_BLOCK:  # a program sums up a row of taps
+        num_taps //= 3
     num_blocks = -(-num_out // _WEIGHT_BLOCK) * (
         -(-num_taps * num_in // _WEIGHT_BLOCK) if num_in < _WEIGHT_BLOCK else num_taps * -(-num_in // _WEIGHT_BLOCK)
     )

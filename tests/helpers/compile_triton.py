@@ -47,6 +47,7 @@ def compile_job(
     constants: dict[str, Any],
     aligned: list[str],
     options: dict[str, Any] | None = None,
+    counts_instructions: bool = False,
 ) -> dict[str, int]:
     function = getattr(importlib.import_module(module), kernel)
     values = {name: getattr(tl, str(value)[3:]) if str(value).startswith("tl.") else value for name, value in constants.items()}
@@ -61,6 +62,8 @@ def compile_job(
     capability = int(target.removeprefix("sm_"))
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     cost = _nvidia_cost(compiled.asm["ptx"], capability)
+    if counts_instructions:
+        cost |= _inner_loop(compiled.asm["cubin"])
     return cost | {"shared_bytes": compiled.metadata.shared, "binary_bytes": len(compiled.asm["cubin"])}
 
 
@@ -91,8 +94,13 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
-def _noted(*, affected: bool) -> Iterator[list[_Call]]:
-    """Kernels that are called in here are noted, not run: each with its arguments."""
+def _noted(*, affected: bool, warp_groups: bool = True) -> Iterator[list[_Call]]:
+    """Kernels that are called in here are noted, not run: each with its arguments.
+
+    Args:
+        affected: as where products of computed operands are wrong.
+        warp_groups: as where products are those of warp groups.
+    """
     calls: list[_Call] = []
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -100,16 +108,45 @@ def _noted(*, affected: bool) -> Iterator[list[_Call]]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(triton.runtime.jit.JITFunction, "run", note))
-        for name, loaded in list(sys.modules.items()) if affected else []:
-            if name.startswith("sft.kernels.") and hasattr(loaded, "can_compute_operands"):
-                patches.enter_context(patch.object(loaded, "can_compute_operands", lambda device: False))
+        answers = {"can_compute_operands": not affected, "has_warp_groups": warp_groups}
+        for name, loaded in list(sys.modules.items()):
+            for function in [function for function in answers if name.startswith("sft.kernels.") and hasattr(loaded, function)]:
+                patches.enter_context(patch.object(loaded, function, lambda device, answer=answers[function]: answer))
         yield calls
+
+
+def _inner_loop(cubin: bytes) -> dict[str, int]:
+    """The largest loop with matrix products of warp groups: its instructions, and its products in units of 64 x 64 x 16 elements.
+
+    A product's name says its extents: ``HGMMA.64x128x16.F32.BF16``.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"), "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    largest = {"loop_instructions": 0, "loop_products": 0}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+            branch = re.search(r"BRA.*(\.L_x_\d+)", instruction[1])
+            if branch and branch[1] in labels:
+                body = instructions[labels[branch[1]] :]
+                sizes = [re.findall(r"HGMMA\.(\d+)x(\d+)x(\d+)", each) for each in body]
+                elements = sum(int(m) * int(n) * int(k) for each in sizes for m, n, k in each)
+                if elements and len(body) > largest["loop_instructions"]:
+                    largest = {"loop_instructions": len(body), "loop_products": elements // (64 * 64 * 16)}
+    return largest
 
 
 def launched_job(module: str, launch: str, arguments: dict[str, Any], target: str, *, affected: bool = False) -> dict[str, Any]:
     """The job for the one kernel that a launch launches."""
     function = getattr(importlib.import_module(module), launch)
-    with _noted(affected=affected) as calls:
+    with _noted(affected=affected, warp_groups=target == "sm_90") as calls:
         function(**arguments)
     (call,) = calls
     return {"target": target} | _job(*call)
@@ -137,11 +174,14 @@ def _job(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return job
 
 
-def table_launches(network: str, numbers: str, *, affected: bool = False) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def table_launches(
+    network: str, numbers: str, *, affected: bool = False, warp_groups: bool = True
+) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """For each class of a standard network and each way to split it that a table may choose: both labels, and the jobs of its launches.
 
     Args:
         numbers: as `ShapeClass` names them; ``"tf32"`` is fp32 where convolutions may round it.
+        affected, warp_groups: as for `_noted`.
     """
     from sft.backends.selector import launch_variants  # none of these above: most jobs need no planner
     from sft.cli import tune
@@ -164,7 +204,7 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
     found: list[tuple[str, str, list[dict[str, Any]]]] = []
     for trial in trials:
         for variant in launch_variants(trial.shape_class):
-            with _noted(affected=affected) as calls, FakeTensorMode(), torch.no_grad():
+            with _noted(affected=affected, warp_groups=warp_groups) as calls, FakeTensorMode(), torch.no_grad():
                 varied = trial.with_variant(variant)
                 varied.run_kernels(varied.draw(torch.device("cpu")))
             found.append((trial.shape_class.label, variant, [_job(*call) for call in calls]))
@@ -192,4 +232,5 @@ def run(job: dict[str, Any]) -> Any:
     """One job."""
     if "network" in job:
         return table_launches(**job)
-    return compile_job(**(launched_job(**job) if "launch" in job else job))
+    counts_instructions = job.pop("counts_instructions", False)
+    return compile_job(**(launched_job(**job) if "launch" in job else job), counts_instructions=counts_instructions)

@@ -1,9 +1,10 @@
 """Smoke test of a GPU: one training step of four networks in float64, in each mode of execution, against eager PyTorch.
 
-Every case compares the output, all gradients of parameters and all buffers with those of eager PyTorch, and the peak of the step with the
-plan's projection. A line for each case is printed as soon as it is known: relative L2 error, bytes that the step allocated and reserved,
-and the projected bytes. A case is wrong if its error is above 1e-10, if it allocates more than projected, or if the plan lacks what the
-mode is about (copies to the host, streamed weights). The script ends with 1 if a case is wrong or fails, and with 2 without the device.
+Every case compares the output, all gradients of parameters and all buffers with those of eager PyTorch, and the peaks of the step with
+the plan's projections. A line for each case is printed as soon as it is known: relative L2 error, bytes that the step allocated and
+reserved, and the projections of both. A case is wrong if its error is above 1e-10, if it allocates or reserves more than projected, or if
+the plan lacks what the mode is about (copies to the host, streamed weights).
+The script ends with 1 if a case is wrong or fails, and with 2 without the device.
 
 ``--device cpu`` tries all of it without a GPU. The CPU has no reserved bytes and no CUDA graphs.
 """
@@ -25,7 +26,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from harness.gpu import Deadline, convolution_settings, device_environment, measure_step_memory, memory_problem
+from harness.gpu import (
+    Deadline,
+    convolution_settings,
+    device_environment,
+    measure_step_memory,
+    memory_problem,
+    reserved_bytes,
+)
 from torch import Tensor, nn
 
 import sft
@@ -58,8 +66,9 @@ class SmokeResult:
         note: reason of the status, or a restriction of the device.
         error: largest relative L2 error.
         allocated_bytes: peak of the step in the allocator's blocks.
-        reserved_bytes: peak of the allocator's segments; ``None`` on the CPU.
-        projected_bytes: the plan's projection.
+        projected_bytes: the plan's projection of it.
+        reserved_bytes: peak of the allocator's segments, resident tensors included; ``None`` on the CPU.
+        projected_reserved_bytes: the plan's projection of it.
         seconds: time of the case, with capture and planning.
     """
 
@@ -69,8 +78,9 @@ class SmokeResult:
     note: str = ""
     error: float | None = None
     allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
     projected_bytes: int | None = None
+    reserved_bytes: int | None = None
+    projected_reserved_bytes: int | None = None
     seconds: float = 0.0
 
     def line(self, *, has_reserved: bool) -> str:
@@ -80,9 +90,11 @@ class SmokeResult:
             return f"{'-' if num_bytes is None else format_bytes(num_bytes):>10}"
 
         error = "-" if self.error is None else f"{self.error:.1e}"
-        cells = [f"{self.status:6} {self.network:18} {self.mode:17} error {error:>7}", f"allocated {size(self.allocated_bytes)}"]
-        cells += [f"reserved {size(self.reserved_bytes)}"] if has_reserved else []
-        cells += [f"projected {size(self.projected_bytes)}", f"{self.seconds:5.1f} s"]
+        cells = [f"{self.status:6} {self.network:18} {self.mode:17} error {error:>7}"]
+        cells.append(f"allocated {size(self.allocated_bytes)} of {size(self.projected_bytes)} projected")
+        if has_reserved:
+            cells.append(f"reserved {size(self.reserved_bytes)} of {size(self.projected_reserved_bytes)} projected")
+        cells.append(f"{self.seconds:5.1f} s")
         return "  ".join(cells) + (f"  {self.note}" if self.note else "")
 
 
@@ -171,16 +183,17 @@ def run_case(network: str, mode: Mode, device: torch.device, size: tuple[int, in
 def _fill(result: SmokeResult, device: torch.device, size: tuple[int, int], folder: Path) -> None:
     """Run the step twice: on the first model for the results, on the same plan once more for its memory."""
     reference = _reference(result.network, size, device)
+    reserved_before = reserved_bytes(device)
     model = copy.deepcopy(reference.model)
     make = _input_of(reference.pixels, result.mode, device, folder)
     net = _compile(model, make(), result.mode)
     result.error = relative_error([each.to(device) for each in _results(net, _step(net, make()))], reference.results)
     net.zero_grad(set_to_none=True)
-    memory = measure_step_memory(lambda: _step(net, make()), device)
+    memory = measure_step_memory(lambda: _step(net, make()), device, reserved_before)
     result.allocated_bytes, result.reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
-    result.projected_bytes = net.plan.projected_peak_bytes
+    result.projected_bytes, result.projected_reserved_bytes = net.plan.projected_peak_bytes, net.plan.projected_reserved_bytes or None
     problems = [] if result.error <= ERROR_LIMIT else [f"error above {ERROR_LIMIT:g}"]
-    problems += [problem for problem in (memory_problem(memory, net.plan.projected_peak_bytes), _missing(net.plan, result.mode)) if problem]
+    problems += [problem for problem in (memory_problem(memory, net.plan), _missing(net.plan, result.mode)) if problem]
     result.status, result.note = ("wrong", "; ".join(problems)) if problems else ("ok", _restriction(result.mode, device))
 
 

@@ -23,7 +23,15 @@ import sft
 from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
 
-__all__ = ["Deadline", "DeviceMemory", "convolution_settings", "device_environment", "measure_step_memory", "memory_problem"]
+__all__ = [
+    "Deadline",
+    "DeviceMemory",
+    "convolution_settings",
+    "device_environment",
+    "measure_step_memory",
+    "memory_problem",
+    "reserved_bytes",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,12 +61,12 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Peaks of a step, above its start.
+    """Peaks of a step; of tensors above its start.
 
     Attributes:
         allocated_bytes: bytes of the allocator's blocks; on the CPU of the tensors' storages.
         requested_bytes: bytes of the tensors' storages.
-        reserved_bytes: bytes that the allocator has from the driver; ``None`` on the CPU.
+        reserved_bytes: bytes that the allocator has from the driver, above a base that the caller names; ``None`` on the CPU.
     """
 
     allocated_bytes: int
@@ -84,29 +92,42 @@ def convolution_settings(*, search: bool = False, tf32: bool = False) -> Iterato
         matmul.allow_tf32 = before
 
 
-def measure_step_memory(step: Callable[[], object], device: torch.device) -> DeviceMemory:
-    """Peaks of one run of a step, above what is alive at its start. Unused segments of the allocator are released first."""
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that the allocator has from the driver, without unused segments; 0 on the CPU."""
     if device.type != "cuda":
-        with sft.measure_peak(device) as peak:
-            step()
-        return DeviceMemory(allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=None)
+        return 0
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    reserved_bytes = torch.cuda.memory_reserved(device)
+    return int(torch.cuda.memory_reserved(device))
+
+
+def measure_step_memory(step: Callable[[], object], device: torch.device, reserved_before: int) -> DeviceMemory:
+    """Peaks of one run of a step.
+
+    Args:
+        step: the step; it has run before, so that libraries have their workspaces.
+        device: its device.
+        reserved_before: :func:`reserved_bytes` before the model and its input were made: a plan counts these, too.
+    """
+    reserved_bytes(device)
     with sft.measure_peak(device) as peak:  # it resets the peak of reserved bytes as well
         step()
-        torch.cuda.synchronize(device)
-        highest_bytes = torch.cuda.max_memory_reserved(device)
-    return DeviceMemory(
-        allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=max(0, highest_bytes - reserved_bytes)
-    )
+        highest_bytes = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            highest_bytes = max(0, torch.cuda.max_memory_reserved(device) - reserved_before)
+    return DeviceMemory(allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=highest_bytes)
 
 
-def memory_problem(memory: DeviceMemory, projected_bytes: int) -> str:
+def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
     """A sentence if a step took more than its plan projects; otherwise empty."""
-    if memory.allocated_bytes <= projected_bytes:
-        return ""
-    return f"measured {format_bytes(memory.allocated_bytes)}, projected {format_bytes(projected_bytes)}"
+    problems = []
+    if memory.allocated_bytes > plan.projected_peak_bytes:
+        problems.append(f"allocated {format_bytes(memory.allocated_bytes)}, projected {format_bytes(plan.projected_peak_bytes)}")
+    if memory.reserved_bytes is not None and memory.reserved_bytes > plan.projected_reserved_bytes:
+        projected = format_bytes(plan.projected_reserved_bytes)
+        problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident")
+    return "; ".join(problems)
 
 
 def device_environment(device: torch.device) -> dict[str, str]:

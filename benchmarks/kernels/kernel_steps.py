@@ -29,7 +29,7 @@ from step_cases import StepCase, compiled, draw_input, file_input, make_network,
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from harness.gpu import Deadline, convolution_settings, device_environment, measure_step_memory, memory_problem
+from harness.gpu import Deadline, convolution_settings, device_environment, measure_step_memory, memory_problem, reserved_bytes
 
 from sft.backends.autotune.benchmark import relative_error
 from sft.backends.autotune.table import error_limit
@@ -62,9 +62,10 @@ class StepRecord:
         seconds: least, median and most seconds of the rounds.
         plain_seconds: those of eager PyTorch.
         allocated_bytes: peak of the step in the allocator's blocks.
-        reserved_bytes: peak of the allocator's segments; 0 on a CPU.
+        reserved_bytes: peak of the allocator's segments, resident tensors included; 0 on a CPU.
         plain_allocated_bytes: peak of eager PyTorch's step.
-        projected_peak_bytes: the plan's projection.
+        projected_peak_bytes: the plan's projection of the allocated bytes.
+        projected_reserved_bytes: the plan's projection of the reserved bytes.
         redundancy: FLOPs of the plan over those of eager PyTorch.
         num_kernel_operators: operators that kernels run.
     """
@@ -82,6 +83,7 @@ class StepRecord:
     reserved_bytes: int = 0
     plain_allocated_bytes: int = 0
     projected_peak_bytes: int = 0
+    projected_reserved_bytes: int = 0
     redundancy: float = 0.0
     num_kernel_operators: int = 0
 
@@ -134,26 +136,30 @@ def _time_step(
     case: StepCase, record: StepRecord, dtype: torch.dtype, device: torch.device, options: argparse.Namespace, folder: Path
 ) -> None:
     """Peaks and times of the case, and of eager PyTorch where it can take the step."""
+    reserved_before = reserved_bytes(device)
     model = make_network(case, dtype, device)
     x: Any = file_input(case, case.size, dtype, folder) if case.reads_file else draw_input(case, case.size, dtype, device)
     steps: list[Callable[[], object]] = []
     if case.has_plain:
+        without_plain = reserved_bytes(device)
         plain = _plain_step(case, copy.deepcopy(model), x, device)
         try:
             plain()
-            record.plain_allocated_bytes = measure_step_memory(plain, device).allocated_bytes
+            record.plain_allocated_bytes = measure_step_memory(plain, device, reserved_before).allocated_bytes
             steps.append(plain)
         except torch.OutOfMemoryError:
             record.note = "eager PyTorch runs out of memory"
+        reserved_before += reserved_bytes(device) - without_plain
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
     step = functools.partial(training_step, net, x)
     step()  # plans if the input is new, and in a first step libraries select algorithms
-    memory = measure_step_memory(step, device)
+    memory = measure_step_memory(step, device, reserved_before)
     record.allocated_bytes, record.reserved_bytes = memory.allocated_bytes, memory.reserved_bytes or 0
     record.projected_peak_bytes, record.redundancy = net.plan.projected_peak_bytes, net.plan.redundancy
     record.num_kernel_operators = sum(len(segment.kernels) for segment in net.plan.segments)
-    problem = memory_problem(memory, record.projected_peak_bytes)
+    record.projected_reserved_bytes = net.plan.projected_reserved_bytes
+    problem = memory_problem(memory, net.plan)
     if problem:
         record.flag("wrong", problem)
     if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
@@ -233,7 +239,7 @@ def step_table(records: Sequence[StepRecord]) -> str:
             format_bytes(n) if n else "" for n in (r.allocated_bytes, r.reserved_bytes, r.projected_peak_bytes, r.plain_allocated_bytes)
         ]
         note = (r.note if r.status == "ok" else f"**{r.status}**: {r.note}").replace("|", "\\|")
-        reserved = f"{r.reserved_bytes / r.projected_peak_bytes:.2f}" if r.reserved_bytes and r.projected_peak_bytes else ""
+        reserved = f"{r.reserved_bytes / r.projected_reserved_bytes:.3f}" if r.reserved_bytes and r.projected_reserved_bytes else ""
         cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), milliseconds(r.plain_seconds), ratio, *sizes]
         cells += [reserved, f"{r.redundancy:.3f}" if r.redundancy else "", str(r.num_kernel_operators), note]
         lines.append("| " + " | ".join(cells) + " |")
@@ -243,7 +249,11 @@ def step_table(records: Sequence[StepRecord]) -> str:
 def write_steps(stem: Path, records: Sequence[StepRecord], facts: dict[str, str]) -> None:
     """Replace the results by what is known now."""
     raw = {"environment": facts, "steps": [asdict(record) for record in records]}
-    parts = [f"# {stem.name}", "Medians, with least and most. Bytes are above the start of a step, as the allocator counts them."]
+    notes = (
+        "Medians, with least and most. Allocated and projected bytes are above the start of a step, as the allocator counts them. Reserved "
+        "bytes contain resident tensors, and are compared with the plan's projection of the same."
+    )
+    parts = [f"# {stem.name}", notes]
     parts += [step_table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
     stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, content in {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(parts) + "\n"}.items():

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+import sft
+
 _ROOT = Path(__file__).parents[2]
 _CPU = torch.device("cpu")
 _SIZE = (48, 40)
@@ -81,7 +83,7 @@ def test_faults_are_wrong(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: p
         measure = small.measure_step_memory
         patch.setattr(small, "measure_step_memory", lambda *each: replace(measure(*each), allocated_bytes=2**40))
         assert small.main(command) == 1
-        assert "wrong" in (line := capsys.readouterr().out.splitlines()[1]) and "measured 1.00 TiB, projected" in line
+        assert "wrong" in (line := capsys.readouterr().out.splitlines()[1]) and "allocated 1.00 TiB, projected" in line
     with monkeypatch.context() as patch:
         patch.setattr(small, "relative_error", lambda *_: 1e-9)
         assert small.run_case("u-net", "strips", _CPU, _SIZE).note == "error above 1e-10"
@@ -102,7 +104,20 @@ def test_without_the_device_or_time(smoke: Any, capsys: pytest.CaptureFixture[st
 
 
 def test_reserved_bytes_have_a_column_on_a_gpu(smoke: Any) -> None:
-    result = smoke.SmokeResult(
-        network="vgg16", mode="strips", error=1e-15, allocated_bytes=2**20, reserved_bytes=2**21, projected_bytes=2**20
-    )
-    assert "allocated   1.00 MiB  reserved   2.00 MiB  projected   1.00 MiB" in result.line(has_reserved=True)
+    sizes = {"allocated_bytes": 2**20, "projected_bytes": 2**21, "reserved_bytes": 2**22, "projected_reserved_bytes": 2**23}
+    line = smoke.SmokeResult(network="vgg16", mode="strips", error=1e-15, **sizes).line(has_reserved=True)
+    assert "allocated   1.00 MiB of   2.00 MiB projected  reserved   4.00 MiB of   8.00 MiB projected" in line
+
+
+def test_reserved_bytes_above_the_projection_are_wrong(smoke: Any) -> None:
+    """A card runs out of reserved memory."""
+    gpu = importlib.import_module("harness.gpu")
+    plan = sft.plan(nn.Sequential(nn.Conv2d(3, 4, 3)), (1, 3, 32, 32), budget="1GiB", device="cpu")
+    plan = replace(plan, projected_reserved_bytes=2**30)
+
+    def problem(reserved: int | None) -> str:
+        sentence: str = gpu.memory_problem(gpu.DeviceMemory(allocated_bytes=1, requested_bytes=1, reserved_bytes=reserved), plan)
+        return sentence
+
+    assert problem(None) == problem(2**30) == ""
+    assert problem(2**31) == "reserved 2.00 GiB, projected 1.00 GiB with all that is resident"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sft
+from sft.cli import plans
 from sft.cli.main import escape_unencodable_output, main
 from sft.cli.plans import load_model
 from sft.planner.options import STRATEGIES
@@ -135,10 +136,18 @@ def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]
     assert [line for line in lines if line and line[0] in rows] == [[name, "no" if rows[name]["error"] else "yes"] for name in rows]
 
 
-def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan with more than a hundred segments is 40 lines, and a line for each segment with --costs."""
+    made: list[sft.Plan] = []
+    make = plans._plan_request
+
+    def once(request: plans.PlanRequest) -> sft.Plan:
+        made.extend([] if made else [make(request)])
+        return made[0]
+
+    monkeypatch.setattr(plans, "_plan_request", once)  # the same plan four times
     command = ["plan", "examples.models:resnet50", "--model-args", "num_classes=2", "width=8", "--input", "1x3x512x512", "--device", "cuda"]
-    command += ["--budget", "60MiB"]
+    command += ["--budget", "70MiB"]
     assert main([*command, "--json"]) == 0
     num_segments = len(sft.Plan.from_json(capsys.readouterr().out).segments)
     assert num_segments > 40

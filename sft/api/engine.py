@@ -333,6 +333,7 @@ class Engine:
             version_guards=tuple(value.version_guard for value in inputs if value.version_guard is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
             slab_pool=prepared.slab_pool,
+            staging_pool=prepared.staging_pool,
             host_allocator=self.settings.host_allocator,
             make_machine=TorchMachine if self.rank_context is None else self.rank_context.machine,
             cudnn_benchmark=self.settings.options.cudnn_benchmark,

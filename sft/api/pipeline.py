@@ -47,7 +47,7 @@ from sft.planner.repeat_budgets import RetainedGraphCheck
 from sft.runtime.region import Region
 from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
-from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 
 __all__ = ["PreparedPlan", "planning_context", "prepare", "prepare_on_mesh", "search"]
 
@@ -62,6 +62,7 @@ class PreparedPlan:
         captured: the model that the region computes.
         constant_outputs: outputs of the model that are not tensors, with their positions.
         slab_pool: host memory for offloaded values; ``None`` if the schedule copies none.
+        staging_pool: page-locked memory for copies to a CUDA device; ``None`` if a step has none.
         graphs: programs that are replayed as CUDA graphs, if any.
         retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
         segments: bytes of the segments of the steps' memory pool on a GPU; ``None`` for steps without a pool.
@@ -74,6 +75,7 @@ class PreparedPlan:
     slab_pool: HostSlabPool | None = None
     graphs: GraphCache | None = None
     retain_check: RetainedGraphCheck | None = None
+    staging_pool: HostSlabPool | None = None
     segments: tuple[int, ...] | None = None
 
 
@@ -135,6 +137,7 @@ def prepare(
         captured=specialized.captured,
         constant_outputs=problem.sized.graph.constant_outputs,
         slab_pool=slab_pool,
+        staging_pool=_staging_pool(fitted.projected.projection.staging_bytes, device),
         graphs=graphs,
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
         segments=fitted.projected.projection.segments if _has_pool(device) else None,
@@ -144,6 +147,13 @@ def prepare(
 def _has_pool(device: torch.device) -> bool:
     """True if steps on the device may have a memory pool of their own."""
     return device.type == "cuda"
+
+
+def _staging_pool(num_bytes: int, device: torch.device) -> HostSlabPool | None:
+    """Page-locked memory for copies to a CUDA device; ``None`` if a step has none."""
+    return (
+        HostSlabPool(num_bytes, device, HostAllocator(), "the plan's page-locked buffers") if num_bytes and device.type == "cuda" else None
+    )
 
 
 def prepare_on_mesh(

@@ -164,7 +164,8 @@ class Plan:
             ``"F3+"`` keeps its residuals, too, ``"L"`` yields to the caller for the loss, ``"B3"`` runs segment 3 back. ``">add"`` begins
             to copy the value ``add`` to the host, ``"~add"`` frees its bytes on the device, ``"<add"`` begins to copy it back; ``">3+"``
             and so on do the same with the residuals of segment 3.
-        host_bytes: peak bytes of host memory for values that leave the device during a step.
+        host_bytes: peak bytes of host memory for values that leave the device during a step, and of page-locked buffers that strips of
+            inputs pass through on their way to a device with memory of its own.
         skips_repeats: true if a step may skip strips that equal a neighbour's, and then take less than ``flops``.
         notes: reasons why operators that read an image run untiled, one line each.
         repeat_budgets: byte budgets of the repeats that have none of their own, in order; empty if they keep all residuals.

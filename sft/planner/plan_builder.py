@@ -41,7 +41,7 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         timeline=project_timeline(problem, projected.choices, projected.projection, rates),
         segments=tuple(_segment_plan(problem, projected, index, budget_bytes) for index in range(len(projected.choices))),
         order=_schedule_text(projected.region),
-        host_bytes=projected.projection.host_bytes,
+        host_bytes=projected.projection.host_bytes + projected.projection.staging_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in projected.region.segments),
         notes=(*dict.fromkeys(problem.sized.phases.whole_reasons.values()), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),

@@ -25,6 +25,8 @@ from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.region import Region
 from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
+from sft.runtime.streamed_inputs import SweepDirection, input_staging_bytes
+from sft.runtime.tiled_layout import Sweep
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.weight_prefetch import GradientTransfer
 from sft.runtime.whole_segment import WholeSegment
@@ -164,6 +166,7 @@ class Projection:
         weights_peak_bytes: peak bytes of streamed weights; included in ``peak_bytes``.
         overhead_bytes: on a GPU, bytes that the device takes in addition (``sft.planner.measured.allocator_overhead``).
         segments: on a GPU, bytes of the segments of the step's memory pool; ``None`` for a step without a pool.
+        staging_bytes: page-locked bytes on the host through which copies between the devices pass; not included in ``host_bytes``.
     """
 
     peak_bytes: int
@@ -174,6 +177,7 @@ class Projection:
     weights_peak_bytes: int = 0
     overhead_bytes: int = 0
     segments: tuple[int, ...] | None = None
+    staging_bytes: int = 0
 
 
 def project_step(
@@ -202,6 +206,7 @@ def project_step(
         host_bytes=machine.host_arena.num_bytes + machine.host_memory.peak_bytes,
         slab_bytes=machine.host_arena.num_bytes,
         weights_peak_bytes=machine.weights_peak_bytes,
+        staging_bytes=machine.staging.num_bytes,
     )
 
 
@@ -308,6 +313,7 @@ class _AnalyticSegment:
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             for sweep in (sweep for sweep in self.segment.sweeps if sweep.chunk == chunk):
                 profile = self.profiles[keep][sweep]
+                self._stage(machine, "forward", sweep)
                 machine.memory.record_peak(profile.forward_peak_bytes)
                 machine.memory.flops += profile.forward_flops
                 machine.note(profile.forward_runs)
@@ -316,6 +322,12 @@ class _AnalyticSegment:
             del partial
         self.segment.close_reductions(machine, values, shared, None)
         return stores
+
+    def _stage(self, machine: TracingMachine, direction: SweepDirection, sweep: Sweep) -> None:
+        """Allocate and free the page-locked buffers of a sweep's loaders."""
+        if self.segment.from_source and not machine.on_host:
+            for start in [machine.staging.allocate(size) for size in input_staging_bytes(self.segment, direction, sweep)]:
+                machine.staging.free(start)
 
     def backward(
         self, machine: Machine, values: ValueBindings, stores: list[SimulatedBuffer], grads: Gradients, *, consume: bool = True
@@ -326,6 +338,9 @@ class _AnalyticSegment:
         for sweep in reversed(self.segment.sweeps):
             del stores[-1]
             profile = self.profiles[True][sweep]
+            if not self.segment.keeps_states(sweep):
+                self._stage(machine, "restore", sweep)
+            self._stage(machine, "backward", sweep)
             machine.memory.record_peak(profile.backward_peak_bytes)
             machine.memory.flops += profile.backward_flops
             machine.note(profile.backward_runs)

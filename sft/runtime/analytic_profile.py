@@ -23,7 +23,7 @@ import numpy as np
 
 from sft.common.array_types import BoolArray, IntArray
 from sft.lower.program import Program
-from sft.runtime.streamed_inputs import input_buffer_bytes, input_strip_bytes
+from sft.runtime.streamed_inputs import input_buffer_bytes, input_grad_bytes
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.tiled_layout import Sweep, TiledLayout
 
@@ -86,7 +86,7 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
     num_of_kind = np.bincount(kinds, minlength=len(first)).tolist()
     forward_runs = tuple(zip(forward, num_of_kind, strict=True))
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
-    read = input_buffer_bytes(segment, "forward", sweep) if on_host else input_strip_bytes(segment, "forward", "source", all_steps, sweep)
+    read = input_buffer_bytes(segment, "forward", sweep, on_host=on_host)
     forward_peak = int((before + forward_peaks + read).max())
     selecting = segment.strip_policy.selection_bytes(segment, sweep, backward=False)
     forward_peak = max(forward_peak, selecting)
@@ -105,10 +105,8 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
     gradients = (row_bytes[has_grad, None] * (frontier - kept)[has_grad]).sum(0)
     joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in joint])[kinds]
     joint_peaks += segment.strip_policy.separate_grad_bytes(segment, joint)[kinds]
-    buffers = input_buffer_bytes(segment, "backward", sweep) if on_host else 0
-    strips = input_strip_bytes(segment, "joint", "grad_source", all_steps, sweep)
-    if not on_host:
-        strips += input_strip_bytes(segment, "joint", "source", all_steps, sweep)
+    buffers = input_buffer_bytes(segment, "backward", sweep, on_host=on_host)
+    strips = input_grad_bytes(segment, "joint", all_steps, sweep)
     actions = checkpoints.actions(num_steps)
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
@@ -127,13 +125,12 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
         programs = {int(k): segment.program("restore", int(first[k]), sweep) for k in np.unique(kinds[strips])}
         flops += sum(programs[int(k)].flops for k in kinds[strips])
         backward_runs.extend((program, int((kinds[strips] == kind).sum())) for kind, program in programs.items())
-        copies = 0 if on_host or not strips.size else input_strip_bytes(segment, "restore", "source", strips, sweep)
-        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]]) + copies).max(initial=0))
+        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]])).max(initial=0))
 
     peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(sweep):
         again = np.arange(states.max())
-        buffers = input_buffer_bytes(segment, "restore", sweep) if on_host else 0
+        buffers = input_buffer_bytes(segment, "restore", sweep, on_host=on_host)
         peak = max(peak, selecting, restore(again, _live_bytes_before(frontier, kept, blocks, lasting)[again] + buffers))
     return SweepProfile(
         forward_peak_bytes=forward_peak,

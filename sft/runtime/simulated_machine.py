@@ -13,7 +13,7 @@ from sft.lower.program import Port, Program, Slot
 from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.runtime.weight_prefetch import GradientTransfer
-from sft.sources.strip_reader import reader_bytes
+from sft.sources.strip_reader import read_chunks, reader_bytes, ring_bytes_of
 
 __all__ = ["MemoryCounter", "SimulatedBuffer", "SimulatedMachine"]
 
@@ -76,17 +76,26 @@ class SimulatedBuffer:
 
 @dataclass(slots=True)
 class _SimulatedStripLoader:
-    """Loader of simulated strips: on the CPU its read buffers are live, on another device a copy of the current strip."""
+    """Loader of simulated strips, which are views of its buffers.
 
-    memory: MemoryCounter
-    row_bytes: int
-    buffers: SimulatedBuffer | None
+    Attributes:
+        buffers: its buffers on the device.
+        staging: arena of its page-locked buffers on the host.
+        start: their offset; ``None`` if the device's memory is the host's.
+    """
+
+    buffers: list[SimulatedBuffer]
+    staging: HostArena
+    start: int | None
 
     def take(self, rows: Interval) -> SimulatedBuffer:
-        return SimulatedBuffer(self.memory, len(rows) * self.row_bytes if self.buffers is None else 0)
+        return self.buffers[0].view() if self.buffers else SimulatedBuffer(MemoryCounter(), 0)
 
     def close(self) -> None:
-        self.buffers = None
+        self.buffers.clear()
+        if self.start is not None:
+            self.staging.free(self.start)
+            self.start = None
 
 
 @dataclass(slots=True)
@@ -98,12 +107,14 @@ class SimulatedMachine:
         on_host: True if the device's memory is the host's, so that buffers for reading inputs count, too.
         host_arena: arena on the host for offloaded values.
         host_memory: counter of the other bytes on the host (streamed cuts).
+        staging: arena of the page-locked buffers that copies between the devices pass through.
     """
 
     memory: MemoryCounter = field(default_factory=MemoryCounter)
     on_host: bool = True
     host_arena: HostArena = field(default_factory=HostArena)
     host_memory: MemoryCounter = field(default_factory=MemoryCounter)
+    staging: HostArena = field(default_factory=HostArena)
 
     def caller(self) -> AbstractContextManager[None]:
         """Context of allocations by the code that calls the model: inputs, and gradients of outputs."""
@@ -157,10 +168,15 @@ class SimulatedMachine:
 
     def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> _SimulatedStripLoader:
         num_buffers, strip_bytes, carry_bytes = reader_bytes(order, row_bytes)
-        buffers = SimulatedBuffer(self.memory, num_buffers * strip_bytes + carry_bytes) if self.on_host else None
-        return _SimulatedStripLoader(self.memory, row_bytes, buffers)
+        sizes = [strip_bytes] * num_buffers + ([carry_bytes] if self.on_host else [])
+        buffers = [SimulatedBuffer(self.memory, size) for size in sizes]
+        start = None if self.on_host else self.staging.allocate(ring_bytes_of(order, row_bytes))
+        return _SimulatedStripLoader(buffers, self.staging, start)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
+        if not self.on_host:
+            row_bytes = Slot(0, (*shape[:2], 1, *shape[3:]), dtype, 0).num_bytes
+            self.staging.free(self.staging.allocate(ring_bytes_of(read_chunks(shape[2], row_bytes), row_bytes)))
         return self.allocate(shape, dtype, zero=False)
 
     def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:

@@ -25,9 +25,17 @@ from sft.lower.program import Port
 from sft.runtime.machine import Buffer, HostOps, StripLoader
 from sft.runtime.strip_policy import ALL_STRIPS, StripSelection
 from sft.runtime.tiled_layout import Sweep, TiledLayout
-from sft.sources.strip_reader import reader_bytes_at
+from sft.sources.strip_reader import reader_bytes_at, ring_bytes
 
-__all__ = ["SweepDirection", "input_buffer_bytes", "input_strip_bytes", "open_loaders", "reads_skipped_strips", "row_read_order"]
+__all__ = [
+    "SweepDirection",
+    "input_buffer_bytes",
+    "input_grad_bytes",
+    "input_staging_bytes",
+    "open_loaders",
+    "reads_skipped_strips",
+    "row_read_order",
+]
 
 
 #: Result of a sweep: outputs, states alone, or gradients.
@@ -116,22 +124,26 @@ def open_loaders(
         yield loaders
 
 
-def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> int:
-    """Bytes of the loaders' buffers during a sweep, if the device's memory is the host's."""
+def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep, *, on_host: bool) -> int:
+    """Bytes of the loaders' buffers on the device during a sweep: two strips, and rows for the next one if its memory is the host's."""
     total = 0
     for name, start, stop in _strips_read(segment, direction, sweep):
         num_buffers, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
-        total += num_buffers * buffer_bytes + carry_bytes
+        total += num_buffers * buffer_bytes + (carry_bytes if on_host else 0)
     return total
 
 
-def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: IntArray, sweep: Sweep) -> IntArray:
-    """Bytes of the strips of inputs that are not resident, for each of some strips.
+def input_staging_bytes(segment: TiledLayout, direction: SweepDirection, sweep: Sweep) -> list[int]:
+    """Page-locked bytes of each loader of a sweep on a device whose memory is not the host's, in the order in which they open."""
+    return [ring_bytes(start, stop, segment.source_row_bytes(name, sweep)) for name, start, stop in _strips_read(segment, direction, sweep)]
+
+
+def input_grad_bytes(segment: TiledLayout, kind: StripKind, steps: IntArray, sweep: Sweep) -> IntArray:
+    """Bytes of the gradients of inputs that are not resident, for each of some strips.
 
     Args:
         segment: the segment.
         kind: program of the strips.
-        role: role of the ports: ``"source"`` for the rows themselves, ``"grad_source"`` for their gradients.
         steps: indices of the strips.
         sweep: the sweep.
     """
@@ -139,7 +151,7 @@ def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: I
     kinds = segment.schedule.kinds[1][steps].tolist()
     for name in sorted(segment.from_source):
         start, stop = segment.rows_read(name, sweep)
-        reads = _ReadsCache(segment, sweep, Port(role, name))
+        reads = _ReadsCache(segment, sweep, Port("grad_source", name))
         is_bound = np.array([reads[kind, signature] for signature in kinds], dtype=bool)
-        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, sweep, gradient=role == "grad_source")
+        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, sweep, gradient=True)
     return total

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -33,20 +33,28 @@ from sft.common.interval import Interval
 from sft.sources.source import Source
 
 __all__ = [
+    "NUM_RING_BUFFERS",
     "PrefetchFailure",
     "PrefetchState",
     "StripReader",
+    "aligned_bytes",
     "allocate_bytes",
     "prefetch_strips",
+    "read_chunks",
     "reader_bytes",
     "reader_bytes_at",
     "request_stop",
+    "ring_bytes",
+    "ring_bytes_of",
     "row_bytes",
     "shut_down_prefetch",
     "source_error",
 ]
 
 _JOIN_SECONDS = 5.0
+_ALIGNMENT_BYTES = 64
+#: An image is read at once in chunks of about this size.
+_CHUNK_BYTES = 8 * 2**20
 _EMPTY = Interval(0, 0)
 
 
@@ -77,6 +85,37 @@ def reader_bytes_at(start: IntArray, stop: IntArray, num_row_bytes: int, num_buf
     tallest = int((stop - start).max(initial=0))
     carried_rows = int((np.minimum(stop[:-1], stop[1:]) - np.maximum(start[:-1], start[1:])).max(initial=0))
     return min(num_buffers, len(start)), tallest * num_row_bytes, carried_rows * num_row_bytes
+
+
+#: Host buffers of a reader whose strips are copied to a device: one is filled, one waits, and one is being copied.
+NUM_RING_BUFFERS = 3
+
+
+def ring_bytes(start: IntArray, stop: IntArray, num_row_bytes: int) -> int:
+    """Host bytes of a reader whose strips are copied to a device, of strips that begin and end at these rows."""
+    num_buffers, strip_bytes, carry_bytes = reader_bytes_at(start, stop, num_row_bytes, NUM_RING_BUFFERS)
+    return num_buffers * aligned_bytes(strip_bytes) + aligned_bytes(carry_bytes)
+
+
+def ring_bytes_of(intervals: Sequence[Interval], num_row_bytes: int) -> int:
+    """The same, of these strips."""
+    ends = np.array([(rows.start, rows.stop) for rows in intervals], dtype=np.int64).reshape(-1, 2)
+    return ring_bytes(ends[:, 0], ends[:, 1], num_row_bytes)
+
+
+def read_chunks(num_rows: int, num_row_bytes: int) -> list[Interval]:
+    """Chunks of rows in which a full image is read, so that the memory of its decoder, or of its file's pages, stays small.
+
+    >>> read_chunks(10, 2**21)
+    [Interval(start=0, stop=4), Interval(start=4, stop=8), Interval(start=8, stop=10)]
+    """
+    step = max(1, _CHUNK_BYTES // num_row_bytes)
+    return [Interval(top, min(top + step, num_rows)) for top in range(0, num_rows, step)]
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """A size rounded up to whole cache lines."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def allocate_bytes(num_bytes: int) -> ByteArray:
@@ -213,12 +252,20 @@ class StripReader:
         source: what to read.
         intervals: rows in the order in which they will be wanted. They may overlap and repeat; empty ones give tensors without rows.
         num_buffers: strips that exist at once, the consumer's included. Default: 2
+        allocate: allocates the buffers. Default: torch's memory
 
     Raises:
         InputError: an interval reaches outside the image, or there are fewer than two buffers.
     """
 
-    def __init__(self, source: Source, intervals: Sequence[Interval], *, num_buffers: int = 2) -> None:
+    def __init__(
+        self,
+        source: Source,
+        intervals: Sequence[Interval],
+        *,
+        num_buffers: int = 2,
+        allocate: Callable[[int], ByteArray] = allocate_bytes,
+    ) -> None:
         if not isinstance(source, Source):
             raise InputError(f"cannot read strips of {typed(source)}: expected a sft.sources.Source. Wrap it.")
         height_px = source.shape[2]
@@ -235,8 +282,8 @@ class StripReader:
         self._shared = shared = PrefetchState(
             source=source,
             intervals=wanted,
-            buffers=[allocate_bytes(strip_bytes) for _ in range(count)],
-            carry=allocate_bytes(carry_bytes),
+            buffers=[allocate(strip_bytes) for _ in range(count)],
+            carry=allocate(carry_bytes),
             free=queue.SimpleQueue(),
             filled=queue.SimpleQueue(),
         )

@@ -35,6 +35,7 @@ from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import CallStatistics
+from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
 
 __all__ = [
@@ -70,6 +71,7 @@ class RegionInputs:
         backward_context: context in which a backward pass runs.
         check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
         weights: the streamed parameters; their entries in ``tensors`` are on the host.
+        staging_pool: page-locked memory that copies to a CUDA device pass through; ``None`` for a step without such copies.
         cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run.
     """
 
@@ -90,6 +92,7 @@ class RegionInputs:
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     check_retain_graph: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
+    staging_pool: HostSlabPool | None = None
     cudnn_benchmark: bool = False
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
@@ -114,6 +117,7 @@ class RegionInputs:
             host_allocator=self.host_allocator,
             graphs=self.graphs,
             weights=weights,
+            staging=HostStaging(None if self.staging_pool is None else self.staging_pool.lease()),
         )
 
 

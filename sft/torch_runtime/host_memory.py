@@ -90,10 +90,11 @@ class HostSlabPool:
         num_bytes: size of a slab.
         device: device of the offloaded buffers.
         allocator: allocates the slabs.
+        purpose: plural subject of messages. Default: ``"the plan's copies"``
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, allocator: HostAllocator) -> None:
-        self.num_bytes, self._device, self._allocator = num_bytes, device, allocator
+    def __init__(self, num_bytes: int, device: torch.device, allocator: HostAllocator, purpose: str = "the plan's copies") -> None:
+        self.num_bytes, self._device, self._allocator, self._purpose = num_bytes, device, allocator, purpose
         self._free: list[Tensor] = []
 
     def lease(self) -> SlabLease:
@@ -109,9 +110,9 @@ class HostSlabPool:
     def _allocate(self) -> Tensor:
         if self._device.type == "meta":
             return torch.empty(0, dtype=torch.uint8, device="cpu")  # a dry run copies no bytes
-        data = self._allocator.allocate(self.num_bytes, "the plan's copies")
+        data = self._allocator.allocate(self.num_bytes, self._purpose)
         if self._device.type == "cuda" and self._allocator.folder is None:
-            lock_pages(data, "the plan's copies", "Raise the limit of locked memory (ulimit -l), or give a smaller host_budget.")
+            lock_pages(data, self._purpose, "Raise the limit of locked memory (ulimit -l), or give a smaller host_budget.")
         return torch.from_numpy(data)
 
 

@@ -1,22 +1,80 @@
-"""Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep."""
+"""Input streaming on torch devices: strips of a `sft.sources.Source`, read ahead of the sweep.
+
+On CUDA the reader's buffers are page-locked, and strips are copied on the stream that also brings offloaded values back
+(``sft.torch_runtime.offload``). A strip's memory on the device is allocated one strip ahead, on the computation's stream. Its copy waits
+for an event recorded then, so that it runs while the strip before is computed. The host waits for a copy only when all but one of the
+reader's buffers are being copied.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from sft.common.array_types import ByteArray
 from sft.common.interval import Interval
 from sft.sources.source import Source, select_samples
-from sft.sources.strip_reader import StripReader, source_error
-from sft.torch_runtime.host_outputs import copy_in_order
+from sft.sources.strip_reader import (
+    NUM_RING_BUFFERS,
+    StripReader,
+    aligned_bytes,
+    read_chunks,
+    reader_bytes,
+    ring_bytes_of,
+    row_bytes,
+    source_error,
+)
+from sft.torch_runtime.offload import upload_stream
 from sft.torch_runtime.pass_statistics import PassReading
+from sft.torch_runtime.staging import HostStaging, StagingRange
 
-__all__ = ["SourceStripLoader", "load_source"]
+__all__ = ["SourceStripLoader", "load_source", "upload_rows"]
 
-#: An image is read in chunks of about this size, so that the memory of its decoder, or of its file's pages, stays small.
-_CHUNK_BYTES = 8 * 2**20
+
+@dataclass(slots=True)
+class _Uploads:
+    """Copies of strips to a CUDA device, from page-locked buffers of a reader.
+
+    Attributes:
+        device: the device.
+        staged: the reader's buffers.
+    """
+
+    device: torch.device
+    staged: StagingRange
+    _running: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+    def allocate(self, num_bytes: int) -> ByteArray:
+        """The reader's next buffer."""
+        return self.staged.take(num_bytes, aligned_bytes(num_bytes)).numpy()
+
+    def make_room(self) -> None:
+        """Give buffers back whose copy is complete; wait for the oldest copy if only one buffer would be left to the reader."""
+        while self._running and (len(self._running) >= NUM_RING_BUFFERS - 1 or self._running[0][0].query()):
+            event, _ = self._running.popleft()
+            event.synchronize()
+
+    def copy(self, target: Tensor, strip: Tensor, allocated: Any) -> None:
+        """Copy a strip, after the event at which its target was allocated; the computation waits for the copy."""
+        stream = upload_stream(self.device)
+        stream.wait_event(allocated)
+        with torch.cuda.stream(stream):
+            target.copy_(strip, non_blocking=True)
+            done = stream.record_event()
+        torch.cuda.current_stream(self.device).wait_event(done)
+        self._running.append((done, strip))
+
+    def finish(self) -> None:
+        """Wait for all copies: their buffers are given away."""
+        while self._running:
+            event, _ = self._running.popleft()
+            event.synchronize()
 
 
 class SourceStripLoader:
@@ -28,24 +86,68 @@ class SourceStripLoader:
         order: rows of each strip, in the order in which they are taken.
         device: device of the strips; on the CPU they are views of the reader's buffers.
         statistics: updated when the loader is closed.
+        staging: page-locked memory, for a CUDA device.
     """
 
-    def __init__(self, source: Source, batch: Interval, order: Sequence[Interval], device: torch.device, statistics: PassReading) -> None:
+    def __init__(
+        self,
+        source: Source,
+        batch: Interval,
+        order: Sequence[Interval],
+        device: torch.device,
+        statistics: PassReading,
+        staging: HostStaging | None = None,
+    ) -> None:
         self._device, self._statistics, self._num_batch = device, statistics, len(batch)
-        self._reader: StripReader | None = StripReader(select_samples(source, batch), order)
+        self._staging, self._uploads = staging, None
+        self._targets: deque[tuple[Tensor, Any]] = deque()
+        self._num_left = 0
+        samples = select_samples(source, batch)
+        self._dtype, num_row_bytes = samples.dtype, row_bytes(samples)
+        if device.type != "cuda":
+            self._reader: StripReader | None = StripReader(samples, order)
+            return
+        self._staging = staging or HostStaging()
+        num_targets, self._target_bytes, _ = reader_bytes(order, num_row_bytes)
+        self._uploads = _Uploads(device, self._staging.allocate(ring_bytes_of(order, num_row_bytes)))
+        self._num_left = sum(map(bool, order))
+        for _ in range(num_targets):
+            self._allocate_target()
+        self._reader = StripReader(samples, order, num_buffers=NUM_RING_BUFFERS, allocate=self._uploads.allocate)
 
-    def take(self, rows: Interval) -> torch.Tensor:
+    def take(self, rows: Interval) -> Tensor:
         """The next strip, channels last.
 
         Raises:
             SourceError: it cannot be read.
         """
         assert self._reader is not None
+        if self._uploads is not None and rows:
+            return self._upload(self._uploads, self._reader, rows)
         strip = self._reader.take(rows)
         if self._device.type == "cpu":
             return strip
         copy = torch.empty(strip.shape, dtype=strip.dtype, device=self._device, memory_format=torch.channels_last)
         return copy.copy_(strip)
+
+    def _allocate_target(self) -> None:
+        """Allocate the memory of a strip on the device, of the tallest strip's size, so that the allocator uses the same blocks again."""
+        if self._num_left:
+            self._num_left -= 1
+            data = torch.empty(self._target_bytes, dtype=torch.uint8, device=self._device)
+            self._targets.append((data, torch.cuda.current_stream(self._device).record_event()))
+
+    def _upload(self, uploads: _Uploads, reader: StripReader, rows: Interval) -> Tensor:
+        """The next strip on a CUDA device."""
+        uploads.make_room()
+        strip = reader.take(rows)
+        if len(self._targets) < 2:  # the strip before is dropped
+            self._allocate_target()
+        data, allocated = self._targets.popleft()
+        num, channels, num_rows, width = strip.shape
+        target = data[: strip.numel() * strip.element_size()].view(self._dtype).view(num, num_rows, width, channels).permute(0, 3, 1, 2)
+        uploads.copy(target, strip, allocated)
+        return target
 
     def close(self) -> None:
         """Stop the thread, free the buffers and update the statistics."""
@@ -53,29 +155,61 @@ class SourceStripLoader:
         if reader is None:
             return
         reader.close()
+        self._targets.clear()
+        if self._uploads is not None:
+            assert self._staging is not None
+            self._uploads.finish()
+            self._staging.free(self._uploads.staged)
         self._statistics.read_seconds += reader.read_seconds
         self._statistics.waited_seconds += reader.waited_seconds
         self._statistics.num_rows_read += reader.num_rows_read * self._num_batch
         self._statistics.read_bytes += reader.read_bytes
 
 
-def load_source(source: Source, out: torch.Tensor, statistics: PassReading) -> None:
+def upload_rows(source: Source, out: Tensor, statistics: PassReading, staging: HostStaging) -> None:
+    """Fill an image on a CUDA device with all rows of a source.
+
+    Raises:
+        SourceError: the rows cannot be read.
+    """
+    num, _, height, _ = source.shape
+    chunks = read_chunks(height, row_bytes(source))
+    uploads = _Uploads(out.device, staging.allocate(ring_bytes_of(chunks, row_bytes(source))))
+    allocated = torch.cuda.current_stream(out.device).record_event()
+    reader = StripReader(source, chunks, num_buffers=NUM_RING_BUFFERS, allocate=uploads.allocate)
+    try:
+        for rows in chunks:
+            uploads.make_room()
+            strip = reader.take(rows)
+            for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy them via a buffer there
+                target = out[sample, :, rows.start : rows.stop].permute(1, 2, 0)
+                uploads.copy(target, strip[sample].permute(1, 2, 0), allocated)
+            del strip
+    finally:
+        reader.close()
+        uploads.finish()
+        staging.free(uploads.staged)
+        statistics.read_seconds += reader.read_seconds
+        statistics.waited_seconds += reader.waited_seconds
+        statistics.num_rows_read += reader.num_rows_read * num
+        statistics.read_bytes += reader.read_bytes
+
+
+def load_source(source: Source, out: Tensor, statistics: PassReading, staging: HostStaging | None = None) -> None:
     """Fill a tensor on any device with all rows of a source.
 
     Raises:
         SourceError: the rows cannot be read.
     """
-    num, channels, height, width = source.shape
-    chunk_rows = max(1, _CHUNK_BYTES // (num * channels * width * source.dtype.itemsize))
-    chunks = [Interval(top, min(top + chunk_rows, height)) for top in range(0, height, chunk_rows)]
+    if out.device.type == "cuda":
+        upload_rows(source, out, statistics, staging or HostStaging())
+        return
+    chunks = read_chunks(source.shape[2], row_bytes(source))
     if out.device.type != "cpu":
-        loader = SourceStripLoader(source, Interval(0, num), chunks, torch.device("cpu"), statistics)
+        loader = SourceStripLoader(source, Interval(0, source.shape[0]), chunks, out.device, statistics)
         try:
             for rows in chunks:
-                strip = loader.take(rows)
-                for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy them via a buffer there
-                    host_rows = strip[sample : sample + 1]
-                    copy_in_order(out[sample : sample + 1, :, rows.start : rows.stop], host_rows, host_rows)
+                out[:, :, rows.start : rows.stop].copy_(loader.take(rows))
         finally:
             loader.close()
         return
@@ -87,7 +221,7 @@ def load_source(source: Source, out: torch.Tensor, statistics: PassReading) -> N
                 source.rows(rows, out[:, :, rows.start : rows.stop])
             except Exception as error:
                 raise source_error(source, rows, error) from error
-            statistics.num_rows_read += num * len(rows)
+            statistics.num_rows_read += source.shape[0] * len(rows)
     seconds = time.perf_counter() - started
     statistics.read_seconds += seconds
     statistics.waited_seconds += seconds

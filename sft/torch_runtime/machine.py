@@ -33,6 +33,7 @@ from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, PassStatistics, note_flops
 from sft.torch_runtime.skip_constant import TorchStripOps
+from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.streamed_cuts import CutStripLoader, HostCut, HostGradient
 from sft.torch_runtime.weight_streaming import WeightPass
 
@@ -86,6 +87,7 @@ class TorchMachine:
         host_allocator: allocates cuts on the host.
         graphs: recorded programs, which are replayed instead of executed.
         weights: transfers of streamed weights, for regions that have any.
+        staging: page-locked host memory that copies to a CUDA device pass through.
     """
 
     device: torch.device
@@ -96,6 +98,7 @@ class TorchMachine:
     host_allocator: HostAllocator = field(default_factory=HostAllocator)
     graphs: GraphCache | None = None
     weights: WeightPass | None = None
+    staging: HostStaging = field(default_factory=HostStaging)
 
     def start_op(self, op: ScheduleOp) -> None:
         """Mark the begin of a schedule op; tests watch it."""
@@ -202,15 +205,15 @@ class TorchMachine:
 
     def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
         if isinstance(source, HostCut):
-            return CutStripLoader(source, batch, order, self.device)
-        return SourceStripLoader(source, batch, order, self.device, self.statistics.reading)
+            return CutStripLoader(source, batch, order, self.device, self.staging)
+        return SourceStripLoader(source, batch, order, self.device, self.statistics.reading, self.staging)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out = self.allocate(shape, dtype, zero=False)
         if isinstance(source, HostCut):
-            source.load(out)
+            source.load(out, self.staging)
         else:
-            load_source(source, out, self.statistics.reading)
+            load_source(source, out, self.statistics.reading, self.staging)
         return out
 
     def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:

@@ -23,8 +23,9 @@ from sft.common.interval import Interval
 from sft.sources.source import check_rows, check_samples
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
-from sft.torch_runtime.input_streaming import SourceStripLoader
+from sft.torch_runtime.input_streaming import SourceStripLoader, upload_rows
 from sft.torch_runtime.pass_statistics import PassReading
+from sft.torch_runtime.staging import HostStaging
 
 __all__ = ["CutStripLoader", "HostCut", "HostGradient"]
 
@@ -128,9 +129,13 @@ class HostCut(_HostImage):
                 self._release_pages(Interval(sample, sample + 1), Interval(top - 1, bottom))
         return equal
 
-    def load(self, out: Tensor) -> None:
+    def load(self, out: Tensor, staging: HostStaging) -> None:
         """Fill a tensor of the cut's shape on any device."""
-        if out.device.type != "meta" and self._allocator is not None:
+        if out.device.type == "meta" or self._allocator is None:
+            return
+        if out.device.type == "cuda":
+            upload_rows(self, out.flatten(3) if out.dim() > 3 else out.unsqueeze(3), PassReading(), staging)
+        else:
             out.copy_(self.tensor)
 
 
@@ -161,8 +166,8 @@ class HostGradient(_HostImage):
 class CutStripLoader(SourceStripLoader):
     """Loader of strips of a cut on the host; its reads are not inputs and stay out of the statistics."""
 
-    def __init__(self, cut: HostCut, batch: Interval, order: Sequence[Interval], device: torch.device) -> None:
-        super().__init__(cut, batch, order, device, PassReading())
+    def __init__(self, cut: HostCut, batch: Interval, order: Sequence[Interval], device: torch.device, staging: HostStaging) -> None:
+        super().__init__(cut, batch, order, device, PassReading(), staging)
         self._trailing = cut.trailing
 
     def take(self, rows: Interval) -> Tensor:

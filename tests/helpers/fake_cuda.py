@@ -57,9 +57,9 @@ class FakeEvent:
         self._gpu.thread().join(self.clock)
 
     def query(self) -> bool:
-        """Complete at once: the order that follows is the caller's to use."""
-        self._gpu.thread().join(self.clock)
-        return True
+        """True if the calling thread has waited for it, in whatever way."""
+        known = self._gpu.thread().clock
+        return all(tick <= known.get(number, 0) for number, tick in self.clock.items())
 
 
 class FakeStream:

@@ -20,6 +20,9 @@ from tests.helpers.fake_cuda import DEVICE, FakeGpu, fake_cuda, observed
 
 __all__ = ["gpu_steps"]
 
+#: Page-locked memory of a step; copies that find no room there have memory of their own.
+_STAGING_BYTES = 8192
+
 
 @contextlib.contextmanager
 def gpu_steps() -> Iterator[FakeGpu]:
@@ -49,13 +52,14 @@ def gpu_steps() -> Iterator[FakeGpu]:
             pool = inputs.slab_pool
             if pool is not None:
                 pool = pools.setdefault(id(pool), HostSlabPool(pool.num_bytes, DEVICE, inputs.host_allocator))
+            staging = pools.setdefault(-id(inputs.active_graphs), HostSlabPool(_STAGING_BYTES, DEVICE, inputs.host_allocator))
             streamed = frozenset() if inputs.weights is None else frozenset(inputs.weights.paths)
             for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
                 is_seed = tensor.dtype == torch.int64 and tuple(tensor.shape) == (1,)
                 if name not in streamed and not is_seed:
                     gpu.adopt(tensor)
             with on_device(None if inputs.weights is None else inputs.weights.provider):
-                outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool), hosts)
+                outputs = run_region(region, replace(inputs, device=DEVICE, slab_pool=pool, staging_pool=staging), hosts)
             gpu.read(*outputs.values())
             return outputs
 

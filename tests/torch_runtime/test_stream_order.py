@@ -6,6 +6,8 @@ import copy
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import sft
+from sft.planner.projection import project_step
+from sft.runtime.streamed_inputs import row_read_order
+from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.weight_streaming import WeightPass
 from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
-from tests.helpers.fake_cuda import DEVICE, FakeGpu, FakeStream, fake_cuda, observed
+from tests.helpers.fake_cuda import DEVICE, FakeEvent, FakeGpu, FakeStream, fake_cuda, observed
 from tests.helpers.fake_cuda_steps import gpu_steps
 from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
 from tests.helpers.stage_chains import least_budget
@@ -84,6 +89,19 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
     return nets, image(*shape).numpy() if setting.get("source") else image(*shape)
 
 
+#: Modules with copies between the devices that make the host wait, by case.
+_BLOCKING: dict[str, set[str]] = {
+    "source": {"sink.py"},
+    "source-whole": {"sink.py"},
+    "host-output": {"host_outputs.py"},
+    "host-output-whole": {"host_outputs.py"},
+    "host-cuts": {"host_outputs.py", "streamed_cuts.py"},
+    "weights": {"gradient_sinks.py"},
+    "weights-adamw": {"store.py", "unbuffered_stream.py"},
+    "weights-file-adamw": {"weight_streaming.py", "disk_store.py", "unbuffered_stream.py"},
+}
+
+
 @pytest.mark.parametrize("name", _CASES)
 def test_steps_have_no_races(name: str, tmp_path: Path) -> None:
     optimizer = _CASES[name][2].get("optimizer")
@@ -96,6 +114,8 @@ def test_steps_have_no_races(name: str, tmp_path: Path) -> None:
         has_host_values = sft.of(on_gpu).plan.host_bytes > 0
         del on_gpu
     assert not gpu.checker.races, "\n".join(gpu.checker.races[:5])
+    blocking = {each.split(":")[0].rsplit("/", 1)[-1] for each in gpu.blocking_copies}
+    assert blocking <= _BLOCKING.get(name, set()), gpu.blocking_copies[:5]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     assert has_host_values or name not in ("offload", "host-cuts")
 
@@ -228,6 +248,48 @@ def test_streamed_weights_without_a_wait_are_reported(tmp_path: Path) -> None:
         patches.setattr(WeightPass, "_wait_copy", lambda weights, name: None)
         _steps(net, x)
     assert any("weight_streaming.py" in report and "is not ordered after the write" in report for report in gpu.checker.races)
+
+
+def test_a_reader_that_does_not_wait_for_its_copies_is_reported(tmp_path: Path) -> None:
+    """It would read the next strip into a buffer that is being copied."""
+    (_, net), x = _compiled("source", tmp_path)
+    net.plan_for(x, input_grad=np.zeros(x.shape))
+    with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(FakeEvent, "synchronize", lambda event: None)
+        _steps(net, x)
+    assert any("read of a strip" in report and "input_streaming.py" in report for report in gpu.checker.races)
+
+
+def test_strips_of_a_source_are_in_the_projected_bytes() -> None:
+    """On a GPU: two strips on the device, and three page-locked ones on the host; a sweep by strips and its profile agree."""
+    model, shape, source = seeded(ConvNet), (1, 3, 48, 12), np.zeros((1, 3, 48, 12))
+    plans: list[Any] = []
+    search = import_module("sft.api.plan_search")
+    plan_segments = search.plan_segments
+    with pytest.MonkeyPatch.context() as patches:
+
+        def noting(problem: Any, *arguments: Any) -> Any:
+            plans.append((problem, plan_segments(problem, *arguments)))
+            return plans[-1][1]
+
+        patches.setattr(search, "plan_segments", noting)
+        net: Any = sft.compile(model, shape, budget="4GiB", options=sft.Options(tile=(8, None), state_every=3))
+        net.plan_for(source, input_grad=np.zeros(shape))
+    problem, planned = plans[-1]
+    assert planned.projection.staging_bytes == 0
+    on_gpu = replace(problem, resources=replace(problem.resources, on_host=False))
+    summed, walked = (project_step(on_gpu, planned.region, exactly=exactly) for exactly in (False, True))
+    assert summed == walked
+    orders = [
+        row_read_order(segment, direction, sweep)
+        for segment in planned.region.segments
+        if isinstance(segment, TiledSegment)
+        for sweep in segment.sweeps
+        for direction in ("forward", "backward")
+    ]
+    (name,) = problem.sized.graph.inputs
+    tallest = max(len(rows) for order in orders for rows in order.get(name, ()))
+    assert 3 * tallest * 3 * 12 * 8 <= summed.staging_bytes <= 4 * tallest * 3 * 12 * 8 + 1024
 
 
 def test_threads_are_ordered_by_their_queue_alone() -> None:

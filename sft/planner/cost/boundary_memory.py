@@ -206,8 +206,7 @@ class BoundaryTracker:
         for number in {self._run_of[user] for user in problem.sized.graph.users[name]} - {maker}:
             run = self._runs[number]
             run.up_bytes, run.up_grad_bytes, run.seconds = run.up_bytes + num_bytes, run.up_grad_bytes + grad_bytes, None
-            # A reader has two buffers if they are in host memory; the strip's gradient is always on the device.
-            self._exchanged_bytes[number] += num_bytes * ((_READ_BUFFERS if problem.resources.on_host else 1) + problem.sized.training)
+            self._exchanged_bytes[number] += num_bytes * (_READ_BUFFERS + problem.sized.training)
 
     def _set_tiled(self, number: int, num_tiled: int) -> None:
         """Update the number of tiled operators of a run."""

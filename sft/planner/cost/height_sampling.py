@@ -286,7 +286,7 @@ class RunSampler:
         for name in sorted(segment.from_source):
             start, stop = segment.schedule.rows_read(name, names)
             count, strip_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, sweep))
-            size = count * strip_bytes + carry_bytes if problem.resources.on_host else strip_bytes
+            size = count * strip_bytes + (carry_bytes if problem.resources.on_host else 0)
             size += strip_bytes if name in problem.sized.requires_grad else 0
             first = next(i for i, reader in enumerate(names) if name in problem.sized.graph[reader].operands)
             total += np.where(np.array(cuts) > first, size, 0)

@@ -137,7 +137,7 @@ def load_gradient(p_dy, p_y, o_dy, o_y, mask, RELU: tl.constexpr):
 
 @triton.jit
 def pixel_coordinates(i_p, rows, columns):
-    """Sample, row and column, in 32 bits, of pixels whose numbers have 64 bits. The divisions belong before a loop."""
+    """Sample, row and column, in 32 bits, of pixels with numbers in 64 bits. The divisions belong before a loop."""
     line = i_p // columns
     return (line // rows).to(tl.int32), (line % rows).to(tl.int32), (i_p % columns).to(tl.int32)
 
@@ -233,7 +233,7 @@ def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask,
 
 
 def check_reach(x: Tensor, axes: Sequence[TileAxis]) -> None:
-    """Refuse windows whose taps are too far apart: kernels count the offset between two taps of a window in 32 bits.
+    """Refuse windows with taps too far apart: kernels count the offset between two taps of a window in 32 bits.
 
     Raises:
         UnsupportedError: the window reaches over ``2 ** 31`` elements or more.

@@ -31,6 +31,7 @@ from sft.kernels.common_triton import (
 )
 from sft.kernels.conv.rows2d_triton import launch_data_gradient_by_rows
 from sft.kernels.geometry import Geometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["data_gradient_kernel", "launch_data_gradient"]
@@ -202,7 +203,7 @@ def launch_data_gradient(
     num_pixels = num_samples * ceil_div(rows, strides[0]) * ceil_div(columns, strides[1])
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_in, blocks.channels), groups * math.prod(strides))
     with torch.cuda.device_of(gradient):
-        data_gradient_kernel[grid](
+        launch(data_gradient_kernel, grid)(
             gradient,
             gradient if output is None else output,
             gradient if taps is None else taps,

@@ -25,6 +25,7 @@ from sft.kernels.common_triton import (
     window_constants,
 )
 from sft.kernels.geometry import VolumeGeometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_volume_data_gradient", "volume_data_gradient_kernel"]
@@ -175,7 +176,7 @@ def launch_volume_data_gradient(
     num_pixels = out.shape[0] * math.prod(ceil_div(size, w.stride) for size, w in zip(out.shape[2:], windows, strict=True))
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(num_in, blocks.channels), math.prod(w.stride for w in windows))
     with torch.cuda.device_of(gradient):
-        volume_data_gradient_kernel[grid](
+        launch(volume_data_gradient_kernel, grid)(
             gradient,
             gradient if output is None else output,
             weight,

@@ -28,6 +28,7 @@ from sft.kernels.common_triton import (
     window_constants,
 )
 from sft.kernels.geometry import Geometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["depthwise_gradient_kernel", "depthwise_kernel", "depthwise_weight_kernel"]
@@ -268,7 +269,7 @@ def launch_depthwise(
     num_pixels = num_samples * rows * columns
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        depthwise_kernel[(ceil_div(num_pixels, pixels), ceil_div(num_channels, channels))](
+        launch(depthwise_kernel, (ceil_div(num_pixels, pixels), ceil_div(num_channels, channels)))(
             x,
             weight,
             x if bias is None else bias,
@@ -307,7 +308,7 @@ def launch_depthwise_gradient(
     num_pixels = num_samples * rows * columns
     height, width = geometry.axes
     with torch.cuda.device_of(gradient):
-        depthwise_gradient_kernel[(ceil_div(num_pixels, pixels), ceil_div(num_channels, channels))](
+        launch(depthwise_gradient_kernel, (ceil_div(num_pixels, pixels), ceil_div(num_channels, channels)))(
             gradient,
             gradient if output is None else output,
             weight,
@@ -355,7 +356,7 @@ def launch_depthwise_weight(
     num_pixels = num_samples * rows * width_px
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        depthwise_weight_kernel[(num_splits, ceil_div(num_channels, channels), math.prod(geometry.kernel))](
+        launch(depthwise_weight_kernel, (num_splits, ceil_div(num_channels, channels), math.prod(geometry.kernel)))(
             gradient,
             gradient if output is None else output,
             x,

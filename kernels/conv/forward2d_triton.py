@@ -21,6 +21,7 @@ from sft.kernels.common import BlockSizes, LaunchVariant, can_stream_rows, defau
 from sft.kernels.common_triton import check_reach, matmul, pixel_strides, relu, safe_precision, window_constants
 from sft.kernels.conv.rows2d_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["conv2d_kernel", "launch_conv2d"]
@@ -211,7 +212,7 @@ def launch_conv2d(
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_out, blocks.channels), groups)
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        conv2d_kernel[grid](
+        launch(conv2d_kernel, grid)(
             x,
             weight,
             weight if scale is None else scale,

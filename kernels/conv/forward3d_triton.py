@@ -15,6 +15,7 @@ from torch import Tensor
 from sft.kernels.common import BlockSizes, default_blocks, is_flat
 from sft.kernels.common_triton import check_reach, is_inside, matmul, relu, safe_precision, voxel_strides, window_constants
 from sft.kernels.geometry import VolumeGeometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["conv3d_kernel", "launch_conv3d"]
@@ -156,7 +157,7 @@ def launch_conv3d(
             blocks = dataclasses.replace(blocks, pixels=max(64, blocks.pixels // 2))
     num_pixels = out.numel() // num_out
     with torch.cuda.device_of(x):
-        conv3d_kernel[(ceil_div(num_pixels, blocks.pixels), ceil_div(num_out, blocks.channels))](
+        launch(conv3d_kernel, (ceil_div(num_pixels, blocks.pixels), ceil_div(num_out, blocks.channels)))(
             x,
             weight,
             weight if scale is None else scale,

@@ -22,6 +22,7 @@ from torch import Tensor
 from sft.kernels.common import BlockSizes
 from sft.kernels.common_triton import is_inside, matmul, pixel_strides, relu, relu_gradient, safe_precision
 from sft.kernels.geometry import Geometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_conv2d_by_rows", "launch_data_gradient_by_rows", "row_streaming_kernel"]
@@ -279,7 +280,7 @@ def _launch(
     rows, columns, _, num_out = sizes
     panels = ceil_div(columns, blocks.pixels)
     with torch.cuda.device_of(out):
-        row_streaming_kernel[(panels * out.shape[0], ceil_div(rows, blocks.rows), ceil_div(num_out, blocks.channels))](
+        launch(row_streaming_kernel, (panels * out.shape[0], ceil_div(rows, blocks.rows), ceil_div(num_out, blocks.channels)))(
             *operands,
             values,
             values if scale is None else scale,

@@ -33,6 +33,7 @@ from sft.kernels.common_triton import (
     window_constants,
 )
 from sft.kernels.geometry import Geometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_weight_gradient", "weight_gradient_kernel"]
@@ -251,7 +252,7 @@ def launch_weight_gradient(
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        weight_gradient_kernel[(num_splits, num_blocks + (biases is not None), groups * ceil_div(group_out, channels))](
+        launch(weight_gradient_kernel, (num_splits, num_blocks + (biases is not None), groups * ceil_div(group_out, channels)))(
             gradient,
             gradient if output is None else output,
             gradient if taps is None else taps,

@@ -24,6 +24,7 @@ from sft.kernels.common_triton import (
     window_constants,
 )
 from sft.kernels.geometry import VolumeGeometry
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_volume_weight_gradient", "volume_weight_gradient_kernel"]
@@ -178,7 +179,7 @@ def launch_volume_weight_gradient(
     width_px, aligned = row_blocks(columns, pixels)
     num_pixels = gradient.shape[0] * slices * rows * width_px
     with torch.cuda.device_of(x):
-        volume_weight_gradient_kernel[(num_splits, num_blocks + (biases is not None), ceil_div(num_out, channels))](
+        launch(volume_weight_gradient_kernel, (num_splits, num_blocks + (biases is not None), ceil_div(num_out, channels)))(
             gradient,
             gradient if output is None else output,
             x,

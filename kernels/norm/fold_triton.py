@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["fold_norm_kernel", "launch_fold_norm"]
@@ -61,7 +62,7 @@ def launch_fold_norm(
     """Write fp32 ``scale`` and ``shift`` of ``norm(conv(x) + conv_bias) = scale * conv(x) + shift``; all are contiguous ``[C]``."""
     num_channels = mean.shape[0]
     with torch.cuda.device_of(mean):
-        fold_norm_kernel[(ceil_div(num_channels, _BLOCK),)](
+        launch(fold_norm_kernel, (ceil_div(num_channels, _BLOCK),))(
             mean,
             variance,
             mean if conv_bias is None else conv_bias,

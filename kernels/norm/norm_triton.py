@@ -27,6 +27,7 @@ from sft.kernels.common_triton import (
     relu_gradient,
     split_pixels,
 )
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_merge_moments", "launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
@@ -361,7 +362,7 @@ def launch_moments(
     """
     grid, sizes, constants = _splits(x, counts, block)
     with torch.cuda.device_of(x):
-        moments_kernel[grid](x, counts, means, squares, *sizes, *pixel_strides(x), ACCUMULATE=accumulate, **constants)
+        launch(moments_kernel, grid)(x, counts, means, squares, *sizes, *pixel_strides(x), ACCUMULATE=accumulate, **constants)
 
 
 def launch_merge_moments(counts: Tensor, means: Tensor, squares: Tensor, variance: Tensor, mean: Tensor) -> None:
@@ -371,7 +372,7 @@ def launch_merge_moments(counts: Tensor, means: Tensor, squares: Tensor, varianc
     group_size = num_channels // num_groups
     block = max(16, min(1024, triton.next_power_of_2(num_splits * group_size)))
     with torch.cuda.device_of(counts):
-        merge_moments_kernel[(num_groups, num_samples)](
+        launch(merge_moments_kernel, (num_groups, num_samples))(
             counts,
             means,
             squares,
@@ -415,7 +416,7 @@ def launch_norm_sums(
     y = gradient if output is None else output
     strides = (*pixel_strides(gradient), *pixel_strides(y), *pixel_strides(x))
     with torch.cuda.device_of(x):
-        norm_sums_kernel[grid](
+        launch(norm_sums_kernel, grid)(
             gradient,
             y,
             x,
@@ -464,7 +465,7 @@ def launch_normalize(
     r = x if residual is None else residual
     bias_strides = (0, 0, 0) if bias is None else _statistic_strides(bias, x.shape[1])
     with torch.cuda.device_of(x):
-        normalize_kernel[grid](
+        launch(normalize_kernel, grid)(
             x,
             rstd if mean is None else mean,
             rstd,
@@ -515,7 +516,7 @@ def launch_norm_gradient(
     grid, sizes, constants = _elements(out, block)
     y = gradient if output is None else output
     with torch.cuda.device_of(x):
-        norm_gradient_kernel[grid](
+        launch(norm_gradient_kernel, grid)(
             gradient,
             y,
             x,

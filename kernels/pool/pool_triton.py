@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides, window_constants
 from sft.kernels.geometry import Geometry, TileAxis
+from sft.kernels.launching import launch
 from sft.kernels.pool.taps import is_packed
 from sft.kernels.rng.mask_tile import ceil_div
 
@@ -278,7 +279,7 @@ def launch_max_pool(x: Tensor, out: Tensor, taps: Tensor, geometry: Geometry, *,
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        max_pool_kernel[grid](
+        launch(max_pool_kernel, grid)(
             x,
             out,
             taps,
@@ -307,7 +308,7 @@ def launch_max_pool_gradient(
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(gradient):
-        max_pool_gradient_kernel[grid](
+        launch(max_pool_gradient_kernel, grid)(
             gradient,
             taps,
             out,
@@ -343,7 +344,7 @@ def launch_average_pool(
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(x):
-        average_pool_kernel[grid](
+        launch(average_pool_kernel, grid)(
             x,
             out,
             *_sizes(out),
@@ -368,7 +369,7 @@ def launch_average_pool_gradient(
     grid, constants = _grid(out, block)
     height, width = geometry.axes
     with torch.cuda.device_of(gradient):
-        average_pool_gradient_kernel[grid](
+        launch(average_pool_gradient_kernel, grid)(
             gradient,
             out,
             *_sizes(out),

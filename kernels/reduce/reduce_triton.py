@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.common.errors import InternalError
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_reduce", "reduce_kernel"]
@@ -89,7 +90,7 @@ def launch_reduce(
     vector_size = 0 if vector_out is None else vector_out.numel()
     grid = (ceil_div(size, _BLOCK) + ceil_div(vector_size, _BLOCK),)
     with torch.cuda.device_of(slots):
-        reduce_kernel[grid](
+        launch(reduce_kernel, grid)(
             slots,
             out,
             slots if vector_slots is None else vector_slots,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides
+from sft.kernels.launching import launch
 from sft.kernels.resize.band_table import BandTable
 from sft.kernels.rng.mask_tile import ceil_div
 
@@ -79,7 +80,7 @@ def launch_resize(x: Tensor, out: Tensor, height: BandTable, width: BandTable, *
         block = 1024 // channels, channels
     grid = (ceil_div(rows * columns, block[0]), ceil_div(num_channels, block[1]), num_samples)
     with torch.cuda.device_of(x):
-        resize_kernel[grid](
+        launch(resize_kernel, grid)(
             x,
             out,
             height.first,

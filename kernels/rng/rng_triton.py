@@ -180,6 +180,7 @@ def launch_keep_mask(tile: MaskTile, mask: Tensor, block: tuple[int, int] | None
             COLUMNS=columns,
             CHANNELS=channels,
             num_warps=4,
+            enable_fp_fusion=False,
         )
 
 

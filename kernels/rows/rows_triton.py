@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.common_triton import pixel_strides
+from sft.kernels.launching import launch
 from sft.kernels.rng.mask_tile import ceil_div
 
 __all__ = ["launch_move_rows", "move_rows_kernel"]
@@ -96,7 +97,7 @@ def launch_move_rows(moves: list[tuple[Tensor, Tensor, bool]], *, block: tuple[i
         tensors += tensors
     grid = (num_samples * (rows[0] + rows[1]) * ceil_div(columns, block[0]) * ceil_div(num_channels, block[1]),)
     with torch.cuda.device_of(tensors[0]):
-        move_rows_kernel[grid](
+        launch(move_rows_kernel, grid)(
             *tensors,
             rows[0],
             rows[1],

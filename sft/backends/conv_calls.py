@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sft.backends.gradient_sums import GradientSumsCall
-from sft.backends.kernel_call import KernelCall, to_channels_last
+from sft.backends.kernel_call import KernelCall, replayable, to_channels_last
 from sft.kernels.common import LaunchVariant
 from sft.kernels.geometry import Geometry
 
@@ -89,6 +89,7 @@ class ConvolutionCall(_ConvolutionCallBase):
 
     relu: bool = False
 
+    @replayable
     def run(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Write the result to ``out``."""
         if not self.begin_launch(out):
@@ -131,6 +132,7 @@ class NormedConvolutionCall(_ConvolutionCallBase):
     eps: float
     relu: bool = False
 
+    @replayable
     def run(
         self,
         out: Tensor,
@@ -167,6 +169,7 @@ class NormedConvolutionCall(_ConvolutionCallBase):
 class PooledConvolutionCall(_ConvolutionCallBase):
     """The maxima of 2 x 2 pixels of ``relu(conv(x) + bias)``, and the numbers of the chosen pixels (taps)."""
 
+    @replayable
     def run(self, out: Tensor, taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Write the maxima to ``out`` and their taps to ``taps``."""
         if not self.begin_launch(out):
@@ -181,6 +184,7 @@ class PooledConvolutionCall(_ConvolutionCallBase):
 class DataGradientCall(_ConvolutionCallBase):
     """The gradient of a convolution's input."""
 
+    @replayable
     def run(self, out: Tensor, gradient: Tensor, weight: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
         """Write to ``out``. ``output``, of a ReLU, masks the gradient; with ``taps`` both are of maxima of 2 x 2 pixels."""
         if not self.begin_launch(out):
@@ -238,6 +242,7 @@ class WeightGradientCall(_ConvolutionCallBase, GradientSumsCall):
         weights, biases = workspace.split_with_sizes([math.prod(shape), self.num_splits * num_out])
         return weights.view(shape), biases.view(self.num_splits, num_out)
 
+    @replayable
     def run(self, workspace: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
         """Write the sums of all slots to the workspace."""
         if not self.begin_launch(workspace):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction
+from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, replayable
 from sft.backends.pattern import MatchContext
 from sft.lower.program import Instruction, Slot
 
@@ -29,10 +29,12 @@ class GradientSumsCall(KernelCall):
         """Slots of the weight, as :func:`sft.kernels.reduce.reduce_triton.launch_reduce` takes them, and of the bias."""
         raise NotImplementedError
 
+    @replayable
     def add_gradients(self, weight: Tensor | None, bias: Tensor | None, workspace: Tensor) -> None:
         """Add the gradients to those of the two tensors that are not None."""
         self._reduce(weight, bias, workspace, add=True)
 
+    @replayable
     def write_gradients(self, weight: Tensor | None, bias: Tensor | None, workspace: Tensor) -> None:
         """Write the gradients to those of the two tensors that are not None."""
         self._reduce(weight, bias, workspace, add=False)

@@ -4,6 +4,9 @@ A kernel call is a frozen dataclass with all parameters of a launch except its t
 method is the function of an instruction. So a program with kernels can be printed, hashed and counted like any other program. A call
 allocates no memory: its outputs and workspaces are slots of the program, allocated by instructions before it.
 
+Methods that launch kernels are :func:`replayable`: after the first run with operands of given shapes and strides, Python fills in pointers
+and calls the launchers of compiled kernels (:mod:`sft.kernels.launching`).
+
 Two rules hold for every call:
 
 1. On meta tensors it returns at once: a program on meta tensors is a dry run.
@@ -13,9 +16,10 @@ Two rules hold for every call:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.common.errors import InternalError
 from sft.common.torch_internals import has_dispatch_mode
 from sft.kernels.geometry import is_channels_last
+from sft.kernels.launching import Recording, launch_key, record_launches
 from sft.lower.program import DEVICE, Instruction, Program, Slot
 
 __all__ = [
@@ -34,8 +39,13 @@ __all__ = [
     "kernel_call_of",
     "kernel_instruction",
     "kernel_operators",
+    "replayable",
     "to_channels_last",
 ]
+
+_Operands = ParamSpec("_Operands")
+#: recordings of a method at most: strips at the borders of an image, and operands of other alignment
+_MAX_RECORDINGS = 64
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("kernel_flops(Tensor like, int flops) -> ()")
@@ -53,8 +63,46 @@ def count_flops(like: Tensor, flops: int) -> None:
         torch.ops.sft.kernel_flops.default(like, flops)
 
 
+class _LaunchCache:
+    """Recordings of a call's launches. Not a field: recordings are neither compared, printed, copied nor pickled."""
+
+    __slots__ = ("_recordings",)
+    _recordings: dict[Hashable, Recording | None]
+
+
+def replayable(method: Callable[_Operands, None]) -> Callable[_Operands, None]:
+    """A method of a kernel call that records its launches, and replays them for operands like those of an earlier run."""
+    name, plain = method.__name__, cast(Any, method)
+
+    @functools.wraps(method)
+    def run(self: Any, *operands: Any) -> None:
+        if has_dispatch_mode():  # FLOP counters, and tensors without memory
+            plain(self, *operands)
+            return
+        try:
+            recordings = self._recordings
+        except AttributeError:
+            recordings = {}
+            object.__setattr__(self, "_recordings", recordings)
+        key, pointers, tensors = launch_key(operands)
+        device = tensors[0].get_device()
+        aliases = None if len(set(pointers)) == len(pointers) else tuple(map(pointers.index, pointers))
+        full_key = (name, key, device, aliases)
+        if full_key not in recordings:
+            if len(recordings) >= _MAX_RECORDINGS or tensors[0].device.type == "meta":
+                plain(self, *operands)
+                return
+            recordings[full_key] = record_launches(lambda: plain(self, *operands), tensors)
+            return
+        recording = recordings[full_key]
+        if recording is None or not recording.replay(pointers, device):
+            plain(self, *operands)
+
+    return cast(Callable[_Operands, None], run)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCall:
+class KernelCall(_LaunchCache):
     """Launch of one or a few kernels.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sft.backends.gradient_sums import GradientSumsCall
-from sft.backends.kernel_call import KernelCall, to_channels_last
+from sft.backends.kernel_call import KernelCall, replayable, to_channels_last
 
 __all__ = ["AffineCall", "FrozenNormCall", "MomentsCall", "num_norm_splits"]
 
@@ -34,7 +34,7 @@ def num_norm_splits(num_keys: int, num_channels: int, num_pixels: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NormSumsCall(GradientSumsCall):
-    """Kernel call of a map of each channel, whose parameters get sums over pixels as gradients.
+    """Kernel call of a map of each channel; the gradients of its parameters are sums over pixels.
 
     Attributes:
         relu: true if a ReLU after it is fused.
@@ -78,6 +78,7 @@ class FrozenNormCall(_NormSumsCall):
 
     eps: float
 
+    @replayable
     def run(
         self,
         out: Tensor,
@@ -96,6 +97,7 @@ class FrozenNormCall(_NormSumsCall):
         residual = None if residual is None else to_channels_last(residual)
         launch_normalize(to_channels_last(x), mean, variance, weight, bias, residual, out, relu=self.relu, eps=self.eps)
 
+    @replayable
     def differentiate(self, out: Tensor, gradient: Tensor, weight: Tensor | None, variance: Tensor, output: Tensor | None) -> None:
         """Write the input's gradient."""
         if not self.begin_launch(out):
@@ -105,6 +107,7 @@ class FrozenNormCall(_NormSumsCall):
         gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, None, variance, weight, None, out, eps=self.eps)
 
+    @replayable
     def sum(self, workspace: Tensor, gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, output: Tensor | None) -> None:
         """Sum the gradients of bias and weight, split by split, in an fp64 workspace ``[2 * splits * C]``."""
         if self.begin_launch(workspace):
@@ -121,6 +124,7 @@ class AffineCall(_NormSumsCall):
 
     num_keys: int
 
+    @replayable
     def run(self, out: Tensor, x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None) -> None:
         """Write ``relu(x * scale + shift + residual)``; scale and shift are fp32 ``[num_keys, C, 1, 1]``."""
         if not self.begin_launch(out):
@@ -130,6 +134,7 @@ class AffineCall(_NormSumsCall):
         x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         launch_normalize(x, None, scale, None, shift, residual, out, relu=self.relu)
 
+    @replayable
     def differentiate(self, out: Tensor, gradient: Tensor, scale: Tensor, output: Tensor | None) -> None:
         """Write the input's gradient; ``out`` may be the gradient itself."""
         if not self.begin_launch(out):
@@ -139,6 +144,7 @@ class AffineCall(_NormSumsCall):
         gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, None, scale, None, None, out)
 
+    @replayable
     def sum(self, workspace: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None) -> None:
         """Sum the gradients of shift and scale, split by split, in an fp64 workspace ``[2 * splits * num_keys * C]``."""
         if self.begin_launch(workspace):
@@ -159,6 +165,7 @@ class MomentsCall(KernelCall):
     num_groups: int
     num_splits: int
 
+    @replayable
     def run(self, variance: Tensor, mean: Tensor, counts: Tensor, sums: Tensor, x: Tensor) -> None:
         """Write both, with workspaces: int64 ``[splits * num_keys * C]``, and fp64 of twice that size."""
         if not self.begin_launch(variance):

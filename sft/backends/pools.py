@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, to_channels_last
+from sft.backends.kernel_call import KernelCall, allocation, kernel_instruction, replayable, to_channels_last
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
 from sft.backends.window_geometry import PaddedBuffer, WindowParameters, find_padded_buffer, geometry_of
@@ -41,6 +41,7 @@ class MaxPoolCall(KernelCall):
 
     geometry: Geometry
 
+    @replayable
     def run(self, out: Tensor, taps: Tensor, x: Tensor) -> None:
         """Write maxima and taps."""
         if self.begin_launch(out):
@@ -48,6 +49,7 @@ class MaxPoolCall(KernelCall):
 
             launch_max_pool(to_channels_last(x), out, taps, self.geometry)
 
+    @replayable
     def differentiate(self, out: Tensor, gradient: Tensor, taps: Tensor) -> None:
         """Write the input's gradient."""
         if self.begin_launch(out):
@@ -70,6 +72,7 @@ class AveragePoolCall(KernelCall):
     count_padding: bool
     divisor: int | None
 
+    @replayable
     def run(self, out: Tensor, x: Tensor) -> None:
         """Write the averages."""
         if self.begin_launch(out):
@@ -77,6 +80,7 @@ class AveragePoolCall(KernelCall):
 
             launch_average_pool(to_channels_last(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
 
+    @replayable
     def differentiate(self, out: Tensor, gradient: Tensor) -> None:
         """Write the input's gradient."""
         if self.begin_launch(out):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
-from sft.backends.kernel_call import KernelCall, kernel_instruction
+from sft.backends.kernel_call import KernelCall, kernel_instruction, replayable
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
 from sft.common.interval import Interval
@@ -27,6 +27,7 @@ _MOVES_PER_LAUNCH = 2
 class LoadRowsCall(KernelCall):
     """Copies of row blocks to their offsets in a buffer."""
 
+    @replayable
     def run(self, destination: Tensor, dim: int, pieces: list[tuple[int, Interval, Tensor]]) -> None:
         """Copy ``rows`` of each block to ``offset``, for each ``(offset, rows, block)``; ``dim`` is the dimension of rows."""
         if not self.begin_launch(destination):

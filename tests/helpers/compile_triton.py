@@ -157,6 +157,7 @@ def _job(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     values = dict(zip(kernel.arg_names, args, strict=False)) | {name: kwargs[name] for name in kernel.arg_names if name in kwargs}
     job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__}
     job |= {"signature": {}, "constants": {}, "aligned": [], "options": {name: kwargs[name] for name in kwargs if name not in values}}
+    assert "enable_fp_fusion" in job["options"], f"{kernel.fn.__name__}: Triton's default for fused multiply-adds differs between versions"
     for parameter in kernel.params:
         name, value = parameter.name, values[parameter.name]
         special = not parameter.do_not_specialize

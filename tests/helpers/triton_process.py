@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compile_kernels", "count_launches", "interpret", "interpret_benchmark", "interpret_networks", "needs_triton"]
+__all__ = ["compile_kernels", "count_launches", "interpret", "interpret_benchmark", "interpret_networks", "needs_triton", "replay_launches"]
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -47,6 +47,11 @@ def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 def count_launches(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``launch_counts_triton``: kernel calls with kernels that do nothing."""
     return _run("launch_counts_triton.py", jobs, folder)
+
+
+def replay_launches(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run the jobs of ``replay_launches_triton``: kernel calls compiled for a GPU, with a driver that launches nothing."""
+    return _run("replay_launches_triton.py", jobs, folder)
 
 
 def _run(script: str, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from sft.cli.parser import build_parser
 from sft.common.errors import BudgetError, SftError
+from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.remedies import COMMAND_LINE, message_for
 
 __all__ = ["escape_unencodable_output", "main"]
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = _error_text(error)
         if args.debug or text is None:
             raise
-        Console(stderr=True).print(f"error: {text}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(escape_control_characters(f"error: {text}"), markup=False, highlight=False, soft_wrap=True)
         return 1
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SourceError
+from sft.common.untrusted.foreign_files import require_regular_file
 from sft.sources.image import missing_extra
 from sft.tissue.mask import TissueMask
 from sft.tissue.polygons import Polygon, Regions
@@ -82,6 +83,7 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
     shapely = _import_shapely(f"read {path}")
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
     try:
+        require_regular_file(path)
         features = list(_features(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)))
         chosen = [feature for feature in features if selected is None or not feature.selectors.isdisjoint(selected)]
         shapes = [feature.geometry and shapely.make_valid(shapely.geometry.shape(feature.geometry)) for feature in chosen]

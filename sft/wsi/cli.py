@@ -24,12 +24,14 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import BudgetError, InputError, SftError
+from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.common.untrusted.trusted_code import Trust
 from sft.planner.remedies import Setting, Spelling, message_for
 from sft.wsi.config import GROUPS, Config
 from sft.wsi.config_file import check_config_file
 from sft.wsi.errors import DatasetError, RunInterrupted
 from sft.wsi.run.world import World
+from sft.wsi.usage_errors import usage_text
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "make_config", "read_config"]
 
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
 
             result = COMMANDS[parsed.subcommand](settings, console)
     except ArgumentError as error:
-        return complain(error, EXIT_USAGE)
+        return complain(ArgumentError(None, usage_text(error)), EXIT_USAGE)
     except RunInterrupted as error:
         return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
@@ -118,7 +120,7 @@ def read_config(path: Path) -> Config:
     try:
         return make_config(_configured("config").parse_args(["--config", str(path)]))
     except ArgumentError as error:
-        raise InputError(f"{path}: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path}: {usage_text(error)}") from error
 
 
 def _split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -144,7 +146,9 @@ def _split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False)
+    parser = ArgumentParser(
+        prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     subcommands = parser.add_subcommands(required=True)
 
@@ -204,7 +208,8 @@ def _parser() -> ArgumentParser:
 
 
 def _plain(description: str) -> ArgumentParser:
-    parser = ArgumentParser(description=description, exit_on_error=False)
+    # An abbreviated --config would escape the checks of its file.
+    parser = ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -253,7 +258,7 @@ def _complain(
     else:
         text = str(error)
     message = text.rstrip() if isinstance(error, DatasetError) else " ".join(text.split())
-    print(f"{kind}: {message or type(error).__name__}", file=sys.stderr)
+    print(escape_control_characters(f"{kind}: {message or type(error).__name__}"), file=sys.stderr)
     if is_json:
         problems = {"problems": list(error.problems)} if isinstance(error, DatasetError) else {}
         print(json.dumps({"error": message, "type": type(error).__name__, **problems}))
@@ -263,4 +268,4 @@ def _complain(
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
 ) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(escape_control_characters(f"warning: {' '.join(str(message).split())}"), file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 _MAX_HIDDEN = 2**20
 #: Index of values of a label map that count for nothing.
 _IGNORED_INDEX = 255
+#: Epochs, steps, slides and folds at most; arithmetic with more would overflow somewhere.
+_MAX_COUNT = 10**9
 _LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
@@ -114,6 +116,8 @@ class TaskConfig:
             problems.append(f"task.classes {classes!r}: give a list of names, such as [{classes}, other]")
         elif self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
             problems.append(f"task.classes [{some_names(self.classes)}]: give each name once")
+        elif self.classes is not None and not all(map(str.strip, self.classes)):
+            problems.append(f"task.classes {self.classes}: a name is empty; leave it out, or write a name")
         if self.kind == "segmentation" and not self.classes:
             problems.append("task.kind segmentation: name the classes of the masks' values 0, 1, ... in task.classes")
         if not 0 <= self.label_smoothing < 1:
@@ -164,9 +168,10 @@ class ModelConfig:
             problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MAX_HIDDEN}")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
-        if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
+        is_normal = len(self.mean) == len(self.std) == 3 and all(map(isfinite, (*self.mean, *self.std))) and min(self.std) > 0
+        if not is_normal:
             problems.append(
-                f"model.mean [{some_names(self.mean)}], model.std [{some_names(self.std)}]: give three numbers each, std above 0"
+                f"model.mean [{some_names(self.mean)}], model.std [{some_names(self.std)}]: give three finite numbers each, std above 0"
             )
         if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
             problems.append(f"model.tile {self.tile}: give two positive numbers, rows and columns, such as [256, 2048]")
@@ -321,6 +326,8 @@ class Config:
 
     def __post_init__(self) -> None:
         problems = [f"{name} is null: give a value" for name in ("run", "tensorboard") if getattr(self, name) is None]
+        if "\0" in str(self.run):
+            problems.append(f"run {str(self.run)!r}: it has a zero byte, which no name of a folder has; leave it out")
         _refuse(problems)
         if (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
@@ -389,6 +396,8 @@ def _not_positive(config: TrainConfig, name: str) -> bool:
 
 
 def _not_bytes(name: str, text: int | str) -> list[str]:
+    if str(text).strip().lower() == "auto":
+        return [f"{name} auto: a resumed run needs the same plan, which free memory would change; give a size, such as '11GiB'"]
     try:
         parse_bytes(text)
     except InputError as error:
@@ -397,11 +406,22 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
 
 
 def _refuse_nulls(group: str, config: Any) -> None:
-    """Refuse settings without a value that must have one.
+    """Refuse settings without a value that must have one, zero bytes in texts and paths, and counts beyond any use.
 
     Raises:
-        InputError: some are null.
+        InputError: some are.
     """
+    values = {f"{group}.{item.name}": getattr(config, item.name) for item in fields(config)}
+    _refuse(
+        f"{name} {str(value)!r}: it has a zero byte, which no name of a file has; leave it out"
+        for name, value in values.items()
+        if isinstance(value, (str, Path)) and "\0" in str(value)
+    )
+    _refuse(
+        f"{name} {value}: more than {_MAX_COUNT}; give a smaller number"
+        for name, value in values.items()
+        if type(value) is int and value > _MAX_COUNT and name not in ("train.seed", "model.budget", "data.host_budget")
+    )
     _refuse(
         f"{group}.{item.name} is null: give a value, or leave the line out"
         for item in fields(config)

@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from sft.common.errors import InputError
+from sft.common.untrusted.foreign_files import require_regular_file
 
 __all__ = ["check_config_file"]
 
@@ -29,17 +30,18 @@ _NULL = "tag:yaml.org,2002:null"
 def check_config_file(path: Path, groups: Collection[str]) -> None:
     """Refuse a YAML file that is too large, or that the reader of configurations would misread without a warning.
 
-    The latter are a duplicate key (the last value would win), a group without settings, and an anchor inside its own value. A file that
-    cannot be read, or is no YAML, passes: its reader says what is wrong.
+    The latter are a duplicate key (the last value would win), a group without settings, and an anchor inside its own value. A missing file
+    passes: its reader says so.
 
     Args:
         path: the file.
         groups: names of the groups of settings.
 
     Raises:
-        InputError: it is such a file, or it is no text.
+        InputError: it is such a file, or no YAML of settings by name.
     """
     try:
+        require_regular_file(path)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -48,12 +50,21 @@ def check_config_file(path: Path, groups: Collection[str]) -> None:
         _check_amount(path, text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
+            _check_names(root, path)
             _check_node(root, path, groups)
         _check_values(path, text)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
-    except (OSError, yaml.YAMLError):
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise InputError(f"{path}{where}: no valid YAML: {error.problem or error.context}; mend this place") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: no valid YAML: {' '.join(str(error).split())}") from error
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}. Give the YAML file of a configuration.") from error
 
 
 def _check_amount(path: Path, text: str) -> None:
@@ -88,6 +99,17 @@ def _check_amount(path: Path, text: str) -> None:
             raise InputError(
                 f"{path}, line {line}: more than {_MAX_VALUES} values, those that aliases repeat included; a configuration has some hundred"
             )
+
+
+def _check_names(root: yaml.Node, path: Path) -> None:
+    """Refuse a file that is no mapping, or whose groups have keys other than names."""
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise InputError(f"{path} is {kind}; a configuration has settings by name, such as train: {{epochs: 20}}")
+    for key, _ in root.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            line = key.start_mark.line + 1
+            raise InputError(f"{path}, line {line}: {getattr(key, 'value', 'a list')!r} is no name of a setting; write a name or quote it")
 
 
 def _check_node(node: yaml.Node, path: Path, groups: Collection[str], *, is_top: bool = True) -> None:

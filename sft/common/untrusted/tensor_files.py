@@ -45,6 +45,10 @@ def load_tensor_file(path: Path) -> Any:
         raise SourceError(f"{path} is not read: {reason}. Save a state_dict: tensors, numbers and texts, by name.") from error
     except SourceError:
         raise
+    except OSError as error:
+        if error.errno is None:  # of torch, about the contents
+            raise SourceError(f"{path} cannot be read ({error}). It is damaged; copy it again.") from error
+        raise SourceError(f"cannot read {path}: {error.strerror}. Check the path.") from error
     except Exception as error:  # a damaged file raises almost anything
         raise SourceError(
             f"{path} cannot be read ({type(error).__name__}: {_first_sentence(error)}). It is damaged; copy it again."

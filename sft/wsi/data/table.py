@@ -24,6 +24,7 @@ from typing import Literal
 
 from sft.common.errors import some_names
 from sft.common.process_lock import gc_paused
+from sft.common.untrusted.foreign_files import require_regular_file
 from sft.wsi.config import TaskConfig, TaskKind
 from sft.wsi.data.table_files import TableFiles
 from sft.wsi.errors import DatasetError
@@ -165,7 +166,8 @@ def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) 
     cells: list[tuple[int, dict[str, str]]] = []
     for number, row in rows:
         if len(row) != len(header):
-            problems.append(f"line {number}: {len(row)} cells under {len(header)} columns; quote cells that hold the separator")
+            remedy = "quote cells that hold the separator" if len(row) > len(header) else "add the cells that are missing, also empty ones"
+            problems.append(f"line {number}: {len(row)} cells under {len(header)} columns; {remedy}")
             continue
         cells.append((number, {name: row[index].strip() for name, index in columns.items()}))
     if not cells and not problems:
@@ -195,6 +197,7 @@ def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) 
 
 def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     try:
+        require_regular_file(path)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -213,7 +216,7 @@ def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         rows = ((reader.line_num, row) for row in reader if any(cell.strip() for cell in row))
         lines = list(islice(rows, _MAX_ROWS + 2))
     except csv.Error as error:
-        raise DatasetError(str(path), [f"line {reader.line_num}: {error}; close the quotes"]) from error
+        raise DatasetError(str(path), [f"line {reader.line_num}: {error}; close the quotes, or shorten the cell"]) from error
     if len(lines) > _MAX_ROWS + 1:
         raise DatasetError(str(path), [f"more than {_MAX_ROWS:,} rows are no table of slides; give the CSV file"])
     if not lines:

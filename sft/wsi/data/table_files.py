@@ -7,6 +7,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft.common.untrusted.foreign_files import shortened
+
 __all__ = ["TableFile", "TableFiles"]
 
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
@@ -50,31 +52,31 @@ class TableFiles:
 
     def _look_up(self, text: str, column: str) -> TableFile:
         def refused(problem: str) -> TableFile:
-            return TableFile(Path(text), path, problem)
+            return TableFile(Path(text), path, f"{column} {problem}")
 
         is_name = os.sep not in text and text not in (".", "..")
         path = f"{self._base}{os.sep}{text}" if is_name else os.path.normpath(os.path.join(self._base, text))
         if not text:
-            return refused(f"no {column}; give its file")
+            return TableFile(Path(text), path, f"no {column}; give its file")
         if not is_name and (self._root is not None or not os.path.isabs(text)):
             is_inside = path == self._base or path.startswith(os.path.join(self._base, ""))
             if not is_inside:
-                return refused(f"{column} {text!r} is outside of {self._base}; move it there, or give another --data.slides")
+                return refused(f"{shortened(text)!r} is outside of {self._base}; move it there, or give another --data.slides")
         facts = self._facts(path)
         if facts is None:
             folder, name = os.path.split(path)
             fits = self._entries(folder).get(name, [])
             if len(fits) != 1:
                 reason = f"could be {', '.join(fits)}" if fits else "is missing"
-                return refused(f"{column} {path} {reason}; check the name and --data.slides")
+                return refused(f"{shortened(path)} {reason}; check the name and --data.slides")
             path = os.path.join(folder, fits[0])
             facts = self._facts(path)
         if facts is None or not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
-            return refused(f"{column} {path} is neither a file nor a folder; give the file of a slide")
+            return refused(f"{shortened(path)} is neither a file nor a folder; give the file of a slide")
         if stat.S_ISREG(facts.st_mode) and facts.st_size == 0:
-            return refused(f"{column} {path} has no bytes; copy it again")
+            return refused(f"{shortened(path)} has no bytes; copy it again")
         if not os.access(path, os.R_OK):
-            return refused(f"{column} {path} may not be read; change its permissions")
+            return refused(f"{shortened(path)} may not be read; change its permissions")
         return TableFile(Path(path), (facts.st_dev, facts.st_ino) if facts.st_ino else os.path.realpath(path), "")
 
     def _facts(self, path: str) -> os.stat_result | None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from sft.common.errors import InputError, SourceError
 from sft.common.model_zoo import ModelName
+from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.common.untrusted.trusted_code import Trust, TrustedCode
 
@@ -113,13 +114,18 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
         InputError: parameters are missing, or have another shape.
     """
     try:
+        require_regular_file(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             state: Any = load_file(path)
         else:
             state = load_tensor_file(path)
-    except Exception as error:
+    except SourceError:
+        raise
+    except OSError as error:
+        raise SourceError(f"cannot read weights from {path}: {error.strerror or error}. Check model.weights.") from error
+    except Exception as error:  # of a damaged file
         raise SourceError(f"cannot read weights from {path}: {error} Give a .safetensors file or a state_dict.") from error
     state = state.get("state_dict", state) if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):

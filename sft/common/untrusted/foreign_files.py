@@ -1,0 +1,91 @@
+"""Files and texts of unknown origin: checks of a file before it is read, and control characters in messages.
+
+A path in a command line, a configuration or a table may name a pipe or a device. Reading a pipe waits for a writer that may never come,
+and some devices never end. The first bytes of a file tell common formats apart, so that a message can say what a file is in place of
+what it is not. A name from a file may have control characters, which a terminal would obey: they can move the cursor, change colours and
+reverse the direction of text.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import unicodedata
+from pathlib import Path
+
+__all__ = ["escape_control_characters", "file_format", "require_regular_file", "shortened"]
+
+#: Formats by the first bytes of a file.
+_FORMATS: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"BM", "a BMP image"),
+    (b"%PDF-", "a PDF document"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS (fetch the file with git lfs pull)"),
+    (b"<!doctype html", "an HTML page, such as an answer of a server"),
+    (b"<html", "an HTML page, such as an answer of a server"),
+    (b"<?xml", "an XML file"),
+)
+_MAX_HEAD_BYTES = 64
+#: Invisible characters that are no control characters of Unicode: separators of lines and paragraphs.
+_CONTROL_CATEGORIES = frozenset(("Cc", "Cf", "Zl", "Zp", "Cs"))
+
+
+def require_regular_file(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that names no regular file, before it is opened.
+
+    Raises:
+        OSError: it is a folder, a pipe, a socket or a device, or does not exist.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+
+
+def file_format(path: Path) -> str:
+    """The format of a file by its first bytes, with its article; empty for an unknown one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(_MAX_HEAD_BYTES)
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return "a WebP image"
+    return next((name for magic, name in _FORMATS if head.lower().startswith(magic.lower())), "")
+
+
+def escape_control_characters(text: str) -> str:
+    r"""Text with its control characters escaped; line breaks and tabs stay.
+
+    >>> escape_control_characters("a\x1b[31mb\u202e")
+    'a\\x1b[31mb\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in _CONTROL_CATEGORIES and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def shortened(text: str, max_characters: int = 200) -> str:
+    """Text with its middle left out if it is long.
+
+    >>> shortened("a" * 5000 + ".svs", 20)
+    'aaaaaaaaa...aaaa.svs'
+    """
+    if len(text) <= max_characters:
+        return text
+    tail = (max_characters - 3) // 2
+    return f"{text[: max_characters - 3 - tail]}...{text[-tail:]}"

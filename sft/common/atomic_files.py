@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sft.common.errors import SourceError
 
-__all__ = ["PARTIAL_MARK", "LockedFile", "atomic_write", "fsync_file", "fsync_folder", "lock_file", "lock_holder"]
+__all__ = ["PARTIAL_MARK", "LockedFile", "atomic_write", "folder_problem", "fsync_file", "fsync_folder", "lock_file", "lock_holder"]
 
 #: How names of unfinished files begin.
 PARTIAL_MARK = ".partial-"
@@ -63,10 +63,19 @@ def atomic_write(
     except OSError as error:
         if isinstance(error, refusal):
             raise
-        raise refusal(f"cannot write {target}: {error.strerror or error}. {remedy}") from error
+        raise refusal(f"cannot write {target}: {folder_problem(target.parent, error)}. {remedy}") from error
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def folder_problem(folder: Path, error: OSError) -> str:
+    """Reason of a failure to write into a folder: for a folder that cannot be made, the file in its place."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+        if file is not None:
+            return f"{file} is a file, not a folder"
+    return str(error.strerror or error)
 
 
 def fsync_file(path: Path) -> None:

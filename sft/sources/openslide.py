@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -28,6 +29,7 @@ import numpy as np
 
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
+from sft.common.untrusted.foreign_files import file_format
 from sft.sources.image import LevelledImage, Pixels, StatedResolution, check_region, read_strips
 from sft.sources.tiff.metadata import read_geo_tags
 
@@ -248,6 +250,12 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
         handle: _OpenSlideHandle = openslide.OpenSlide(path)
     except Exception as error:
         num_bytes = path.stat().st_size
+        with suppress(OSError):
+            if name := file_format(path):
+                raise SourceError(
+                    f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert an image to a "
+                    "tiled TIFF."
+                ) from error
         raise SourceError(
             f"cannot open slide {path} ({num_bytes} bytes): {error}. Either no format that OpenSlide reads, or cut "
             "short; compare its size with the original and copy it again, or convert it to a tiled TIFF."

@@ -85,6 +85,12 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
     level, (down_x, down_y) = best
     base: Raster = AtLevel(image, level, downsample=(float(down_x), float(down_y)))
     scales = [_scale(wanted / (own * float(factor))) for own, factor in zip(image.mpp, (down_x, down_y), strict=True)]
+    if base.width_px < scales[0] or base.height_px < scales[1]:
+        longest = min(own * extent for own, extent in zip(image.mpp, (image.width_px, image.height_px), strict=True))
+        raise InputError(
+            f"cannot read {image} of {image.width_px} x {image.height_px} px at {wanted:g} µm/px: no pixel would be left of its "
+            f"{longest:g} µm. Ask for a finer resolution."
+        )
     return base if scales == [1, 1] else Resampled(base, scales[0], scales[1])
 
 

@@ -67,7 +67,7 @@ def find_tissue(
         pixels = morphology.closing(padded, disk(closing_px))[2 * closing_px : -2 * closing_px, 2 * closing_px : -2 * closing_px]
     if min_object_px > 1:
         pixels = morphology.remove_small_objects(pixels, max_size=min_object_px - 1)
-    if max_hole_px:
+    if max_hole_px and pixels.any():  # a slide without tissue is no hole
         pixels = morphology.remove_small_holes(pixels, max_size=max_hole_px)
     return TissueMask(pixels=np.ascontiguousarray(pixels, bool), width_px=image.width_px, height_px=image.height_px)
 

@@ -84,16 +84,37 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
     try:
         require_regular_file(path)
-        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)))
+        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)))
         chosen = [feature for feature in features if selected is None or not feature.selectors.isdisjoint(selected)]
         shapes = [feature.geometry and shapely.make_valid(shapely.geometry.shape(feature.geometry)) for feature in chosen]
     except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
-        raise SourceError(f"cannot read {path} as GeoJSON: {type(error).__name__}: {error}. Export it again.") from error
+        raise SourceError(f"cannot read {path} as GeoJSON: {_reason(error)}. Export it again.") from error
     polygons = [_polygons(shape) if shape else [] for shape in shapes]
     if selected is not None and required:
         with_area = frozenset[str]().union(*(feature.selectors for feature, pieces in zip(chosen, polygons, strict=True) if pieces))
         _check_names(path, selected, features, with_area)
     return Regions([polygon for pieces in polygons for polygon in pieces])
+
+
+def _reason(error: Exception) -> str:
+    """Reason of a failure in words.
+
+    >>> _reason(KeyError("type")), _reason(json.JSONDecodeError("Expecting value", "", 0))
+    ("an object lacks 'type'", 'no JSON (Expecting value, line 1, column 1)')
+    """
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8"
+    if isinstance(error, RecursionError):
+        return "it has too many levels, one inside the other"
+    if isinstance(error, KeyError):
+        return f"an object lacks {error}"
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    if isinstance(error, (TypeError, AttributeError, IndexError)):
+        return "a list, a number or null stands where a feature or a geometry belongs"
+    return str(error).rstrip(".")
 
 
 def _refuse_constant(text: str) -> float:

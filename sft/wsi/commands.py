@@ -171,7 +171,15 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
     folder = selection.folder(f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     predictor = Predictor(loaded.experiment, ranks=ranks)
     result = evaluate_records(
-        predictor, loaded, folder, console, run=selection.run, title=folder.name, num_draws=num_draws, ranks=ranks, lists_damage=True
+        predictor,
+        loaded,
+        folder,
+        console,
+        run=selection.run,
+        title=folder.resolve().name,
+        num_draws=num_draws,
+        ranks=ranks,
+        lists_damage=True,
     )
     value: dict[str, Any] = {
         "folder": str(result.folder),

@@ -110,6 +110,8 @@ def compare(runs: Sequence[Path], console: Console, *, split: str | None = None,
     settings = differing_settings(overviews)
     for line in _comparison_lines(names, rows, splits, overviews, settings):
         _say(console, line)
+    if not all(row.is_comparable for row in rows):
+        _say(console, "no mean and sd: the runs have different tasks")
     if out is not None:
         write_metric_rows(out, names, rows)
         _say(console, f"written to {out}")
@@ -187,7 +189,7 @@ def _write_folds(config: Config, configs: Sequence[Config], num_draws: int) -> d
         "run": str(config.run),
         "folds": [_plain_run(name, overview) for name, overview in zip(names, overviews, strict=True)],
         "metrics": [row.as_dict(names) for row in rows],
-        "lines": [line for line in lines if line.startswith("|")],
+        "lines": [line for line in lines if line.startswith(("|", "## "))],
     }
 
 

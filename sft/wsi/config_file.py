@@ -49,9 +49,8 @@ def check_config_file(path: Path, groups: Collection[str]) -> None:
         text = content.decode("utf-8")
         _check_amount(path, text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None:
-            _check_names(root, path)
-            _check_node(root, path, groups)
+        _check_names(root, path)
+        _check_node(root, path, groups)
         _check_values(path, text)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
@@ -101,10 +100,10 @@ def _check_amount(path: Path, text: str) -> None:
             )
 
 
-def _check_names(root: yaml.Node, path: Path) -> None:
+def _check_names(root: yaml.Node | None, path: Path) -> None:
     """Refuse a file that is no mapping, or whose groups have keys other than names."""
     if not isinstance(root, yaml.MappingNode):
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise InputError(f"{path} is {kind}; a configuration has settings by name, such as train: {{epochs: 20}}")
     for key, _ in root.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":

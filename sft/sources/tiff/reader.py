@@ -20,6 +20,7 @@ Tiles that are not stored (zero bytes) have the background colour: white, or in 
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import weakref
@@ -53,6 +54,7 @@ _PLANAR = 2
 _ALPHA = (1, 2)
 #: the header of a TIFF has so many bytes
 _MIN_OFFSET = 8
+_SILENT = logging.NullHandler()
 #: Formats of vendors that tifffile knows, in which tiles overlap, lie in several areas, or are placed by metadata.
 _FOREIGN = ("is_bif", "is_ndpi", "is_scn", "is_philips", "is_qpi", "is_fluoview", "is_lsm", "is_avs")
 _FOREIGN_SOFTWARE = ("MedScan",)  # Trestle
@@ -149,6 +151,8 @@ class TiffImage(FileImage[_TiffHandle]):
             import tifffile
         except ImportError as error:
             raise missing_extra(f"decode tiles of {self.path}", "fast", error) from error
+        # Without a handler, logging prints its messages on stderr; the errors here say the same, with the file.
+        logging.getLogger("tifffile").addHandler(_SILENT)
         try:
             with tifffile.TiffFile(self.path) as tiff:
                 pages = _level_pages(self.path, tiff)
@@ -274,8 +278,8 @@ def _check_directories(path: Path, tiff: Any) -> None:
     if following or below:
         place = below[0] if below else following
         raise SourceError(
-            f"cannot open {path} ({file.size} bytes): behind {len(tiff.pages)} images it lists another at byte {place}, where there is "
-            "none. It is cut short or damaged; compare its size with the original and copy it again."
+            f"cannot open {path} ({file.size} bytes): its list of images (so far {len(tiff.pages)}) goes on at byte {place}, "
+            "where there is none. It is cut short or damaged; compare its size with the original and copy it again."
         )
 
 

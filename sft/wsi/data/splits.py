@@ -17,6 +17,9 @@ from sft.wsi.train.optim import philox_generator
 
 __all__ = ["assign_splits"]
 
+#: Lines that a message lists.
+_MAX_LINES = 5
+
 
 def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: int) -> SlideTable:
     """Table with a split for each slide: its own if given, else folds, else shares of the patients.
@@ -43,7 +46,12 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
         problems.append("no slides to train on; give some the split train")
     if kind == "classification" and training:
         seen = {int(record.target[0]) for record in training if record.target}
-        problems += [f"class {name!r} has no training slide" for index, name in enumerate(table.classes) if index not in seen]
+        of_training = ", ".join(repr(name) for index, name in enumerate(table.classes) if index in seen)
+        problems += [
+            f"class {name!r} has no training slide{_lines_of(records, index)}; the training slides have {of_training}"
+            for index, name in enumerate(table.classes)
+            if index not in seen
+        ]
         if len(table.classes) < 2:
             problems.append(f"one class ({', '.join(table.classes)}) leaves nothing to learn; give two or more")
     if kind == "multilabel" and training:
@@ -56,6 +64,13 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
     if problems:
         raise DatasetError(where, problems)
     return SlideTable(records=tuple(records), classes=table.classes)
+
+
+def _lines_of(records: Sequence[SlideRecord], number: int) -> str:
+    """The lines of the table with a class, and their splits; empty without any."""
+    rows = [f"{record.row} ({record.split})" for record in records if record.target and int(record.target[0]) == number]
+    more = f" and {len(rows) - _MAX_LINES} more" if len(rows) > _MAX_LINES else ""
+    return f" (it is on line {', '.join(rows[:_MAX_LINES])}{more})" if rows else ""
 
 
 def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind, seed: int, where: str) -> list[Split]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,8 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
+from PIL import UnidentifiedImageError
 
 from sft.common.errors import InputError, SourceError
+from sft.common.untrusted.foreign_files import file_format
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
@@ -60,12 +63,25 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
                     opened.seek(number)  # the levels of a pyramid are smaller
                     num_images += opened.size == mask.shape[1::-1]
     except Exception as error:  # a damaged file raises almost anything
-        raise SourceError(f"cannot read mask {path}: {error}. Give a .npy file or an image.") from error
+        raise SourceError(f"cannot read mask {path}: {_reason(path, error)}. Give a .npy file or an image.") from error
     if mask.ndim != 2 or mask.dtype.kind not in "bui" or 0 in mask.shape:
-        raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].")
+        channels = " Save one channel of it." if mask.ndim == 3 and mask.dtype.kind in "bui" else ""
+        raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].{channels}")
     if num_images > 1:
         raise InputError(f"mask {path} has {num_images} images of {mask.shape[1]} x {mask.shape[0]} px. Give the one that is the mask.")
     return mask
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Reason of a failure in words; a library's own message only where it says more."""
+    if path.suffix.lower() in _GEOJSON:
+        return "polygons are for tissue; a label map has a value for each pixel"
+    if isinstance(error, UnidentifiedImageError):
+        with suppress(OSError):
+            return f"it is {file_format(path) or 'no format of an image that is known'}, or it is damaged"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).rstrip(".")
 
 
 def read_area(path: Path, slide: Raster) -> TissueArea:
@@ -126,7 +142,7 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
         left, top, right, bottom = area.bounding_box() or (0.0, 0.0, 0.0, 0.0)
         x, y = max(0, math.floor(left)), max(0, math.floor(top))
         box = Box(x=x, y=y, w=min(image.width_px, math.ceil(right)) - x, h=min(image.height_px, math.ceil(bottom)) - y)
-    if box is None or min(box.w, box.h) < 1:
+    if box is None or min(box.w, box.h) < 1 or (isinstance(area, Regions) and area.area_px < 1):
         raise InputError(
             f"cannot crop {image!r} to its tissue, or mask it: the mask has none there. Mend the mask (its units are px of the largest "
             "level), or leave the slide out."

@@ -26,6 +26,7 @@ class MetricRow:
         level: ``slides`` or ``patients``.
         metric: its name.
         values: of each run; nan where a run does not have it.
+        is_comparable: False if the runs have other tasks: a loss, or a metric of other classes, then has another meaning in each.
         pooled: of the predictions of all runs together; nan if they are not pooled.
     """
 
@@ -34,17 +35,18 @@ class MetricRow:
     metric: str
     values: tuple[float, ...]
     pooled: float = math.nan
+    is_comparable: bool = True
 
     @property
     def mean(self) -> float:
-        """Mean over the runs that have a value."""
-        known = self._known
+        """Mean over the runs that have a value; nan for runs of different tasks."""
+        known = self._known if self.is_comparable else []
         return statistics.fmean(known) if known else math.nan
 
     @property
     def sd(self) -> float:
         """Standard deviation of a sample over the runs that have a value; nan for fewer than two."""
-        known = self._known
+        known = self._known if self.is_comparable else []
         return statistics.stdev(known) if len(known) > 1 else math.nan
 
     @property
@@ -69,6 +71,7 @@ def metric_rows(
         pooled: metrics of the pooled predictions by split, as metrics.json has them. Default: `None`
     """
     rows = []
+    is_comparable = len({_task_of(run) for run in runs}) == 1
     for split in splits:
         metrics = [next((results.metrics for results in run.results if results.name == split), {}) for run in runs]
         for level in _LEVELS:
@@ -80,6 +83,7 @@ def metric_rows(
                     metric=name,
                     values=tuple(_value(each, level, name) for each in metrics),
                     pooled=_value((pooled or {}).get(split, {}), level, name),
+                    is_comparable=is_comparable,
                 )
                 for name in names
             ]
@@ -122,6 +126,11 @@ def differing_settings(runs: Sequence[RunOverview]) -> dict[str, tuple[Any, ...]
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: tuple(run.settings.get(name) for run in runs) for name in names}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _task_of(run: RunOverview) -> tuple[str, ...]:
+    """Kind and classes of a run's task."""
+    return tuple(str(run.settings.get(name)) for name in ("task.kind", "task.classes"))
 
 
 def _value(metrics: Mapping[str, Any], level: str, name: str) -> float:

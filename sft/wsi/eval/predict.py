@@ -234,6 +234,9 @@ class InferenceRequest:
         """
         if self.out is not None and os.path.realpath(self.out) == os.path.realpath(self.run):
             raise InputError(f"--out {self.out} is the run's own folder, whose results it would replace; name another, or leave it out")
+        checkpoints = Path(os.path.realpath(self.run / "checkpoints"))
+        if self.out is not None and checkpoints in (place := Path(os.path.realpath(self.out)), *place.parents):
+            raise InputError(f"--out {self.out} is among the checkpoints of the run; name another, or leave it out")
         return self.out or self.run / (name if self.checkpoint == "best" else f"{name}-{self.checkpoint}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -143,6 +143,8 @@ def _short(cell: str) -> str:
     """A number with four digits; other texts as they are."""
     with suppress(ValueError):
         number = float(cell)
+        if math.isnan(number):
+            return "-"
         return cell if cell.lstrip("-").isdigit() or not math.isfinite(number) else f"{number:.4g}"
     return cell
 
@@ -162,7 +164,8 @@ def _maps(overview: RunOverview) -> list[str]:
     if len(entries) > _MAX_MAPS:
         parts.append(f'<p class="note">The first {_MAX_MAPS} of {len(entries)}; the others are in the folder heatmaps.</p>')
     for slide, output, path, entry in entries[:_MAX_MAPS]:
-        caption = f"{slide}, {output}: score {entry.get('score', math.nan):.3f}"
+        is_map = path.name.startswith("map-")
+        caption = f"{slide}, {output}: {f'score {_score(entry):.3f}' if is_map else 'gradient of the score'}"
         with suppress(KeyError, TypeError, ValueError):
             weights = as_weights_id(entry["weights"])
             caption += f"; {weights.checkpoint} model, {weights.text}"
@@ -170,6 +173,12 @@ def _maps(overview: RunOverview) -> list[str]:
                 caption += " (not the best model any more)"
         parts += _figure(path, caption, width_px=_MAP_PX)
     return parts
+
+
+def _score(entry: Mapping[str, Any]) -> float:
+    """Score of a map; nan in a file that does not have it."""
+    score = entry.get("score")
+    return float(score) if isinstance(score, (int, float)) else math.nan
 
 
 def _omitted(overview: RunOverview) -> list[str]:

@@ -160,4 +160,4 @@ def cox_gradients(risks: Sequence[float], targets: Sequence[Sequence[float]]) ->
     totals = values.expand(len(times), -1).masked_fill(~at_risk, -torch.inf).logsumexp(1)
     loss = -(values - totals)[events].mean()
     (gradient,) = torch.autograd.grad(loss, values)
-    return loss.item(), tuple(gradient.tolist())
+    return loss.item() + 0.0, tuple(gradient.tolist())  # no -0.0, for a group in which only one is at risk

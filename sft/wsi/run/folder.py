@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from sft.common.atomic_files import LockedFile, lock_file, lock_holder
+from sft.common.atomic_files import LockedFile, folder_problem, lock_file, lock_holder
 from sft.common.byte_units import format_bytes
 from sft.sources import BadTile
 from sft.wsi.errors import RunFolderError
@@ -81,7 +81,7 @@ class RunFolder:
             free_bytes = shutil.disk_usage(self.path).free
         except OSError as error:
             raise RunFolderError(
-                f"cannot write to the run folder {self.path}: {error.strerror or error}. Give another with --run."
+                f"cannot write to the run folder {self.path}: {folder_problem(self.path, error)}. Give another with --run."
             ) from error
         if self._lock is None:
             holder = lock_holder(self.path / _LOCK)

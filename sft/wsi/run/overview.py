@@ -17,6 +17,7 @@ __all__ = ["ResultsOverview", "RunOverview", "read_overview", "read_rows"]
 
 #: Results of the run's own splits come first, in this order.
 _FIRST = ("val", "test")
+_LEVELS = ("slides", "patients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def read_overview(run: Path) -> RunOverview:
     for folder in folders:
         with suppress(OSError, ValueError, RecursionError):
             metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-            results.append(ResultsOverview(path=folder, weights=read_weights_id(folder), metrics=metrics))
+            results.append(ResultsOverview(path=folder, weights=read_weights_id(folder), metrics=_whole_metrics(metrics)))
     return RunOverview(
         path=run,
         settings={} if newest is None else newest[1].get("settings", {}),
@@ -96,6 +97,24 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         header = next(reader, [])
         return [dict(zip(header, row, strict=True)) for row in reader if len(row) == len(header)]
     return []
+
+
+def _whole_metrics(content: Any) -> dict[str, Any]:
+    """Contents of metrics.json without parts of another structure: estimates with numbers, by level and name."""
+    levels = content if isinstance(content, dict) else {}
+    whole: dict[str, Any] = {}
+    for level, estimates in levels.items():
+        if level not in _LEVELS:
+            whole[level] = estimates
+        elif isinstance(estimates, dict):
+            whole[level] = {name: estimate for name, estimate in estimates.items() if _is_estimate(estimate)}
+    return whole
+
+
+def _is_estimate(estimate: Any) -> bool:
+    return isinstance(estimate, dict) and all(
+        isinstance(estimate.get(name), (int, float, type(None))) for name in ("value", "low", "high", "num_patients")
+    )
 
 
 def _number(cell: str) -> Any:

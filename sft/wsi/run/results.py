@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sft.common.atomic_files import fsync_folder
+from sft.common.atomic_files import folder_problem, fsync_folder
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import write_json
 from sft.wsi.train.checkpoint import WeightsId
@@ -168,7 +168,9 @@ def place_for_weights(target: Path, weights: WeightsId) -> Path:
 
 
 def _refusal(folder: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(f"cannot write results to {folder}: {error.strerror or error}. Make room, or name another folder with --out.")
+    return RunFolderError(
+        f"cannot write results to {folder}: {folder_problem(folder, error)}. Make room, or name another folder with --out."
+    )
 
 
 def _keep_others_files(replaced: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from sft.wsi.config import GROUPS, Config
 __all__ = ["setting_names", "usage_text"]
 
 _KEY = re.compile(r'Parser key "([^"]+)": (.*)', re.DOTALL)
-_VALUE = re.compile(r"(?:Got|Given) value: (.*)$", re.DOTALL)
+_VALUE = re.compile(r".*(?:Got|Given) value: (.*)$", re.DOTALL)
 _RESTRICTED = re.compile(r"Not of type \w+: (?:invalid literal for int\(\) with base 10: )?'?(.*?)'?(?: does not conform .*)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Subcommand '([^']+)' does not accept option '([^']+)'")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)

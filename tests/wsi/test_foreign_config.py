@@ -137,9 +137,12 @@ def test_the_parser_stops_at_the_limit(tmp_path: Path, monkeypatch: pytest.Monke
     assert count < 2_100
 
 
-def test_a_device_file_is_read_up_to_the_limit() -> None:
-    with pytest.raises(InputError, match="more than 1048576 bytes"):
+def test_a_device_is_refused_and_a_long_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a pipe or a device"):
         check_config_file(Path("/dev/zero"), ())
+    (tmp_path / "c.yaml").write_bytes(bytes(2**20 + 1))
+    with pytest.raises(InputError, match="more than 1048576 bytes"):
+        check_config_file(tmp_path / "c.yaml", ())
 
 
 def test_aliases_in_reasonable_numbers_are_read(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def load_tensor_file(path: Path) -> Any:
     except OSError as error:
         if error.errno is None:  # of torch, about the contents
             raise SourceError(f"{path} cannot be read ({error}). It is damaged; copy it again.") from error
-        raise SourceError(f"cannot read {path}: {error.strerror}. Check the path.") from error
+        raise SourceError(f"{path} cannot be read: {error.strerror}. Check the path.") from error
     except Exception as error:  # a damaged file raises almost anything
         raise SourceError(
             f"{path} cannot be read ({type(error).__name__}: {_first_sentence(error)}). It is damaged; copy it again."

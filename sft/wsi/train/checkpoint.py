@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sft.common.atomic_files import PARTIAL_MARK, fsync_folder
+from sft.common.errors import SftError
 from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import clear_partial, sync_tree
@@ -34,6 +35,8 @@ __all__ = ["Checkpoint", "CheckpointFolder", "WeightsId", "get_random_state", "r
 
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _FORMAT = 1
+#: Types of what other modules read from a state.
+_STATE_TYPES: dict[str, type] = {"weights_sha256": str, "settings": dict, "task": dict, "table": str, "feature_shapes": list}
 #: A run that saves while its folder is read removes old checkpoints; the reader then looks again.
 _MAX_READS = 100
 
@@ -149,7 +152,7 @@ class CheckpointFolder:
                 try:
                     checkpoint = _read(path)
                 except Exception as error:  # a damaged file raises almost anything
-                    damage.append(f"checkpoint {path} is damaged ({type(error).__name__}: {error}); taking the one before")
+                    damage.append(f"checkpoint {path} is damaged ({_reason(error)}); the one before is used, if there is one")
                     continue
                 for message in damage:
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -216,9 +219,25 @@ def _weights_id(path: Path, state: Mapping[str, Any]) -> WeightsId:
 
 def _read_state(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = load_tensor_file(path / _STATE)
-    if state["format"] != _FORMAT:
-        raise ValueError(f"format {state['format']}, expected {_FORMAT}")
+    if type(state) is not dict:
+        raise ValueError(f"{_STATE} holds an object of type {type(state).__name__}, not a state by names")
+    if state.get("format") != _FORMAT:
+        raise ValueError(f"format {state.get('format')}, expected {_FORMAT}")
+    progress = state.get("progress", state)
+    is_whole = isinstance(progress, dict) and isinstance(progress.get("epoch"), int) and isinstance(progress.get("step"), int | None)
+    wrong = [name for name, kind in _STATE_TYPES.items() if name in state and not isinstance(state[name], kind)]
+    if not is_whole or wrong or "weights_sha256" not in state:
+        raise ValueError(f"{_STATE} lacks {', '.join(wrong or ['the epoch, the step, or the hash of the weights'])}")
     return state
+
+
+def _reason(error: Exception) -> str:
+    """Reason of a failure to read a checkpoint, in words."""
+    if isinstance(error, SftError):
+        return str(error).rstrip(".")
+    if isinstance(error, OSError) and error.strerror:
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
 
 
 def _read(path: Path) -> Checkpoint:

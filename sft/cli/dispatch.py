@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from sft.api.memory_limits import is_automatic
 from sft.cli.doctor import show_doctor
 from sft.cli.parser import DEFAULT_TUNED_DTYPES
 from sft.cli.plans import (
@@ -26,7 +27,7 @@ from sft.cli.plans import (
     show_plan,
 )
 from sft.cli.tune import STANDARD_STRIP_ROWS, TuneRequest, list_cases, show_tune, standard_models
-from sft.common.byte_units import parse_rate
+from sft.common.byte_units import parse_bytes, parse_rate
 from sft.common.errors import InputError, MissingValuesError
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
@@ -42,6 +43,8 @@ def run_command(args: argparse.Namespace, console: Console) -> int:
     """
     if args.command == "doctor":
         return show_doctor(console, as_json=args.json)
+    if args.command in ("plan", "tune"):
+        _check_byte_options(args)
     if args.command == "tune":
         request = _tune_request(args)
         return list_cases(request, console, as_json=args.json) if args.dry_run else show_tune(request, console, as_json=args.json)
@@ -120,6 +123,23 @@ def _check_unused_options(args: argparse.Namespace) -> None:
         raise InputError(f"{' and '.join(unused)}: about one plan, and {multi_plan_option} makes several; leave out the one or the other")
 
 
+def _check_byte_options(args: argparse.Namespace) -> None:
+    """Parse byte sizes in advance, so that an error names the option."""
+    options: list[tuple[str, str, Callable[[str], Any]]] = [("--budget", args.budget, parse_bytes)]
+    if args.command == "plan":
+        options += [("--budgets", text, parse_bytes) for text in args.budgets]
+        options += [("--link-bandwidth", args.link_bandwidth, parse_bytes), ("--link", args.link, parse_rate)]
+        if args.host_budget != "0":
+            options.append(("--host-budget", args.host_budget, parse_bytes))
+    for option, text, parse in options:
+        if text is None or is_automatic(text):
+            continue
+        try:
+            parse(text)
+        except InputError as error:
+            raise InputError(f"{option} {text}: {error}") from error
+
+
 def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
     """Replicas and bands, if ``--ranks`` is given."""
     if args.ranks is None:
@@ -128,6 +148,8 @@ def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
         return None
     if args.compare or args.pareto is not None or args.time:
         raise InputError("--ranks plans for a mesh, which has one strategy; leave out --compare, --pareto and --time")
+    if min(args.replicas, args.ranks) < 1:
+        raise InputError(f"--replicas {args.replicas}, --ranks {args.ranks}: give numbers of at least 1")
     return args.replicas, args.ranks
 
 
@@ -189,6 +211,8 @@ def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
         name, is_pair, value = text.partition("=")
         if not is_pair or not name.isidentifier():
             raise InputError(f"--model-args {text!r}: write name=value, such as num_classes=2")
+        if name in arguments:
+            raise InputError(f"--model-args: {name} is there twice; leave one")
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import NoReturn
 
 import sft
+from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.options import STRATEGIES, WEIGHT_MODES
 
 __all__ = ["DEFAULT_TUNED_DTYPES", "TUNED_DTYPES", "build_parser"]
@@ -17,9 +19,16 @@ TUNED_DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_TUNED_DTYPES = ("bfloat16", "float32")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line, as all errors of the commands."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, escape_control_characters(f"error: {message}; {self.prog} --help lists all options\n"))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m sft", description="Exact training on images that do not fit the device.")
+    parser = _Parser(prog="python -m sft", description="Exact training on images that do not fit the device.")
     parser.add_argument("--version", action="version", version=f"sft {sft.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -147,7 +147,7 @@ class ModelName:
         for library in self.libraries:
             try:
                 function = _FACTORIES[library](import_library(library), self.text)
-            except Exception as error:  # importing runs foreign code; the other library may have the model
+            except (Exception, SystemExit) as error:  # importing runs foreign code; the other library may have the model
                 reasons.append(f"{library}: {type(error).__name__}: {error}")
                 continue
             if function is not None:
@@ -158,7 +158,9 @@ class ModelName:
     def _import(self, module: str, remedy: str) -> ModuleType:
         try:
             return import_library(module)
-        except Exception as error:  # importing runs foreign code
+        except (Exception, SystemExit) as error:  # importing runs foreign code, which may also be a script that ends the process
+            if module.endswith(".py"):
+                remedy = f"Write a module without its ending: {module.removesuffix('.py')}:{self.text.rpartition(':')[2]}"
             raise self.error(f": cannot import {module} ({type(error).__name__}: {error}). {remedy}.") from error
 
 
@@ -192,7 +194,7 @@ class ModelFactory:
                 )
         try:
             model = self.function(**options)
-        except Exception as error:  # foreign code: any exception is possible
+        except (Exception, SystemExit) as error:  # foreign code: any exception is possible
             raise self.name.error(
                 f" cannot be made ({type(error).__name__}: {' '.join(str(error).split())}). Check the name and {self.name.options_place}."
             ) from error

@@ -24,7 +24,7 @@ from rich.console import Console
 import sft
 from sft.cli.main import escape_unencodable_output
 from sft.common.errors import BudgetError, InputError, SftError
-from sft.common.untrusted.foreign_files import escape_control_characters
+from sft.common.untrusted.foreign_files import escape_control_characters, shortened
 from sft.common.untrusted.trusted_code import Trust
 from sft.planner.remedies import Setting, Spelling, message_for
 from sft.wsi.config import GROUPS, Config
@@ -97,6 +97,10 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     except RunInterrupted as error:
         return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, SftError) and error.filename and error.strerror:
+            error = OSError(
+                f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk."
+            )
         return complain(error, EXIT_ERROR, is_inference=given[:1] in (["evaluate"], ["heatmap"]))
     except KeyboardInterrupt as error:
         return complain(error, 130, kind="interrupted")

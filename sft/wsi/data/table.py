@@ -158,6 +158,10 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
 
 
 def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) -> SlideTable:
+    if root is not None and not root.is_dir():
+        raise DatasetError(
+            str(path), [f"--data.slides {root} is {'no folder' if root.exists() else 'missing'}; give the folder of the slides"]
+        )
     header, rows = _parse(path)
     problems: list[str] = []
     columns = _columns(header, task.kind, needs_targets, problems)

@@ -16,6 +16,7 @@ from torch import nn
 
 from sft.common.atomic_files import LockedFile, folder_problem, lock_file, lock_holder
 from sft.common.byte_units import format_bytes
+from sft.common.untrusted.foreign_files import shortened
 from sft.sources import BadTile
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import atomic_write_with_parents, clear_partial, write_csv, write_text
@@ -53,8 +54,15 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def __enter__(self) -> RunFolder:
-        self._refuse_others_files()
-        self._created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self._refuse_others_files()
+            self._created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        except RunFolderError:
+            raise
+        except OSError as error:  # such as a name that is too long
+            raise RunFolderError(
+                f"cannot use {shortened(str(self.path))}: {error.strerror or error}. Give another folder with --run."
+            ) from error
         try:
             self._open()
         except BaseException:

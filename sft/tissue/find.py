@@ -22,6 +22,8 @@ from sft.tissue.mask import TissueMask
 __all__ = ["find_tissue", "saturation"]
 
 _STRIP_ROWS = 64
+#: Specks and holes are less than one of so many parts of the mask.
+_SMALL_SHARE = 16
 #: Saturation below which nothing is tissue, of 255: the noise of glass, which Otsu would split on a slide without tissue.
 _MIN_SATURATION = 8
 
@@ -41,8 +43,8 @@ def find_tissue(
         image: RGB, of any size.
         mpp: micrometres per px of the mask; where the image does not say its resolution, 32 px make one. Default: 8
         downsample: px of the image per px of the mask, instead of `mpp`. Default: `None`
-        min_object_px: specks of fewer px of the mask are removed. Default: 64
-        max_hole_px: holes of up to so many px of the mask are filled. Default: 64
+        min_object_px: specks of fewer px of the mask are removed; of a mask below 1024 px, specks of fewer than a sixteenth. Default: 64
+        max_hole_px: holes of up to so many px of the mask are filled; of a small mask, likewise. Default: 64
         closing_px: gaps up to twice so wide are closed before. Default: 2
 
     Raises:
@@ -65,6 +67,8 @@ def find_tissue(
         # Padded with edge values: the border of the slide is no border of tissue.
         padded = np.pad(pixels, 2 * closing_px, mode="edge")
         pixels = morphology.closing(padded, disk(closing_px))[2 * closing_px : -2 * closing_px, 2 * closing_px : -2 * closing_px]
+    # Of a slide of a few px all tissue would be a speck, and all glass a hole.
+    min_object_px, max_hole_px = (min(count, pixels.size // _SMALL_SHARE) for count in (min_object_px, max_hole_px))
     if min_object_px > 1:
         pixels = morphology.remove_small_objects(pixels, max_size=min_object_px - 1)
     if max_hole_px and pixels.any():  # a slide without tissue is no hole

@@ -174,7 +174,7 @@ def _parser() -> ArgumentParser:
     evaluate = _of_run("predict and measure")
     evaluate.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     evaluate.add_argument("--bands", type=int, default=1, help="of the ranks that torchrun starts, how many share one slide")
-    heatmap = _of_run("draw class-activation maps over slides")
+    heatmap = _of_run("draw class-activation maps over slides, or the predicted masks of a segmentation")
     heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")
     heatmap.add_argument("--classes", type=str, nargs="+", help="classes to draw; default: all, or the second of two")
     heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")

@@ -22,6 +22,7 @@ from sft.wsi.eval.heatmap_folder import HeatmapFolder
 from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_trained
 from sft.wsi.eval.report import plain_estimates
 from sft.wsi.eval.run_summary import write_run_summary
+from sft.wsi.eval.segmentation_masks import MaskMaker
 from sft.wsi.run.files import counted, write_csv, write_json, write_text
 from sft.wsi.run.folder import NullRunFolder, RunFolder
 from sft.wsi.run.progress import Reporter
@@ -207,7 +208,7 @@ def heatmap(
     num_crops: int,
     crop_px: int,
 ) -> CommandResult:
-    """Draw maps of slides.
+    """Draw maps of slides: class-activation maps, or the predicted masks of a segmentation.
 
     Raises:
         SftError: the run, the table or a slide is wrong.
@@ -220,15 +221,21 @@ def heatmap(
     if unknown:
         raise InputError(f"--names {some_names(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
     place = HeatmapFolder(selection.run, selection.folder("heatmaps"), loaded.weights)
-    outputs = output_numbers(loaded.experiment, classes)
+    segments = loaded.experiment.task.kind == "segmentation"
+    if segments and (saliency or classes):
+        raise InputError("--saliency and --classes are for models that pool; a predicted mask has all classes of a segmentation")
+    outputs = [] if segments else output_numbers(loaded.experiment, classes)
     drawn = []
     with staging_folder(place.root) as staged:
-        maker = HeatmapMaker(loaded.experiment, staged, label=loaded.weights.text)
+        masks = MaskMaker(loaded.experiment, staged, label=loaded.weights.text) if segments else None
+        maker = None if segments else HeatmapMaker(loaded.experiment, staged, label=loaded.weights.text)
         for record in loaded.records:
             if (names and record.name not in names) or record.name in loaded.failed:
                 continue
             try:
-                maps = [maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px) for output in outputs]
+                maps = [masks.draw(record)] if masks is not None else []
+                if maker is not None:
+                    maps = [maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px) for output in outputs]
             except sft.SourceError as error:
                 if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                     raise
@@ -236,7 +243,7 @@ def heatmap(
                 continue
             for heatmap in place.publish(staged, maps):
                 drawn.append({**asdict(heatmap), "files": [str(path) for path in heatmap.files]})
-                _say(console, f"{heatmap.slide}, {heatmap.output}: {heatmap.files[1]}")
+                _say(console, f"{heatmap.slide}, {heatmap.note or heatmap.output}: {heatmap.files[1]}")
     if place.is_in_run:
         with results_lock(place.root):
             write_run_summary(selection.run)

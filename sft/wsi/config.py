@@ -23,7 +23,7 @@ _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 _MAX_HIDDEN = 2**20
 #: Index of values of a label map that count for nothing.
 _IGNORED_INDEX = 255
-#: Epochs, steps, slides and folds at most; arithmetic with more would overflow somewhere.
+#: Epochs, and slides and steps between events, at most.
 _MAX_COUNT = 10**9
 _LARGEST = 2.0**128  # what float32 is infinite from
 
@@ -265,9 +265,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _refuse_nulls("train", self)
         problems = [
-            f"train.{name} {getattr(self, name)}: give at least 1"
+            f"train.{name} {getattr(self, name)}: give at least 1, and {_MAX_COUNT} at most"
             for name in ("epochs", "accumulate", "checkpoint_every", "patience")
-            if getattr(self, name) is not None and getattr(self, name) < 1
+            if getattr(self, name) is not None and not 1 <= getattr(self, name) <= _MAX_COUNT
         ]
         problems += [
             f"train.{name} {getattr(self, name)}: give a number above 0 that float32 holds"
@@ -278,7 +278,7 @@ class TrainConfig:
             problems.append(f"train.device {self.device}: give cpu, cuda, or cuda:N")
         if not 0 < self.layer_decay <= 1:
             problems.append(f"train.layer_decay {self.layer_decay}: give a factor above 0 and at most 1, such as 0.75")
-        if not 0 <= self.weight_decay < inf or self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
+        if not 0 <= self.weight_decay < inf or not 0 <= self.warmup_steps <= _MAX_COUNT or not 0 <= self.min_lr <= 1:
             problems.append("train.weight_decay and train.warmup_steps are at least 0, train.min_lr a share in 0..1")
         _refuse(problems)
 
@@ -406,7 +406,7 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
 
 
 def _refuse_nulls(group: str, config: Any) -> None:
-    """Refuse settings without a value that must have one, zero bytes in texts and paths, and counts beyond any use.
+    """Refuse settings without a value that must have one, and zero bytes in texts and paths.
 
     Raises:
         InputError: some are.
@@ -416,11 +416,6 @@ def _refuse_nulls(group: str, config: Any) -> None:
         f"{name} {str(value)!r}: it has a zero byte, which no name of a file has; leave it out"
         for name, value in values.items()
         if isinstance(value, (str, Path)) and "\0" in str(value)
-    )
-    _refuse(
-        f"{name} {value}: more than {_MAX_COUNT}; give a smaller number"
-        for name, value in values.items()
-        if type(value) is int and value > _MAX_COUNT and name not in ("train.seed", "model.budget", "data.host_budget")
     )
     _refuse(
         f"{group}.{item.name} is null: give a value, or leave the line out"

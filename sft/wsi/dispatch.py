@@ -45,7 +45,7 @@ def _folds(given: Namespace, console: Console) -> commands.CommandResult:
         return compare_commands.folds(config, console, num_folds=given.folds, num_draws=given.bootstrap, ranks=ranks, trust=given.trust)
 
 
-def _selection(given: Namespace) -> InferenceRequest:
+def _selection(given: Namespace, *, needs_masks: bool = True) -> InferenceRequest:
     return InferenceRequest(
         run=given.run,
         config=read_config(config_path(given.run)),
@@ -57,6 +57,7 @@ def _selection(given: Namespace) -> InferenceRequest:
         budget=given.budget,
         out=given.out,
         trust=given.trust,
+        needs_masks=needs_masks,
     )
 
 
@@ -74,7 +75,7 @@ COMMANDS: Mapping[str, Callable[[Namespace, Console], commands.CommandResult]] =
     "compare": lambda given, console: compare_commands.compare(given.runs, console, split=given.split, out=given.out),
     "report": lambda given, console: compare_commands.report(given.run, console),
     "heatmap": lambda given, console: commands.heatmap(
-        _selection(given),
+        _selection(given, needs_masks=False),
         console,
         names=given.names,
         classes=given.classes,

@@ -244,7 +244,11 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch.nn:ReLU", "--input", f"1x3x64x{10**25}"], ["1x3x20480x20480"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:float16"], ["float16", "int64"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:int"], ["int64"]),
-        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["much", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["--budget much", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--link", "x", "--ranks", "2"], ["--link x", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace=True", "inplace=False"], ["inplace is there twice"]),
+        (["plan", "my_net.py:build", "--input", "1x3x64x64"], ["without its ending: my_net:build"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace"], ["inplace", "name=value"]),
@@ -252,7 +256,7 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--budgets", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "no/such/folder/plan.json"], ["no/such/folder/plan.json"]),
-        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--host-budget", "\N{SUPERSCRIPT TWO}"], ["host_budget", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--host-budget", "\N{SUPERSCRIPT TWO}"], ["--host-budget", "11GiB"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budgets", "1MiB"], ["--budgets", "--pareto"]),
         (
             ["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--compare", "--out", "plan.json", "--costs"],
@@ -266,6 +270,25 @@ def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: p
     out, err = _lines(capsys)
     assert not out and len(err.splitlines()) == 1
     assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("arguments", [[], ["plna"], ["plan"], ["plan", "x", "--budget", "-1GiB"], ["doctor", "--nope"]])
+def test_a_wrong_command_line_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = _lines(capsys)
+    assert ended.value.code == 2 and not out and err.startswith("error: ") and len(err.splitlines()) == 1 and "--help" in err
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(7)", "import sys\ndef net(): sys.exit('bye')"])
+def test_a_module_that_ends_the_process_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"sft_test_ends{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", f"{name}:net", "--input", "1x3x8x8"]) == 1
+    assert "SystemExit" in _lines(capsys)[1]
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,9 @@ def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.Monke
         ("empty.svs", b"", "0 bytes"),
         ("note.svs", b"this is no slide", r"note\.svs \(16 bytes\).*copy it again"),
         ("head.tif", b"II*\0" + bytes(12), r"head\.tif"),
+        ("photo.svs", b"\x89PNG\r\n\x1a\n" + bytes(20), r"it is a PNG image, no slide\. Give the slide, or convert"),
+        ("page.svs", b"<html>404", "it is an HTML page"),
+        ("pointer.svs", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("cut.svs", SLIDE.read_bytes()[: 1 << 20], r"cut\.svs.*cut short"),
         ("renamed.npy", SLIDE.read_bytes()[:3000], r"renamed\.npy"),
         ("cut.npy", b"\x93NUMPY\x01\x00", r"cut\.npy \(8 bytes\)"),
@@ -68,6 +72,14 @@ def test_what_is_no_image_is_named(tmp_path: Path, name: str, content: bytes, me
     with pytest.raises(SkipSlideError if policy == "skip" else SourceError, match=message):
         open_image(path, on_error=policy)
     assert open_files(path) == 0
+
+
+def test_a_damaged_tiff_is_told_once(tmp_path: Path) -> None:
+    """tifffile logs the problem that is in the error; a log without a handler goes to stderr."""
+    (tmp_path / "cut.tif").write_bytes(SLIDE.read_bytes()[: 1 << 20])
+    code = "import sys\nfrom sft.sources import open_image\ntry: open_image(sys.argv[1])\nexcept OSError as error: print(error)\n"
+    done = subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path / "cut.tif")], capture_output=True, text=True, check=True)
+    assert "cut.tif" in done.stdout and done.stderr == ""
 
 
 def test_folders_and_missing_files_are_named(tmp_path: Path) -> None:

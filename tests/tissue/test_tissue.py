@@ -85,6 +85,14 @@ def test_a_slide_without_tissue() -> None:
         assert mask.share == 0 and mask.bounding_box() is None
         with pytest.raises(InputError, match="none"):
             crop_to_tissue(ArrayImage(glass), mask)
+        assert find_tissue(ArrayImage(glass), downsample=50).share == 0, "a mask of 48 px"
+
+
+def test_tissue_of_a_mask_of_a_few_pixels_is_no_speck() -> None:
+    pixels = np.full((320, 320, 3), 255, np.uint8)
+    pixels[80:200, 80:240] = (200, 60, 120)
+    mask = find_tissue(ArrayImage(pixels), downsample=40, closing_px=0)
+    assert mask.pixels.shape == (8, 8) and mask.pixels.sum() == 12
 
 
 def test_specks_go_and_holes_are_filled() -> None:
@@ -282,22 +290,30 @@ def test_no_tissue_is_no_feature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        "",
-        "{",
-        "[1, 2]",
-        '{"type": "Polygon"}',
-        '{"type": "Circle", "coordinates": []}',
-        '{"type": "Polygon", "coordinates": [[[0, 0]]]}',
-        "\x89PNG",
+        (b"", "no JSON"),
+        (b"{", "no JSON .*, line 1, column 2"),
+        (b"[1, 2]", "a list, a number or null stands where a feature or a geometry belongs"),
+        (b"null", "null stands where"),
+        (b"{}", "an object lacks 'type'"),
+        (b'{"type": "FeatureCollection"}', "an object lacks 'features'"),
+        (b'{"type": "FeatureCollection", "features": null}', "null stands where"),
+        (b'{"type": "Polygon"}', "an object lacks 'coordinates'"),
+        (b'{"type": "Circle", "coordinates": []}', "circle"),
+        (b'{"type": "Polygon", "coordinates": [[[0, 0]]]}', "at least 4 coordinates"),
+        (b"\x89PNG", "byte 0 is no UTF-8"),
+        (b'{"a":' * 100_000, "too many levels"),
     ],
 )
-def test_what_is_no_geojson_is_named(tmp_path: Path, content: str) -> None:
+def test_what_is_no_geojson_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "export.geojson"
-    path.write_text(content)
-    with pytest.raises(SourceError, match=r"export\.geojson.*Export it again"):
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=rf"export\.geojson as GeoJSON: .*{reason}.*Export it again") as refused:
         read_geojson(path)
+    assert "Error:" not in str(refused.value)
+    (tmp_path / "marked.geojson").write_bytes(b'\xef\xbb\xbf{"type": "Polygon", "coordinates": [[[0, 0], [4, 0], [4, 4], [0, 0]]]}')
+    assert read_geojson(tmp_path / "marked.geojson").area_px == 8
     with pytest.raises(SourceError, match=r"nowhere\.geojson"):
         read_geojson(tmp_path / "nowhere.geojson")
 

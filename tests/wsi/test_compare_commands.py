@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sft.wsi import compare_commands
 from sft.wsi.eval.comparison import MetricRow, markdown_table
@@ -116,6 +118,33 @@ def test_runs_are_compared_in_one_table(trained: Path, tmp_path: Path, capsys: p
     ):
         assert main(["compare", *runs]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_runs_of_different_tasks_have_no_mean(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(trained / "cv" / "fold-0", tmp_path / name)
+    state_file = next((tmp_path / "b" / "checkpoints").glob("best-*")) / "state.pt"
+    state = torch.load(state_file)
+    torch.save({**state, "settings": {**state["settings"], "task.kind": "regression"}}, state_file)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--split", "test"]) == 0
+    shown = capsys.readouterr().out
+    loss = next(line for line in shown.splitlines() if line.startswith("| loss"))
+    assert loss.split(" | ")[2:4] == ["-", "-"] and "no mean and sd: the runs have different tasks" in shown
+
+
+@pytest.mark.parametrize("content", ["[1]", "5", '{"slides": 5}', '{"slides": {"auc": "x"}}', '{"slides": {"loss": {"value": "high"}}}'])
+def test_metrics_of_another_structure_are_left_out(content: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(trained / "cv" / "fold-0", tmp_path / "a")
+    (tmp_path / "a" / "val" / "metrics.json").write_text(content)
+    assert main(["report", str(tmp_path / "a")]) == 0
+    assert main(["compare", str(tmp_path / "a"), "--split", "val"]) == 1
+    assert "no results of val" in capsys.readouterr().err
+
+
+def test_folds_print_the_split_of_each_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["folds", "--config", str(trained / "c.yaml"), "--folds", "3", "--bootstrap", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("## val") < shown.index("| metric") < shown.index("## test")
 
 
 def test_a_metric_that_a_run_lacks_is_left_out_of_the_mean() -> None:

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 from PIL import Image
 
 from sft.sources import BadTile, open_image
-from sft.tissue import TissueMask
+from sft.tissue import TissueMask, read_geojson
 from sft.wsi.data.tissue import read_area
 from sft.wsi.run.folder import RunFolder
 from sft.wsi.train.checkpoint import CheckpointFolder
@@ -234,7 +235,31 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
     if kind == "segmentation":
         dark = sum(float(row["dark_true_px"]) for row in predictions)
         assert dark == 2 * sum(float((np.load(tmp_path / f"m{number}.npy") == 1).sum()) for number in range(2))
-        assert main(["heatmap", str(tmp_path / "run")]) == 1
+        _check_predicted_masks(tmp_path, table, predictions, capsys)
+
+
+def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Masks have the pixels that the evaluation has counted, also of slides without label maps, and as polygons."""
+    run, out = str(folder / "run"), folder / "masks"
+    new = write_table(folder / "new.csv", [{"slide": f"t{number}.tif"} for number in range(4, 8)])
+    capsys.readouterr()
+    assert main(["heatmap", run, "--csv", str(new), "--out", str(out), "--json"]) == 0
+    told, _ = _said(capsys)
+    for heatmap, row in zip(told["heatmaps"], predictions, strict=True):
+        classes, (true,) = np.load(heatmap["files"][0]), (np.load(folder / f"m{int(row['slide'][1:]) % 2}.npy"),)
+        assert classes.shape == true.shape and classes.dtype == np.uint8
+        assert ((classes == 1) & (true != 255)).sum() == float(row["dark_predicted_px"])
+        assert heatmap["score"] == (classes == 1).mean() and f"dark {(classes == 1).mean():.1%}" in heatmap["note"]
+        if (classes == 1).any():  # the picture is not reduced, so the polygons are exact
+            regions = read_geojson(heatmap["files"][2], names="dark")
+            assert np.array_equal(regions.region(0, 0, *classes.shape[::-1]), classes == 1)
+        with Image.open(heatmap["files"][1]) as picture:
+            assert min(picture.size) > 400
+    assert any(len(heatmap["files"]) == 3 for heatmap in told["heatmaps"]) and not list(out.rglob(".partial-*"))
+    assert main(["evaluate", run, "--csv", str(new)]) == 1
+    assert "heatmap predicts the masks of slides without any" in capsys.readouterr().err
+    assert main(["heatmap", run, "--saliency"]) == 1
+    assert "are for models that pool" in capsys.readouterr().err
 
 
 def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

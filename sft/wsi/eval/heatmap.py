@@ -62,6 +62,7 @@ class Heatmap:
         files: paths of the files.
         stride_px: (x, y) px of the slide's largest level from one position of the map to the next.
         first_centre_px: (x, y) centre of the map's first position, in px of the slide's largest level.
+        note: about the map, in place of its score; empty for a map of a score.
     """
 
     slide: str
@@ -70,6 +71,7 @@ class Heatmap:
     files: tuple[Path, ...]
     stride_px: tuple[float, float]
     first_centre_px: tuple[float, float]
+    note: str = ""
 
 
 class HeatmapMaker:
@@ -87,7 +89,7 @@ class HeatmapMaker:
     def __init__(self, experiment: Experiment, folder: Path, *, label: str = "") -> None:
         self._label = f"\n{label}" if label else ""
         if experiment.task.kind == "segmentation":
-            raise InputError("heatmaps are for models that pool; a segmentation's output is a map itself. Use evaluate.")
+            raise InputError("class-activation maps are for models that pool; MaskMaker draws the predicted masks of a segmentation")
         self._experiment, self._folder = experiment, folder
         self._evidence = compile_model(Evidence(experiment.model), experiment.config, skip_repeats=experiment.paints)
         self._net = compile_model(experiment.model, experiment.config, skip_repeats=experiment.paints)

@@ -54,7 +54,8 @@ class HeatmapFolder:
                 for old in outputs.get(heatmap.output, {}).get("files", []):
                     if old not in names and Path(old).name == old:  # such as crops of a call that wanted more of them
                         (target / old).unlink(missing_ok=True)
-                outputs[heatmap.output] = {"score": heatmap.score, "files": names, "weights": self._weights.as_dict()}
+                note = {"note": heatmap.note} if heatmap.note else {}
+                outputs[heatmap.output] = {"score": heatmap.score, **note, "files": names, "weights": self._weights.as_dict()}
             write_json(staged / slide / HEATMAP_FILE, {"slide": slide, "outputs": outputs})
             publish_files(staged / slide, target, label=HEATMAP_FILE)
             published = [replace(heatmap, files=tuple(target / path.name for path in heatmap.files)) for heatmap in heatmaps]

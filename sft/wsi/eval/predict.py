@@ -17,10 +17,10 @@ from sft.api.weight_placement import available_device
 from sft.common.errors import InputError, first_problems
 from sft.common.untrusted.trusted_code import Trust
 from sft.nn import WithLoss
-from sft.wsi.config import Config, ModelConfig
+from sft.wsi.config import Config, ModelConfig, TaskConfig
 from sft.wsi.data.dataset import Inputs, SlidePrefetcher, decode_ahead, decode_first_rows
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
-from sft.wsi.errors import RunFolderError, TrainingError
+from sft.wsi.errors import DatasetError, RunFolderError, TrainingError
 from sft.wsi.eval.metrics import Prediction
 from sft.wsi.model.backbones import backbone_library, check_backbone
 from sft.wsi.model.heads import set_training
@@ -213,6 +213,7 @@ class InferenceRequest:
         device, budget: instead of the run's.
         out: folder for results.
         trust: modules that ``model.backbone`` may name.
+        needs_masks: False for predictions of a segmentation that are not compared with label maps.
     """
 
     run: Path
@@ -225,6 +226,7 @@ class InferenceRequest:
     budget: str | None = None
     out: Path | None = None
     trust: Trust = ()
+    needs_masks: bool = True
 
     def folder(self, name: str) -> Path:
         """Folder of the results: the requested one, else a folder of this name in the run's; results of the last weights go next to it.
@@ -290,7 +292,7 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     ranks.use_device(config.train.device)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
-        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=task.kind == "segmentation")
+        table = _other_table(selection, settings)
         experiment = load_experiment(
             config, table=SlideTable(records=table.records, classes=task.classes), task=task, trust=selection.trust
         )
@@ -312,6 +314,23 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(first_problems([*loaded.failed.values()])))
     return loaded
+
+
+def _other_table(selection: InferenceRequest, task: TaskConfig) -> SlideTable:
+    """The table of ``--csv``; only metrics of a segmentation need its masks.
+
+    Raises:
+        DatasetError: all problems of the table.
+    """
+    assert selection.csv is not None
+    needs_masks = task.kind == "segmentation" and selection.needs_masks
+    try:
+        return read_table(selection.csv, task, root=selection.slides, needs_targets=needs_masks)
+    except DatasetError as error:
+        if not needs_masks or not any("mask" in problem for problem in error.problems):
+            raise
+        remedy = "metrics of a segmentation need masks; python -m sft.wsi heatmap predicts the masks of slides without any"
+        raise DatasetError(str(selection.csv), [*error.problems, remedy]) from error
 
 
 def _evaluation_config(selection: InferenceRequest) -> Config:

@@ -165,7 +165,8 @@ def _maps(overview: RunOverview) -> list[str]:
         parts.append(f'<p class="note">The first {_MAX_MAPS} of {len(entries)}; the others are in the folder heatmaps.</p>')
     for slide, output, path, entry in entries[:_MAX_MAPS]:
         is_map = path.name.startswith("map-")
-        caption = f"{slide}, {output}: {f'score {_score(entry):.3f}' if is_map else 'gradient of the score'}"
+        told = str(entry.get("note") or f"score {_score(entry):.3f}") if is_map else "gradient of the score"
+        caption = f"{slide}, {output}: {told}"
         with suppress(KeyError, TypeError, ValueError):
             weights = as_weights_id(entry["weights"])
             caption += f"; {weights.checkpoint} model, {weights.text}"

@@ -166,6 +166,20 @@ class Evidence(nn.Module):
         return scores, evidence
 
 
+class PredictedClasses(nn.Module):
+    """Class of each pixel, the index of its highest score, from a model with a segmentation head."""
+
+    def __init__(self, model: SlideModel, num_classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self._dtype = torch.uint8 if num_classes <= 256 else torch.int16
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Map ``[N, 3, H, W]`` to ``[N, 1, H, W]`` of whole numbers."""
+        scores: Tensor = self.model(image)
+        return scores.argmax(1, keepdim=True).to(self._dtype)
+
+
 def build_model(
     backbone: nn.Module,
     num_features: int,

@@ -17,6 +17,7 @@ from sft.api.weight_placement import resident_bytes
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.common.untrusted.trusted_code import Trust
+from sft.nn import WithLoss
 from sft.sources.image import Image
 from sft.wsi.config import Config
 from sft.wsi.data.dataset import SlideDataset
@@ -251,6 +252,7 @@ def compile_model(
     num_inputs: int = 1,
     skip_repeats: bool = False,
     ranks: Ranks = SINGLE_RANK,
+    output: str = "device",
 ) -> Any:
     """Compile the model inside the budget, for slides of any size.
 
@@ -264,6 +266,7 @@ def compile_model(
         num_inputs: of the model; label maps follow the image.
         skip_repeats: True if strips of background need not run; see `sft.Options`.
         ranks: ranks that share each slide. Default: this process alone
+        output: place of the output, as in `sft.compile`. Default: ``"device"``
 
     Raises:
         UnsupportedError: the network has operators without an exact rule.
@@ -277,6 +280,7 @@ def compile_model(
         device=config.train.device,
         optimizer=state_bytes,
         mesh=ranks.mesh,
+        output=output,
         options=sft.Options(
             skip_repeats=skip_repeats,
             mesh_timeout_seconds=ranks.timeout_seconds,
@@ -295,23 +299,28 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
 
     Raises:
         UnsupportedError, BudgetError: as `sft.plan`.
-        InputError: an invalid size, or the task is segmentation.
+        InputError: an invalid size.
     """
-    if min(size_px) < 1 or experiment.task.kind == "segmentation":
-        raise InputError(f"--size {size_px[1]}x{size_px[0]}: give two positive numbers, and a task without masks")
+    if min(size_px) < 1:
+        raise InputError(f"--size {size_px[1]}x{size_px[0]}: give two positive numbers")
     optimizer = make_optimizer(experiment.model, experiment.config.train)
-    net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
+    inputs = [_PlaceholderSlide((1, 3, *size_px), torch.get_default_dtype())]
+    model: nn.Module = experiment.model
+    if experiment.task.kind == "segmentation":
+        model = WithLoss(experiment.model, segmentation_loss)
+        inputs.append(_PlaceholderSlide((1, 1, *size_px), torch.int64))
+    net = compile_model(model, experiment.config, optimizer=optimizer, num_inputs=len(inputs), skip_repeats=experiment.paints, ranks=ranks)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
     with autocast_context(experiment.config):
-        plan: sft.Plan = net.plan_for(_PlaceholderSlide((1, 3, *size_px)))
+        plan: sft.Plan = net.plan_for(*inputs)
     return plan
 
 
 class _PlaceholderSlide:
-    """A slide of which only the size is known: enough to plan for."""
+    """A slide, or a label map, of which only the size is known: enough to plan for."""
 
-    def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        self.shape, self.dtype = shape, torch.get_default_dtype()
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
 
     def rows(self, interval: Interval, out: Tensor) -> None:
         """Never called.

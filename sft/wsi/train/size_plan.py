@@ -46,13 +46,12 @@ def experiment_without_slides(config: Config, *, trust: Trust = ()) -> Experimen
     """The experiment of a configuration with a network on the meta device; slides, weights and a GPU need not be there.
 
     Raises:
-        InputError: the network cannot be made, is of a module that is not trusted, or segments (its masks belong to slides).
+        InputError: the network cannot be made, or is of a module that is not trusted.
     """
-    if config.task.kind == "segmentation":
-        raise InputError("--size: a plan for segmentation needs the masks of slides; leave it out")
     table = _table(config)
     classes = table.classes or tuple(config.task.classes or _UNKNOWN_CLASSES)
-    num_outputs = {"classification": len(classes), "multilabel": len(classes), "hazard": config.task.num_intervals}.get(config.task.kind, 1)
+    of_kind = dict.fromkeys(("classification", "multilabel", "segmentation"), len(classes)) | {"hazard": config.task.num_intervals}
+    num_outputs = of_kind.get(config.task.kind, 1)
     task = Task(kind=config.task.kind, classes=classes, num_outputs=num_outputs)
     model = replace(config.model, weights=None, options=options_without_download(config.model))
     experiment = load_experiment(replace(config, model=model), table=table, task=task, trust=trust)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sft.wsi.eval.predict import Predictor
 from sft.wsi.eval.run_summary import write_run_summary
@@ -193,6 +194,25 @@ def test_results_elsewhere_replace_only_their_own_files(run: Path, tmp_path: Pat
     capsys.readouterr()
     assert main(["evaluate", str(run), "--out", str(file), "--bootstrap", "0"]) == 1
     assert "cannot write results to" in capsys.readouterr().err
+
+
+def test_results_among_the_checkpoints_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in ("checkpoints", "checkpoints/best"):
+        assert main(["evaluate", str(run), "--out", str(run / out)]) == 1
+        assert "is among the checkpoints of the run" in capsys.readouterr().err
+    (run / "file").write_text("")
+    assert main(["evaluate", str(run), "--out", str(run / "file" / "out")]) == 1
+    assert "file is a file, not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [[1], {"format": 1}, {"format": 1, "weights_sha256": "", "progress": "x"}, {"format": 1, "settings": 5}])
+def test_a_state_of_another_structure_is_damage(state: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (run / "checkpoints").glob("*/state.pt"):
+        torch.save(state, path)
+    assert main(["evaluate", str(run)]) == 1
+    errors = capsys.readouterr().err
+    assert "is damaged (state.pt " in errors or "is damaged (format" in errors, errors
+    assert "checkpoints of kind 'best'" in errors and "Error" not in errors
 
 
 def test_the_top_page_of_a_run_without_results_is_made_of_what_there_is(run: Path) -> None:

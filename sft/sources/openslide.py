@@ -250,12 +250,13 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
         handle: _OpenSlideHandle = openslide.OpenSlide(path)
     except Exception as error:
         num_bytes = path.stat().st_size
+        name = ""
         with suppress(OSError):
-            if name := file_format(path):
-                raise SourceError(
-                    f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert an image to a "
-                    "tiled TIFF."
-                ) from error
+            name = file_format(path)
+        if name:
+            raise SourceError(
+                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert an image to a tiled TIFF."
+            ) from error
         raise SourceError(
             f"cannot open slide {path} ({num_bytes} bytes): {error}. Either no format that OpenSlide reads, or cut "
             "short; compare its size with the original and copy it again, or convert it to a tiled TIFF."

@@ -65,7 +65,7 @@ def test_other_sizes_are_refused(texts: list[str]) -> None:
 
 
 def test_a_segmentation_is_planned_with_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = {"kind": "segmentation", "classes": ["back", "tumour"]}
+    task: dict[str, object] = {"kind": "segmentation", "classes": ["back", "tumour"]}
     config = _config(tmp_path / "c.yaml", task=task, model={"head": "segmentation"}, train={"device": "cpu"})
     assert run_wsi(["plan", "--config", str(config), "--size", "512x384"]) == 0
     assert "1x3x384x512, 1x1x384x512" in capsys.readouterr().out

@@ -255,7 +255,7 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
             name = file_format(path)
         if name:
             raise SourceError(
-                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert an image to a tiled TIFF."
+                f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert images to tiled TIFF."
             ) from error
         raise SourceError(
             f"cannot open slide {path} ({num_bytes} bytes): {error}. Either no format that OpenSlide reads, or cut "

@@ -57,7 +57,7 @@ def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.Monke
         ("empty.svs", b"", "0 bytes"),
         ("note.svs", b"this is no slide", r"note\.svs \(16 bytes\).*copy it again"),
         ("head.tif", b"II*\0" + bytes(12), r"head\.tif"),
-        ("photo.svs", b"\x89PNG\r\n\x1a\n" + bytes(20), r"it is a PNG image, no slide\. Give the slide, or convert"),
+        ("photo.svs", b"\x89PNG\r\n\x1a\n" + bytes(20), r"it is a PNG image, no slide\. Give the slide, or convert images"),
         ("page.svs", b"<html>404", "it is an HTML page"),
         ("pointer.svs", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("cut.svs", SLIDE.read_bytes()[: 1 << 20], r"cut\.svs.*cut short"),

@@ -20,7 +20,7 @@ DEFAULT_TUNED_DTYPES = ("bfloat16", "float32")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, as all errors of the commands."""
+    """Parser with errors of one line, as all errors of the commands."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, escape_control_characters(f"error: {message}; {self.prog} --help lists all options\n"))

@@ -101,7 +101,7 @@ def _check_amount(path: Path, text: str) -> None:
 
 
 def _check_names(root: yaml.Node | None, path: Path) -> None:
-    """Refuse a file that is no mapping, or whose groups have keys other than names."""
+    """Refuse a file that is no mapping, or that has keys other than names."""
     if not isinstance(root, yaml.MappingNode):
         kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise InputError(f"{path} is {kind}; a configuration has settings by name, such as train: {{epochs: 20}}")

@@ -25,7 +25,7 @@ from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.materialize import ProjectedPlan, materialize
-from sft.planner.measured.allocator_overhead import OverheadEstimator
+from sft.planner.measured.allocator_overhead import OverheadEstimator, warn_about_allocator
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
 from sft.planner.planner import check_device, check_host, plan_segments
@@ -290,6 +290,7 @@ def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch
     nodes = [node for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer")]
     weights = {node.name: tensor_attribute(model, node.target) for node in nodes}
     plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
+    warn_about_allocator()
     return OverheadEstimator(
         device,
         open_timing_cache(device),

@@ -35,6 +35,11 @@ _PACKAGES = {
     "matplotlib": "plot",
 }
 _TOLERANCE = 1e-10
+#: Devices on which this release was tested.
+_VERIFIED = {
+    "cpu": "all tests of this release",
+    "cuda": "nothing has run on a GPU yet: tested with simulated devices; benchmarks/gpu.sh --stage 1 checks it there (docs/gpu.md)",
+}
 
 
 def show_doctor(console: Console, *, as_json: bool) -> int:
@@ -47,6 +52,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "imported": str(Path(sft.__file__ or "").resolve().parent),
         "shadowed": _shadowed(),
+        "verified": _VERIFIED,
         "devices": [_device(device) for device in _devices()],
     }
     failed = [device for device in report["devices"] if not device["self_check"]["ok"]]
@@ -59,6 +65,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         lines.append(f"{'WARNING':18} {report['shadowed']}")
     for name, version in report["packages"].items():
         lines.append(f"{name:18} {version or _install_hint(name)}")
+    lines += [f"{'tested on ' + name:18} {text}" for name, text in _VERIFIED.items()]
     for device in report["devices"]:
         result = device["self_check"]
         lines.append(f"{device['device']:18} {device['name']}, {device['memory']}")

@@ -81,6 +81,9 @@ def measure_peak(device: torch.device | str = "cpu") -> Iterator[Peak]:
     To meter a dry run, use ``device="meta"``: it counts meta tensors, and fake tensors of any claimed device.
     Enter the ``FakeTensorMode`` outside this block; inside, its shape propagation would count as the program's work.
 
+    On a CUDA device a block resets torch's own peak counters (``torch.cuda.max_memory_allocated``), which cannot be set back. Planning
+    for a CUDA device measures programs in such blocks: read torch's counters over calls that need no new plan, or read this meter.
+
     >>> import torch
     >>> with measure_peak() as peak:
     ...     squares = torch.arange(1000, dtype=torch.float32) ** 2

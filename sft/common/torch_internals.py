@@ -39,6 +39,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "break_dynamo_graph",
+    "cuda_allocator_backend",
     "current_dispatch_modes",
     "disable_current_modes",
     "disable_torch_function",
@@ -176,6 +177,12 @@ _onednn_before: list[bool] = []
 def set_algorithm_search(is_enabled: bool) -> None:
     """Set ``torch.backends.cudnn.benchmark``, also after ``torch.backends.disable_global_flags()``."""
     torch._C._set_cudnn_benchmark(is_enabled)
+
+
+def cuda_allocator_backend() -> str:
+    """Allocator of device memory: ``"native"``, ``"cudaMallocAsync"`` or ``"pluggable"``."""
+    query: Callable[[], str] | None = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # torch for the CPU has none
+    return "native" if query is None or not torch.cuda.is_initialized() else query()
 
 
 # -- transforms and compilers -----------------------------------------------------------------------------------------

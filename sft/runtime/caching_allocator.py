@@ -42,6 +42,19 @@ _SEGMENT_ROUNDING_BYTES: Final = 2 * _MIB
 MIN_SEGMENT_BYTES: Final = _MEDIUM_BYTES
 #: Variables of the environment, in the order in which torch reads them.
 _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+#: Settings that the simulator follows, and the threshold at which unused segments are released, which lowers reserved bytes.
+_DESCRIBED: Final = frozenset(
+    {
+        "expandable_segments",
+        "garbage_collection_threshold",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "release_lock_on_cudamalloc",
+        "roundup_power2_divisions",
+    }
+)
+#: Settings about host memory.
+_HOST_PREFIX: Final = "pinned_"
 #: ``roundup_power2_divisions`` has an entry for each power of two from 1 MiB on.
 _NUM_DIVISION_INTERVALS: Final = 16
 
@@ -57,6 +70,7 @@ class AllocatorSettings:
         roundup_power2_divisions: number of divisions between two powers of two to which sizes are rounded up. Entry ``i`` is for sizes from
             ``2**i`` MiB on; the first one also for smaller sizes, the last one for all larger ones. Empty for none.
         is_native: false for ``backend:cudaMallocAsync``, which this simulator does not describe.
+        undescribed: settings that may change reserved bytes, and that this simulator does not follow.
     """
 
     expandable_segments: bool = False
@@ -64,6 +78,7 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int = _LARGE_SEGMENT_BYTES
     roundup_power2_divisions: tuple[int, ...] = ()
     is_native: bool = True
+    undescribed: tuple[str, ...] = ()
 
     @classmethod
     def of_environment(cls) -> AllocatorSettings:
@@ -94,6 +109,7 @@ class AllocatorSettings:
                 max_non_split_rounding_bytes=int(options.get("max_non_split_rounding_mb", _LARGE_SEGMENT_BYTES // _MIB)) * _MIB,
                 roundup_power2_divisions=_parse_divisions(options.get("roundup_power2_divisions", "").strip()),
                 is_native=options.get("backend", "native").strip() == "native",
+                undescribed=tuple(f"{name}:{value.strip()}" for name, value in options.items() if not _is_described(name, value.strip())),
             )
         except ValueError as error:
             raise InputError(f"the allocator settings {text!r} have a value that is no number ({error}); see PYTORCH_ALLOC_CONF") from error
@@ -111,6 +127,11 @@ class AllocatorSettings:
             step = max(1, floor // divisions)
             return -(-num_bytes // step) * step
         return -(-num_bytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+
+
+def _is_described(name: str, value: str) -> bool:
+    """True for a setting that the simulator follows, or that cannot raise reserved bytes."""
+    return name in _DESCRIBED or name.startswith(_HOST_PREFIX) or (name, value) == ("backend", "native")
 
 
 def _parse_divisions(text: str) -> tuple[int, ...]:

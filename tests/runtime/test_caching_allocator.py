@@ -114,6 +114,12 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync,expandable_segments:True")
     settings = AllocatorSettings.of_environment()
     assert settings.expandable_segments and not settings.is_native
+    assert settings.undescribed == ("backend:cudaMallocAsync",)
+    described = "backend:native,max_split_size_mb:64,pinned_use_cuda_host_register:True,roundup_power2_divisions:[64:8,>:1]"
+    assert AllocatorSettings.parse(described).undescribed == ()
+    assert AllocatorSettings.parse("per_process_memory_fraction:0.5, max_split_size_mb:64").undescribed == (
+        "per_process_memory_fraction:0.5",
+    )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:many")
     with pytest.raises(sft.InputError, match="max_split_size_mb:many"):
         AllocatorSettings.of_environment()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
-from sft.common.torch_internals import TorchDispatchMode
+from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
 from sft.lower.program import Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
@@ -35,7 +36,7 @@ from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, run_on_autograd_thread, timing_key
 
-__all__ = ["OverheadEstimator", "blas_workspace_bytes"]
+__all__ = ["OverheadEstimator", "blas_workspace_bytes", "warn_about_allocator"]
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
@@ -156,3 +157,18 @@ def blas_workspace_bytes(device: torch.device) -> int:
         return sum(int(size) * int(count) for size, count in sizes) * _KIB
     is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
     return 32 * _MIB if is_hopper else 8 * _MIB + 128 * _KIB
+
+
+def warn_about_allocator() -> None:
+    """Warn if this process allocates device memory by other rules than the simulated ones."""
+    backend, settings = cuda_allocator_backend(), AllocatorSettings.of_environment().undescribed
+    if backend != "native" and not any(setting.startswith("backend:") for setting in settings):
+        settings = (*settings, f"backend:{backend}")
+    if settings:
+        warnings.warn(
+            f"the allocator settings {', '.join(settings)} (PYTORCH_ALLOC_CONF) are not simulated: the bytes that a plan projects to be "
+            "reserved are those without them, so the device may run out of memory within the budget. Remove them, or leave room in the "
+            "budget.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

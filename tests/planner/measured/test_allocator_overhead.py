@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -302,3 +303,25 @@ def test_errors_on_autograds_thread_are_the_callers() -> None:
 
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="no room"):
         run_on_autograd_thread(torch.device("cpu"), fail)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend", "named"),
+    [
+        ("expandable_segments:True", "native", ""),
+        ("backend:cudaMallocAsync", "cudaMallocAsync", "settings backend:cudaMallocAsync "),
+        ("", "pluggable", "settings backend:pluggable "),
+        ("large_segment_size_mb:64", "native", "settings large_segment_size_mb:64 "),
+    ],
+)
+def test_allocators_that_are_not_simulated_are_said(
+    gpu: None, settings: str, backend: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    monkeypatch.setattr("sft.planner.measured.allocator_overhead.cuda_allocator_backend", lambda: backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sft.compile(seeded(ConvNet), _SHAPE, budget="64MiB")
+    texts = [str(each.message) for each in caught]
+    assert all(named in text and "leave room in the budget" in text for text in texts) and bool(texts) == bool(named)

@@ -164,11 +164,14 @@ def _time_step(
         record.flag("wrong", problem)
     if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
         record.flag("wrong", f"planned {format_bytes(net.plan.total_bytes)} of {case.budget}")
-    if options.trace:
-        _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-gpu-steps-{_file_name(record)}")
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
     times = _measure([*steps, step], options.rounds, wait)
     record.seconds, record.plain_seconds = times[-1], times[0] if steps else None
+    if options.trace:
+        try:
+            _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
+        except Exception as error:  # a trace is an extra
+            record.note = f"{record.note}; no trace: {_first_line(error)}".removeprefix("; ")
 
 
 def _plain_step(case: StepCase, model: torch.nn.Module, x: Any, device: torch.device) -> Callable[[], object]:
@@ -216,7 +219,7 @@ def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -
         step()
     profiler.export_chrome_trace(f"{stem}.trace.json.gz")
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
         step()
         torch.cuda.synchronize(device)
         torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")

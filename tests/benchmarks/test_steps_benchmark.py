@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import os
 import subprocess
@@ -93,6 +94,20 @@ def test_a_failing_verification_does_not_hide_the_time(bench: Any, tmp_path: Pat
     monkeypatch.setattr(bench, "verify_step", fail)
     record = _run(bench, _small(bench, "vgg block 1"), tmp_path)
     assert (record.status, record.note) == ("failed", "RuntimeError: no algorithm") and record.seconds is not None
+
+
+def test_a_trace_is_an_extra(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "verify_step", lambda *_: (1e-6, 1e-6))
+    record = _run(bench, _small(bench, "vgg block 1"), tmp_path, "--trace")
+    (trace,) = tmp_path.glob("*-gpu-steps-vgg-block-1-fp32-aten.trace.json.gz")
+    assert "aten::convolution" in gzip.decompress(trace.read_bytes()).decode() and record.note == ""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(bench, "_write_trace", fail)
+    record = _run(bench, _small(bench, "vgg block 1"), tmp_path, "--trace")
+    assert (record.status, record.note) == ("ok", "no trace: RuntimeError: no profiler") and record.seconds is not None
 
 
 def test_more_memory_than_projected_is_wrong(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -42,11 +43,11 @@ def lock_pages(data: npt.NDArray[np.uint8], purpose: str, remedy: str) -> None:
             stacklevel=2,
         )
         return
-    weakref.finalize(data, _unlock_pages, runtime, data.ctypes.data)
+    weakref.finalize(data, _unlock_pages, runtime, torch.cuda.synchronize, data.ctypes.data)
 
 
-def _unlock_pages(runtime: Any, address: int) -> None:
+def _unlock_pages(runtime: Any, synchronize: Callable[[], None], address: int) -> None:
     """Unlock an array's pages before its memory is freed; copies that are still under way, after a step that was dropped, end first."""
     with suppress(RuntimeError):  # while a graph is recorded, or after an error of the device
-        torch.cuda.synchronize()
+        synchronize()
     runtime.cudaHostUnregister(address)

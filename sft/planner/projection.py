@@ -25,7 +25,7 @@ from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.region import Region
 from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
-from sft.runtime.streamed_inputs import SweepDirection, input_staging_bytes
+from sft.runtime.streamed_inputs import SweepDirection, input_staging_bytes, largest_input_grad_bytes
 from sft.runtime.tiled_layout import Sweep
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.weight_prefetch import GradientTransfer
@@ -206,7 +206,7 @@ def project_step(
         host_bytes=machine.host_arena.num_bytes + machine.host_memory.peak_bytes,
         slab_bytes=machine.host_arena.num_bytes,
         weights_peak_bytes=machine.weights_peak_bytes,
-        staging_bytes=machine.staging.num_bytes,
+        staging_bytes=machine.staging_bytes,
     )
 
 
@@ -313,7 +313,7 @@ class _AnalyticSegment:
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             for sweep in (sweep for sweep in self.segment.sweeps if sweep.chunk == chunk):
                 profile = self.profiles[keep][sweep]
-                self._stage(machine, "forward", sweep)
+                self._stage(machine, "forward", sweep, profile.forward_runs)
                 machine.memory.record_peak(profile.forward_peak_bytes)
                 machine.memory.flops += profile.forward_flops
                 machine.note(profile.forward_runs)
@@ -323,11 +323,20 @@ class _AnalyticSegment:
         self.segment.close_reductions(machine, values, shared, None)
         return stores
 
-    def _stage(self, machine: TracingMachine, direction: SweepDirection, sweep: Sweep) -> None:
-        """Allocate and free the page-locked buffers of a sweep's loaders."""
-        if self.segment.from_source and not machine.on_host:
-            for start in [machine.staging.allocate(size) for size in input_staging_bytes(self.segment, direction, sweep)]:
+    def _stage(self, machine: TracingMachine, direction: SweepDirection, sweep: Sweep, runs: ProgramRuns) -> None:
+        """Count the page-locked buffers of a sweep: those of its loaders, and of the strips that its programs exchange with the host."""
+        segment = self.segment
+        if machine.on_host:
+            return
+        if segment.from_source:
+            for start in [machine.staging.allocate(size) for size in input_staging_bytes(segment, direction, sweep)]:
                 machine.staging.free(start)
+        for program, _ in runs:
+            for port, slot in program.ports.items():
+                if segment.is_exchanged(port):
+                    machine.note_transfer(slot.num_bytes)
+        if direction == "backward":
+            machine.note_transfer(largest_input_grad_bytes(segment, sweep))
 
     def backward(
         self, machine: Machine, values: ValueBindings, stores: list[SimulatedBuffer], grads: Gradients, *, consume: bool = True
@@ -339,8 +348,8 @@ class _AnalyticSegment:
             del stores[-1]
             profile = self.profiles[True][sweep]
             if not self.segment.keeps_states(sweep):
-                self._stage(machine, "restore", sweep)
-            self._stage(machine, "backward", sweep)
+                self._stage(machine, "restore", sweep, ())
+            self._stage(machine, "backward", sweep, profile.backward_runs)
             machine.memory.record_peak(profile.backward_peak_bytes)
             machine.memory.flops += profile.backward_flops
             machine.note(profile.backward_runs)

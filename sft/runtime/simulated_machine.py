@@ -13,9 +13,13 @@ from sft.lower.program import Port, Program, Slot
 from sft.runtime.machine import DEFAULT_AXES, Buffer, Residuals
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.runtime.weight_prefetch import GradientTransfer
-from sft.sources.strip_reader import read_chunks, reader_bytes, ring_bytes_of
+from sft.sources.strip_reader import FULL_READ_BYTES, aligned_bytes, read_chunks, reader_bytes, ring_bytes_of
 
-__all__ = ["MemoryCounter", "SimulatedBuffer", "SimulatedMachine"]
+__all__ = ["NUM_TRANSFERS", "MemoryCounter", "SimulatedBuffer", "SimulatedMachine"]
+
+
+#: Page-locked buffers of copies to the host, and of gradients from it: two in each direction.
+NUM_TRANSFERS = 4
 
 
 class MemoryCounter:
@@ -107,7 +111,8 @@ class SimulatedMachine:
         on_host: True if the device's memory is the host's, so that buffers for reading inputs count, too.
         host_arena: arena on the host for offloaded values.
         host_memory: counter of the other bytes on the host (streamed cuts).
-        staging: arena of the page-locked buffers that copies between the devices pass through.
+        staging: arena of the page-locked buffers of readers.
+        transfer_bytes: bytes of the largest page-locked buffer of another copy.
     """
 
     memory: MemoryCounter = field(default_factory=MemoryCounter)
@@ -115,6 +120,7 @@ class SimulatedMachine:
     host_arena: HostArena = field(default_factory=HostArena)
     host_memory: MemoryCounter = field(default_factory=MemoryCounter)
     staging: HostArena = field(default_factory=HostArena)
+    transfer_bytes: int = 0
 
     def caller(self) -> AbstractContextManager[None]:
         """Context of allocations by the code that calls the model: inputs, and gradients of outputs."""
@@ -123,7 +129,7 @@ class SimulatedMachine:
     def _no_effect(self, *arguments: Any, **keywords: Any) -> None:
         """Operations that write data, and neither allocate nor free memory."""
 
-    end = start_op = fill = add = copy = add_to_sink = write_output = read_output_grad = wait_weights = _no_effect
+    end = start_op = fill = add = copy = wait_weights = _no_effect
     scale_sums = count_strips = _no_effect
 
     # Buffers.
@@ -178,6 +184,29 @@ class SimulatedMachine:
             row_bytes = Slot(0, (*shape[:2], 1, *shape[3:]), dtype, 0).num_bytes
             self.staging.free(self.staging.allocate(ring_bytes_of(read_chunks(shape[2], row_bytes), row_bytes)))
         return self.allocate(shape, dtype, zero=False)
+
+    def note_transfer(self, num_bytes: int) -> None:
+        """Count the page-locked buffer of a strip that is copied to the host, or from a gradient there."""
+        if not self.on_host:
+            self.transfer_bytes = max(self.transfer_bytes, num_bytes)
+
+    def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
+        self.note_transfer(gradient.num_bytes)
+
+    def write_output(
+        self, host: Buffer, source: Buffer, batch: Interval | None = None, rows: Interval | None = None, *_: Any, **__: Any
+    ) -> None:
+        self.note_transfer(source.num_bytes if rows is not None else min(source.num_bytes, FULL_READ_BYTES))
+
+    def read_output_grad(
+        self, host: Buffer, target: Buffer, batch: Interval | None = None, rows: Interval | None = None, *_: Any, **__: Any
+    ) -> None:
+        self.note_transfer(target.num_bytes if rows is not None else min(target.num_bytes, FULL_READ_BYTES))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Page-locked bytes: buffers of readers, and two buffers in each direction of other copies."""
+        return self.staging.num_bytes + NUM_TRANSFERS * aligned_bytes(self.transfer_bytes)
 
     def allocate_host_cut(self, shape: tuple[int, ...], dtype: Any) -> SimulatedBuffer:
         return SimulatedBuffer(self.host_memory, Slot(0, shape, dtype, 0).num_bytes)

@@ -32,6 +32,7 @@ __all__ = [
     "input_buffer_bytes",
     "input_grad_bytes",
     "input_staging_bytes",
+    "largest_input_grad_bytes",
     "open_loaders",
     "reads_skipped_strips",
     "row_read_order",
@@ -155,3 +156,15 @@ def input_grad_bytes(segment: TiledLayout, kind: StripKind, steps: IntArray, swe
         is_bound = np.array([reads[kind, signature] for signature in kinds], dtype=bool)
         total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, sweep, gradient=True)
     return total
+
+
+def largest_input_grad_bytes(segment: TiledLayout, sweep: Sweep) -> int:
+    """Bytes of the largest strip of the gradient of one input that is not resident, in a backward sweep."""
+    steps, largest = np.arange(segment.schedule.num_steps), 0
+    kinds = segment.schedule.kinds[1].tolist()
+    for name in sorted(segment.from_source):
+        start, stop = segment.rows_read(name, sweep)
+        reads = _ReadsCache(segment, sweep, Port("grad_source", name))
+        rows = [int(stop[step] - start[step]) for step in steps.tolist() if reads["joint", kinds[step]]]
+        largest = max(largest, max(rows, default=0) * segment.source_row_bytes(name, sweep, gradient=True))
+    return largest

@@ -33,6 +33,7 @@ from sft.common.interval import Interval
 from sft.sources.source import Source
 
 __all__ = [
+    "FULL_READ_BYTES",
     "NUM_RING_BUFFERS",
     "PrefetchFailure",
     "PrefetchState",
@@ -54,7 +55,7 @@ __all__ = [
 _JOIN_SECONDS = 5.0
 _ALIGNMENT_BYTES = 64
 #: An image is read at once in chunks of about this size.
-_CHUNK_BYTES = 8 * 2**20
+FULL_READ_BYTES = 8 * 2**20
 _EMPTY = Interval(0, 0)
 
 
@@ -109,7 +110,7 @@ def read_chunks(num_rows: int, num_row_bytes: int) -> list[Interval]:
     >>> read_chunks(10, 2**21)
     [Interval(start=0, stop=4), Interval(start=4, stop=8), Interval(start=8, stop=10)]
     """
-    step = max(1, _CHUNK_BYTES // num_row_bytes)
+    step = max(1, FULL_READ_BYTES // num_row_bytes)
     return [Interval(top, min(top + step, num_rows)) for top in range(0, num_rows, step)]
 
 

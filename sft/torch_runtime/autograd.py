@@ -136,8 +136,13 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
     leaves = dict(zip(inputs.names, tensors, strict=True))
     if not keep:
-        with torch.no_grad(), _pass_settings(region, inputs), inputs.memory(), inputs.forward_weights() as weights:
-            machine = inputs.machine(backward=False, weights=weights)
+        with (
+            torch.no_grad(),
+            _pass_settings(region, inputs),
+            inputs.memory(),
+            inputs.forward_weights() as weights,
+            _running(inputs.machine(backward=False, weights=weights)) as machine,
+        ):
             outputs, _ = region.forward(machine, {**leaves, **inputs.sources}, keep=False, hosts=hosts)
         return {name: _output_tensor(output) for name, output in outputs.items()}
     # A sink is not a tensor: without this one, autograd might see no argument that requires a gradient.
@@ -159,8 +164,13 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
         offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
-        with _pass_settings(region, inputs), inputs.memory(), _quiesce_on_error(offloader), inputs.forward_weights() as weights:
-            machine = inputs.machine(backward=False, offloader=offloader, weights=weights)
+        with (
+            _pass_settings(region, inputs),
+            inputs.memory(),
+            _quiesce_on_error(offloader),
+            inputs.forward_weights() as weights,
+            _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
+        ):
             outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
             tape.copies.wait(machine, tuple(tape.copies.by_target))
@@ -258,8 +268,11 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         reached -= unneeded_grads(ctx, inputs.names)
     weight_grads: dict[str, torch.Tensor] = {}
     with inputs.memory(), inputs.backward_weights(reached, weight_grads) as weights:
-        machine = inputs.machine(backward=True, offloader=offloader, weights=weights)
-        with _pass_settings(region, inputs), _quiesce_on_error(offloader):
+        with (
+            _pass_settings(region, inputs),
+            _quiesce_on_error(offloader),
+            _running(inputs.machine(backward=True, offloader=offloader, weights=weights)) as machine,
+        ):
             leaf_grads = region.backward(machine, tape, output_grads, sinks=sinks, consume=consume)
         for sink in sinks.values():
             sink.finish()
@@ -290,6 +303,18 @@ def _pass_settings(region: Region, inputs: RegionInputs) -> Iterator[None]:
     """Settings of torch during a pass."""
     with autocast_disabled(inputs.device), algorithm_search_for(region, in_strips=inputs.cudnn_benchmark):
         yield
+
+
+@contextlib.contextmanager
+def _running(machine: TorchMachine) -> Iterator[TorchMachine]:
+    """A machine that is closed at the end; after a failure, errors of its copies under way are not raised as well."""
+    try:
+        yield machine
+    except BaseException:
+        with contextlib.suppress(Exception):
+            machine.close()
+        raise
+    machine.close()
 
 
 @contextlib.contextmanager

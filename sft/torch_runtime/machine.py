@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from sft.sources.source import select_samples
 from sft.torch_runtime.cuda_graphs import GraphCache
 from sft.torch_runtime.host_memory import HostAllocator
 from sft.torch_runtime.host_outputs import copy_in_order
+from sft.torch_runtime.host_transfers import HostTransfers, row_pieces
 from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.pass_statistics import LISTENERS, PassStatistics, note_flops
@@ -99,6 +100,23 @@ class TorchMachine:
     graphs: GraphCache | None = None
     weights: WeightPass | None = None
     staging: HostStaging = field(default_factory=HostStaging)
+    _transfers: HostTransfers | None = None
+
+    def close(self) -> None:
+        """End a pass: changes of host memory are complete.
+
+        Raises:
+            SourceError, InputError: of a file, or a gradient sink, that could not be written.
+        """
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.close()
+
+    def host_transfers(self) -> HostTransfers | None:
+        """Asynchronous copies between the device and host memory; ``None`` on devices other than CUDA."""
+        if self._transfers is None and self.device.type == "cuda":
+            self._transfers = HostTransfers(self.device, self.staging)
+        return self._transfers
 
     def start_op(self, op: ScheduleOp) -> None:
         """Mark the begin of a schedule op; tests watch it."""
@@ -204,12 +222,16 @@ class TorchMachine:
     # Inputs, outputs and cuts on the host.
 
     def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
+        if self._transfers is not None:  # a cut that is read is complete, and the readers' buffers begin where the plan has them
+            self._transfers.finish()
         if isinstance(source, HostCut):
             return CutStripLoader(source, batch, order, self.device, self.staging)
         return SourceStripLoader(source, batch, order, self.device, self.statistics.reading, self.staging)
 
     def read_input(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out = self.allocate(shape, dtype, zero=False)
+        if self._transfers is not None:
+            self._transfers.finish()
         if isinstance(source, HostCut):
             source.load(out, self.staging)
         else:
@@ -217,7 +239,14 @@ class TorchMachine:
         return out
 
     def add_to_sink(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
-        select_samples(sink, batch).add(rows, gradient)
+        samples, transfers = select_samples(sink, batch), self.host_transfers()
+        if transfers is None:
+            samples.add(rows, gradient)
+            return
+        for start, piece in row_pieces(gradient, whole=len(rows) == sink.shape[2]):
+            first = rows.start + start
+            interval = rows if piece is gradient else Interval(first, first + piece.shape[2])
+            transfers.download(piece, partial(samples.add, interval), sink)
 
     def write_output(
         self,
@@ -229,7 +258,13 @@ class TorchMachine:
         *,
         axes: Axes = DEFAULT_AXES,
     ) -> None:
-        host.write(self.view(host.tensor, batch, rows, columns, axes=axes), source, axes, batch, rows)
+        region, transfers = self.view(host.tensor, batch, rows, columns, axes=axes), self.host_transfers()
+        if transfers is None:
+            host.write(region, source, axes, batch, rows)
+            return
+        for start, piece in row_pieces(source, whole=rows is None):
+            target = region if piece is source else region.narrow(2, start, piece.shape[2])
+            transfers.download(piece, partial(_write_piece, host, target, axes, batch, rows), host)
 
     def read_output_grad(
         self,
@@ -241,9 +276,16 @@ class TorchMachine:
         *,
         axes: Axes = DEFAULT_AXES,
     ) -> None:
-        if self.device.type != "meta":
-            gradient = host.tensor if isinstance(host, HostGradient) else host
-            copy_in_order(target, self.view(gradient, batch, rows, columns, axes=axes), target)
+        if self.device.type == "meta":
+            return
+        gradient, transfers = host.tensor if isinstance(host, HostGradient) else host, self.host_transfers()
+        region = self.view(gradient, batch, rows, columns, axes=axes)
+        if transfers is None or gradient.device.type != "cpu":
+            copy_in_order(target, region, target)
+            return
+        transfers.wait(host)
+        for start, piece in row_pieces(target, whole=rows is None):
+            transfers.upload(piece, region if piece is target else region.narrow(2, start, piece.shape[2]))
 
     def allocate_host_cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostCut:
         return HostCut(shape, dtype, self._cut_allocator, "a cut on the host")
@@ -302,4 +344,11 @@ class TorchMachine:
 
     @property
     def strip_ops(self) -> TorchStripOps:
+        if self._transfers is not None:  # rows of cuts on the host are compared
+            self._transfers.finish()
         return TorchStripOps(self.device, self.view, self.statistics.skipping)
+
+
+def _write_piece(host: Any, region: torch.Tensor, axes: Axes, batch: Interval | None, rows: Interval | None, copied: torch.Tensor) -> None:
+    """Write a copy on the host into a region of an output or a cut."""
+    host.write(region, copied, axes, batch, rows)

@@ -32,7 +32,7 @@ from torch import Tensor
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.torch_runtime.host_memory import SlabLease
 
-__all__ = ["HostOffloader", "storage_as_bytes", "upload_stream"]
+__all__ = ["HostOffloader", "download_stream", "storage_as_bytes", "upload_stream"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
@@ -59,6 +59,11 @@ def _copy_streams(device: torch.device) -> _CopyStreams:
 def upload_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream of the copies from the host to a CUDA device."""
     return _copy_streams(device).up
+
+
+def download_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream of the copies from a CUDA device to the host."""
+    return _copy_streams(device).down
 
 
 @dataclass(slots=True)

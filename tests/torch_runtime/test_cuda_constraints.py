@@ -21,11 +21,11 @@ from sft.lower import joint_traces as traces
 from sft.lower.op_recorder import ArgumentSpec
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
-from sft.torch_runtime import input_streaming as reading
-from sft.torch_runtime.host_outputs import copy_in_order
+from sft.torch_runtime.input_streaming import load_source
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.weights.record import ALIGNMENT_BYTES
 from sft.weights.store import allocate_host_bytes
+from tests.helpers.fake_cuda import FakeGpu, fake_cuda, observed
 from tests.helpers.models import seeded
 from tests.helpers.problems import problem_of
 
@@ -222,33 +222,24 @@ def test_strips_have_no_more_elements_than_gpus_index() -> None:
 
 
 def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of several samples do not lie densely; CUDA makes a buffer beside such a target, of which no plan knows."""
+    """Rows of several samples are not dense; CUDA allocates a buffer for such a copy, which no plan knows."""
     targets = []
+    copy = FakeGpu.copy
 
-    def note(target: torch.Tensor, source: torch.Tensor, dense: torch.Tensor) -> None:
-        targets.append(target)
-        copy_in_order(target, source, dense)
+    def note(gpu: FakeGpu, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+        targets.append((target.is_contiguous(), source.is_contiguous(), non_blocking))
+        copy(gpu, target, source, non_blocking=non_blocking)
 
-    monkeypatch.setattr(reading, "copy_in_order", note)
-    monkeypatch.setattr(reading, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(FakeGpu, "copy", note)
+    monkeypatch.setattr("sft.sources.strip_reader.FULL_READ_BYTES", 4096)
     numbers = torch.rand(3, 2, 40, 16)
-    out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
-    elsewhere: Any = _Elsewhere(out)
-    reading.load_source(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, PassReading())
+    with fake_cuda() as gpu:
+        out = gpu.adopt(torch.empty(numbers.shape).to(memory_format=torch.channels_last))
+        with observed(gpu):
+            load_source(ArraySource(numbers.numpy(), layout="NCHW"), out, PassReading())
+        assert not gpu.checker.races and not gpu.blocking_copies
     assert torch.equal(out, numbers) and len(targets) > 3
-    assert all(target.is_contiguous(memory_format=torch.channels_last) for target in targets)
-
-
-class _Elsewhere:
-    """A tensor that says that it is on a GPU."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        return self.tensor[where]
+    assert all(all(each) for each in targets)
 
 
 def test_kernels_for_older_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

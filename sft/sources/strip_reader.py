@@ -88,12 +88,12 @@ def reader_bytes_at(start: IntArray, stop: IntArray, num_row_bytes: int, num_buf
     return min(num_buffers, len(start)), tallest * num_row_bytes, carried_rows * num_row_bytes
 
 
-#: Host buffers of a reader whose strips are copied to a device: one is filled, one waits, and one is being copied.
+#: Host buffers of a reader of strips for a device: one is filled, one waits, and one is being copied.
 NUM_RING_BUFFERS = 3
 
 
 def ring_bytes(start: IntArray, stop: IntArray, num_row_bytes: int) -> int:
-    """Host bytes of a reader whose strips are copied to a device, of strips that begin and end at these rows."""
+    """Host bytes of a reader of strips for a device, which begin and end at these rows."""
     num_buffers, strip_bytes, carry_bytes = reader_bytes_at(start, stop, num_row_bytes, NUM_RING_BUFFERS)
     return num_buffers * aligned_bytes(strip_bytes) + aligned_bytes(carry_bytes)
 

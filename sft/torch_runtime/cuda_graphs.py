@@ -8,7 +8,7 @@ overwrites them. If weights have moved, the program is recorded again.
 The buffers exist as long as the recording, and so does the memory in which recorded programs work. That is one pool for all of them, since
 no value in it outlives a replay. Recordings are therefore chosen last, from the bytes that the budget has left, and their bytes are added
 to the projected peak. A program with calls that depend on the strip's position (masks, interpolation), or that uploads a table, is not
-recorded: a recording would fix the uploaded content. A program whose recording fails runs without one, and a plan's first failure is a
+recorded: a recording would fix the uploaded content. If the recording of a program fails, it runs without one, and a plan's first failure is a
 warning.
 """
 
@@ -146,7 +146,7 @@ class GraphCache:
         weights: names of the values that keep their addresses.
         num_bytes: bytes of all recordings.
         num_replays: number of replays so far, for tests.
-        num_failures: number of programs whose recording failed; they run without one.
+        num_failures: number of failed recordings; these programs run without one.
     """
 
     programs: tuple[Program, ...]

@@ -55,7 +55,7 @@ class _Uploads:
         return self.staged.take(num_bytes, aligned_bytes(num_bytes)).numpy()
 
     def make_room(self) -> None:
-        """Give buffers back whose copy is complete; wait for the oldest copy if only one buffer would be left to the reader."""
+        """Give the buffers of complete copies back; wait for the oldest copy if only one buffer would be left to the reader."""
         while self._running and (len(self._running) >= NUM_RING_BUFFERS - 1 or self._running[0][0].query()):
             event, _ = self._running.popleft()
             event.synchronize()

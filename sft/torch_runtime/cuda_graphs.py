@@ -8,8 +8,8 @@ overwrites them. If weights have moved, the program is recorded again.
 The buffers exist as long as the recording, and so does the memory in which recorded programs work. That is one pool for all of them, since
 no value in it outlives a replay. Recordings are therefore chosen last, from the bytes that the budget has left, and their bytes are added
 to the projected peak. A program with calls that depend on the strip's position (masks, interpolation), or that uploads a table, is not
-recorded: a recording would fix the uploaded content. If the recording of a program fails, it runs without one, and a plan's first failure is a
-warning.
+recorded: a recording would fix the uploaded content. If the recording of a program fails, it runs without one, and a plan's first failure
+is a warning.
 """
 
 from __future__ import annotations

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from sft.api.compile import compile
 from sft.api.compiled_handle import of
-from sft.common.byte_units import parse_bytes
-from sft.common.errors import BudgetError, InputError, SftError, UnsupportedError
+from sft.common.byte_units import is_integer, parse_bytes
+from sft.common.errors import BudgetError, InputError, SftError, UnsupportedError, typed
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
 from sft.solvers.plot import ParetoPoint, check_drawable, pareto_figure, save_figure
@@ -139,17 +140,18 @@ def pareto(
         SourceError: the plot cannot be written.
     """
     base = options or Options()
-    names = (strategies,) if isinstance(strategies, str) else strategies
+    names = _entries("strategies", (strategies,) if isinstance(strategies, str) else strategies, "('auto', 'revolve')")
     requests = [replace(base, strategy=name) for name in dict.fromkeys(names)]  # refuses a wrong name before planning
     if not requests:
         raise InputError(f"strategies is empty: name one of {', '.join(STRATEGIES)}")
-    budget_list = (
-        None if budgets is None else sorted(set(map(parse_bytes, [budgets] if isinstance(budgets, int | str) else budgets)), reverse=True)
-    )
+    budget_list: list[int] | None = None
+    if budgets is not None:
+        entries = _entries("budgets", [budgets] if isinstance(budgets, (str, Real)) else budgets, "['4GiB', '11GiB']")
+        budget_list = sorted(set(map(parse_bytes, entries)), reverse=True)
     if budget_list is not None and not budget_list:
         raise InputError("budgets is empty: name some, or leave it out")
-    if budget_list is None and num_budgets < 2:
-        raise InputError(f"num_budgets {num_budgets}: choose two or more, or give budgets")
+    if budget_list is None and not (is_integer(num_budgets) and num_budgets >= 2):
+        raise InputError(f"num_budgets {num_budgets!r}: choose two or more, or give budgets")
     if path is not None:
         check_drawable(path)  # planning takes long: report obstacles to plotting first
     sweep = _BudgetSweep(model, input_shape, compile_arguments)
@@ -164,6 +166,13 @@ def pareto(
         plain_seconds = None if _is_measured(rows) else sweep.plain.estimated_seconds
         save_figure(tradeoff_figure(rows, plain_seconds=plain_seconds), path)
     return rows
+
+
+def _entries(name: str, values: Any, example: str) -> list[Any]:
+    """The entries of an argument that is a sequence."""
+    if not isinstance(values, Iterable) or isinstance(values, (bytes, Mapping)):
+        raise InputError(f"{name} is {values!r}, {typed(values)}: give a list, as {example}")
+    return list(values)
 
 
 def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None = None) -> Figure:

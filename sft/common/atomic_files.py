@@ -20,13 +20,51 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeGuard
 
-from sft.common.errors import SourceError
+from sft.common.errors import InputError, InputTypeError, SourceError, typed
 
-__all__ = ["PARTIAL_MARK", "LockedFile", "atomic_write", "folder_problem", "fsync_file", "fsync_folder", "lock_file", "lock_holder"]
+__all__ = [
+    "PARTIAL_MARK",
+    "LockedFile",
+    "as_path",
+    "atomic_write",
+    "folder_problem",
+    "fsync_file",
+    "fsync_folder",
+    "is_text_path",
+    "lock_file",
+    "lock_holder",
+]
 
 #: How names of unfinished files begin.
 PARTIAL_MARK = ".partial-"
+
+
+def is_text_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """True for a text or a path object, and not for bytes or a file descriptor."""
+    return isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str)
+
+
+def as_path(value: object, purpose: str) -> Path:
+    """The path that a caller gave for a file or folder.
+
+    >>> as_path("plans/step.png", "the plot").name
+    'step.png'
+
+    Args:
+        value: a text or a path object.
+        purpose: what it is the path of, for the error message.
+
+    Raises:
+        InputError: it is no path, empty, or has a zero byte, which no name of a file has.
+    """
+    if not is_text_path(value):
+        raise InputTypeError(f"{purpose}: its path is {value!r}, {typed(value)}; give a text or a pathlib.Path")
+    text = os.fspath(value)
+    if not text or "\0" in text:
+        raise InputError(f"{purpose}: no file can have the path {text!r}; give one that is not empty, without zero bytes")
+    return Path(text)
 
 
 @contextmanager
@@ -46,9 +84,10 @@ def atomic_write(
         remedy: last sentence of the error message.
 
     Raises:
+        InputError: it is no path.
         SourceError: it cannot be written; ``path`` is unchanged.
     """
-    target = Path(path)
+    target = as_path(path, "a file to write")
     if not target.name:
         raise refusal(f"cannot write {os.fspath(path)!r}: it names no file. {remedy}")
     # The name does not extend the target's, which may have the maximal length; the suffix stays last, since image writers read it.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, SupportsInt
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, InputTypeError, typed
 
 __all__ = ["format_bytes", "format_seconds", "is_integer", "parse_bytes", "parse_rate", "size_at_least"]
 
@@ -75,10 +75,16 @@ def format_bytes(num_bytes: int) -> str:
     >>> format_bytes(1610612736), format_bytes(2048), format_bytes(5)
     ('1.50 GiB', '2.00 KiB', '5 B')
     """
+    _check_number(num_bytes)
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def _check_number(value: object) -> None:
+    if not isinstance(value, Real):
+        raise InputTypeError(f"a number of bytes is {value!r}, {typed(value)}; give a number")
 
 
 def size_at_least(num_bytes: int) -> str:

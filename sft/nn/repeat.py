@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from sft.analysis.frontend.fingerprint import module_fingerprint
 from sft.analysis.ir.repeat_op import RepeatCapture, current_repeat_capture
+from sft.common.atomic_files import as_path
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.legacy_names import renamed
@@ -138,7 +138,7 @@ class Repeat(nn.Module):
             self.num_blocks,
             device=device,
             window_bytes=parse_bytes(window),
-            path=None if path is None else Path(path),
+            path=None if path is None else as_path(path, "the weights file"),
             resume=resume,
             durable=durable,
             prefetch=prefetch,

@@ -8,6 +8,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from sft.common.atomic_files import is_text_path
 from sft.common.byte_units import is_integer, parse_bytes
 from sft.common.errors import InputError
 
@@ -148,7 +149,7 @@ class Options:
                 read()
             except InputError as error:
                 errors.append(f"{name}: {error}")
-        if self.host_folder is not None and not os.path.isdir(self.host_folder):
+        if self.host_folder is not None and not (is_text_path(self.host_folder) and os.path.isdir(self.host_folder)):
             errors.append(f"host_folder {self.host_folder!r}: give a folder that exists")
         if self.uses_host and _is_zero(self.host_budget):
             errors.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")

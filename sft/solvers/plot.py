@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft.common.atomic_files import atomic_write
+from sft.common.atomic_files import as_path, atomic_write
 from sft.common.errors import InputError
 from sft.common.installation import install_command
 
@@ -107,13 +106,12 @@ def check_drawable(path: str | os.PathLike[str]) -> None:
     """Check that a figure can be drawn into a file of this name.
 
     Raises:
-        InputError: matplotlib is missing, or does not know the suffix.
+        InputError: it is no path, or matplotlib is missing or does not know the suffix.
     """
+    file = as_path(path, "the picture")
     suffixes = sorted(new_figure().canvas.get_supported_filetypes())
-    if Path(path).suffix[1:].lower() not in suffixes:
-        raise InputError(
-            f"cannot draw {Path(path).name}: a picture's name ends with one of {', '.join(f'.{suffix}' for suffix in suffixes)}"
-        )
+    if file.suffix[1:].lower() not in suffixes:
+        raise InputError(f"cannot draw {file.name}: a picture's name ends with one of {', '.join(f'.{suffix}' for suffix in suffixes)}")
 
 
 def new_figure() -> Figure:

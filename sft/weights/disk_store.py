@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.common.atomic_files import LockedFile, fsync_folder, lock_file, lock_holder
+from sft.common.atomic_files import LockedFile, as_path, fsync_folder, lock_file, lock_holder
 from sft.common.errors import InputError, SourceError
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.safetensors_header import header_bytes, read_header
@@ -361,9 +361,7 @@ class WeightsFile:
     durable: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path) or isinstance(os.fspath(self.path), bytes):
-            raise InputError(f"weights file {self.path!r}: give the path of a file")
-        folder = os.path.dirname(os.path.abspath(self.path))
+        folder = os.path.dirname(os.path.abspath(as_path(self.path, "the weights file")))
         if not os.path.isdir(folder):
             raise InputError(f"weights file {os.fspath(self.path)!r}: there is no folder {folder!r}; make it first")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sft.common.atomic_files import PARTIAL_MARK, atomic_write, fsync_folder, lock_file, lock_holder
-from sft.common.errors import SourceError
+import sft
+from sft.common.atomic_files import PARTIAL_MARK, as_path, atomic_write, fsync_folder, lock_file, lock_holder
+from sft.common.errors import InputError, SourceError
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import clear_partial, write_text
 from sft.wsi.run.folder import RunFolder
@@ -111,7 +113,7 @@ def test_partial_files_of_a_crash_are_removed(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["whole.png"]
 
 
-@pytest.mark.parametrize("path", [".", "/", ""])
+@pytest.mark.parametrize("path", [".", "/"])
 def test_a_path_without_a_name(path: str) -> None:
     with pytest.raises(SourceError, match="it names no file"), atomic_write(path):
         raise AssertionError("the block runs")
@@ -189,3 +191,28 @@ def test_a_read_only_file_can_be_locked(tmp_path: Path) -> None:
     path.chmod(0o444)
     with lock_file(path, creates=False), pytest.raises(BlockingIOError):
         lock_file(path, creates=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "refusal"),
+    [
+        (3, "the plot: its path is 3, an int; give a text"),
+        (None, "the plot: its path is None, a NoneType"),
+        (b"a.png", "the plot: its path is b'a.png', a bytes"),
+        ("a\0.png", "no file can have the path 'a.x00.png'"),
+        ("", "no file can have the path ''"),
+    ],
+)
+def test_values_that_are_no_path(value: Any, refusal: str) -> None:
+    with pytest.raises(InputError, match=refusal):
+        as_path(value, "the plot")
+    with pytest.raises(InputError, match=r"a file to write|no file can have"), atomic_write(value):
+        pass
+
+
+@pytest.mark.parametrize("path", ["a\0.safetensors", b"weights.safetensors", "", 3])
+def test_weights_files_and_folders_have_paths(path: Any) -> None:
+    with pytest.raises(InputError, match="weights file"):
+        sft.WeightsFile(path)
+    with pytest.raises(InputError, match="host_folder"):
+        sft.Options(host_folder=path)

@@ -25,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "first_problems",
     "input_error_of",
+    "refusal_of_values",
     "some_names",
     "typed",
 ]
@@ -97,6 +98,19 @@ def input_error_of(cause: type[BaseException], message: str) -> InputError:
         if issubclass(cause, error_class.__bases__[1]):
             return error_class(message)
     return InputError(message)
+
+
+#: Words of torch's errors about values that an operator does not take.
+_VALUE_WORDS = ("out of bounds", "out of range", "out of DATA bounds", "Class values must be", "between 0 and 1")
+
+
+def refusal_of_values(error: Exception, operator: str) -> InputError | None:
+    """The error of an operator about the values of its operands (a label that is no class) as an input error; ``None`` for other errors."""
+    message = str(error).strip().rstrip(".")
+    if not any(word in message for word in _VALUE_WORDS):
+        return None
+    hint = "check the labels, indices or probabilities that the inputs hold; labels and indices count from 0"
+    return input_error_of(type(error), f"{operator}: {message}; {hint}")
 
 
 class SourceError(SftError, OSError):

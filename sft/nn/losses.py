@@ -156,6 +156,8 @@ class WithLoss(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
+        if isinstance(loss, type):
+            raise InputError(f"loss is the class {loss.__name__}; give a loss that is made of it, {loss.__name__}()")
         if not callable(loss):
             raise InputError(f"loss must be a function of prediction and target, got {type(loss).__name__}")
         if keep_channel != "auto" and not isinstance(keep_channel, bool):
@@ -184,7 +186,7 @@ class WithLoss(nn.Module):
         other_target = _other_channel_convention(prediction, target)
         if self.keep_channel == "auto":
             return self._loss_by_convention(prediction, target, other_target)
-        has_channel = isinstance(prediction, Tensor) and target.dim() == prediction.dim()
+        has_channel = other_target is not None and target.dim() == prediction.dim()
         return self.loss(prediction, target if other_target is None or has_channel == self.keep_channel else other_target)
 
     def _loss_by_convention(self, prediction: Any, target: Tensor, other_target: Tensor | None) -> Tensor:
@@ -211,9 +213,9 @@ def _is_about_tracing(error: Exception) -> bool:
     return is_class_of_torch or any(word in str(error) for word in ("Fake", "tensor subclasses"))
 
 
-def _other_channel_convention(prediction: Any, target: Tensor) -> Tensor | None:
+def _other_channel_convention(prediction: Any, target: Any) -> Tensor | None:
     """A target without its channel of size one, or with one where it lacks it; ``None`` where it has channels like the prediction."""
-    if not isinstance(prediction, Tensor) or prediction.dim() < 3:
+    if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or prediction.dim() < 3:
         return None
     if target.dim() == prediction.dim() - 1:
         return target.unsqueeze(1)

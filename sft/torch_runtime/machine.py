@@ -19,6 +19,7 @@ import torch
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
+from sft.common.errors import refusal_of_values
 from sft.common.interval import Interval
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.runtime.machine import DEFAULT_AXES, Buffer, OpaqueTensors, Residuals
@@ -189,11 +190,17 @@ class TorchMachine:
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
         arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]
-        if instruction.keywords:
-            keywords = {key: self._resolve(value, tensors) for key, value in instruction.keywords.items()}
-            result = instruction.function(*arguments, **keywords)
-        else:
-            result = instruction.function(*arguments)
+        try:
+            if instruction.keywords:
+                keywords = {key: self._resolve(value, tensors) for key, value in instruction.keywords.items()}
+                result = instruction.function(*arguments, **keywords)
+            else:
+                result = instruction.function(*arguments)
+        except (IndexError, RuntimeError) as error:
+            refusal = refusal_of_values(error, instruction.owner)
+            if refusal is None:
+                raise
+            raise refusal from error
         outputs = instruction.outputs
         if len(outputs) == 1:
             (slot,) = outputs

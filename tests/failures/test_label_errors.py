@@ -51,6 +51,43 @@ def test_labels_of_another_shape(loss: str, shape: tuple[int, ...]) -> None:
     assert net(torch.zeros(_SHAPE), labels).requires_grad
 
 
+def _dice(prediction: Tensor, labels: Tensor) -> Tensor:
+    return -(prediction.softmax(1) * nn.functional.one_hot(labels, 5).movedim(-1, 1)).mean()
+
+
+@pytest.mark.parametrize("tile", [None, (5, None)], ids=["whole", "strips"])
+@pytest.mark.parametrize(
+    ("loss", "refusal"),
+    [
+        (_LOSSES["cross entropy"], r"cross_entropy.*: Target (-1|9) is out of bounds; check the labels"),
+        (_dice, "one_hot: Class values must be at least 0 and less than the number of classes, 5; check the labels"),
+        (lambda y, t: y.gather(1, t[:, None]).sum(), "gather: index (-1|9) is out of bounds for dimension 1 with size 5; check the labels"),
+    ],
+    ids=["cross entropy", "one-hot encoding", "gather"],
+)
+def test_labels_that_are_no_class(loss: Callable[[Tensor, Tensor], Tensor], refusal: str, tile: Any) -> None:
+    """As in eager PyTorch; a one-hot encoding would otherwise leave such pixels out without a word."""
+    labels = torch.zeros(1, 24, 20, dtype=torch.long)
+    net = sft.compile(_training(loss), [_SHAPE, labels], options=None if tile is None else sft.Options(tile=tile))
+    for value in (9, -1):
+        labels[0, 17, 3] = value
+        with pytest.raises((RuntimeError, IndexError)) as eager:
+            _training(loss)(torch.zeros(_SHAPE), labels)
+        with pytest.raises(sft.InputError, match=refusal) as refused:
+            net(torch.zeros(_SHAPE), labels)
+        assert isinstance(refused.value, type(eager.value))
+    labels[0, 17, 3] = 4
+    net(torch.zeros(_SHAPE), labels).backward()
+
+
+def test_losses_and_targets_of_the_wrong_kind() -> None:
+    with pytest.raises(sft.InputError, match=r"loss is the class CrossEntropyLoss; give .* CrossEntropyLoss\(\)"):
+        _training(nn.CrossEntropyLoss)  # type: ignore[arg-type]  # the point
+    net = sft.compile(_training(nn.CrossEntropyLoss()), [_SHAPE, torch.zeros(1, 24, 20, dtype=torch.long)])
+    with pytest.raises(sft.InputError, match="must be Tensor, not list"):
+        net(torch.zeros(_SHAPE), [[0] * 20] * 24)
+
+
 def test_labels_of_a_classifier() -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     training = sft.nn.WithLoss(model, nn.CrossEntropyLoss())

@@ -41,6 +41,7 @@ from sft.backends.autotune.benchmark import relative_error
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.common.byte_units import format_bytes
 from sft.sources import ArraySource
+from sft.torch_runtime.cuda_graphs import recordable_programs
 
 __all__ = ["MODES", "NETWORKS", "SmokeResult", "main", "run_case"]
 
@@ -49,8 +50,9 @@ ERROR_LIMIT = 1e-10
 NETWORKS = {"vgg16": "vgg16", "resnet18-frozen": "resnet18", "resnet18-training": "resnet18 in training", "u-net": "u-net"}
 Mode = Literal["strips", "offload", "streamed-weights", "cuda-graphs", "file"]
 MODES: tuple[Mode, ...] = ("strips", "offload", "streamed-weights", "cuda-graphs", "file")
-#: Rows and columns; no multiple of a strip. Of ResNets only larger images have activations that are worth an offload.
-_SIZE, _OFFLOAD_SIZE = (168, 120), (392, 264)
+#: Rows and columns; no multiple of a strip. Of ResNets only larger images have activations that are worth an offload. Graphs are recorded
+#: of programs that run several times, so the image has many strips.
+_SIZE, _OFFLOAD_SIZE, _GRAPHS_SIZE = (168, 120), (392, 264), (392, 64)
 _STRIP_ROWS = 32
 _AMPLE = "64GiB"
 
@@ -166,12 +168,19 @@ def _input_of(pixels: Tensor, mode: Mode, device: torch.device, folder: Path) ->
     return lambda: ArraySource(path, layout="HWC", dtype=torch.float64)
 
 
+def image_size(network: str, mode: Mode) -> tuple[int, int]:
+    """Rows and columns of the image of a case."""
+    if mode == "cuda-graphs":
+        return _GRAPHS_SIZE
+    return _OFFLOAD_SIZE if mode == "offload" and network.startswith("resnet") else _SIZE
+
+
 def run_case(network: str, mode: Mode, device: torch.device, size: tuple[int, int] | None = None) -> SmokeResult:
     """One case. Every exception is a result, so that one case does not hide the others."""
     result, started = SmokeResult(network=network, mode=mode), time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _fill(result, device, size or (_OFFLOAD_SIZE if mode == "offload" and network.startswith("resnet") else _SIZE), Path(folder))
+            _fill(result, device, size or image_size(network, mode), Path(folder))
     except Exception as error:
         result.status, result.note = "failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]
     result.seconds = time.monotonic() - started
@@ -193,8 +202,11 @@ def _fill(result: SmokeResult, device: torch.device, size: tuple[int, int], fold
     result.allocated_bytes, result.reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
     result.projected_bytes, result.projected_reserved_bytes = net.plan.projected_peak_bytes, net.plan.projected_reserved_bytes or None
     problems = [] if result.error <= ERROR_LIMIT else [f"error above {ERROR_LIMIT:g}"]
-    problems += [problem for problem in (memory_problem(memory, net.plan), _missing(net.plan, result.mode)) if problem]
-    result.status, result.note = ("wrong", "; ".join(problems)) if problems else ("ok", _restriction(result.mode, device))
+    missing, restriction = _missing(net.plan, result.mode), ""
+    if result.mode == "cuda-graphs":
+        missing, restriction = _check_graphs(net, device)
+    problems += [problem for problem in (memory_problem(memory, net.plan), missing) if problem]
+    result.status, result.note = ("wrong", "; ".join(problems)) if problems else ("ok", restriction)
 
 
 def _missing(plan: sft.Plan, mode: Mode) -> str:
@@ -208,8 +220,15 @@ def _missing(plan: sft.Plan, mode: Mode) -> str:
     return "the plan reads no source" if mode == "file" and "source" not in plan.input_placements else ""
 
 
-def _restriction(mode: Mode, device: torch.device) -> str:
-    return "no graphs on a CPU: the strips ran one call at a time" if mode == "cuda-graphs" and device.type != "cuda" else ""
+def _check_graphs(net: Any, device: torch.device) -> tuple[str, str]:
+    """A sentence if graphs could be recorded and none was replayed, and a restriction of the network or the device."""
+    prepared = list(net._sft_engine.plan_cache.prepared.values())
+    if not any(recordable_programs(each.region, training=True) for each in prepared):
+        return "", "no strip of this network can be recorded as a graph"
+    if device.type != "cuda":
+        return "", "no graphs on a CPU: the strips ran one call at a time"
+    num_replays = sum(each.graphs.num_replays for each in prepared if each.graphs is not None)
+    return ("", f"{num_replays} replays") if num_replays else ("no strip was replayed as a graph", "")
 
 
 def _write(folder: Path, results: Sequence[SmokeResult], environment: dict[str, str]) -> None:

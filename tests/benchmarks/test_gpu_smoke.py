@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_line_for_each_case(small: Any, tmp_path: Path, capsys: pytest.Capture
     assert first.startswith("device ") and last.startswith("3 of 3 right")
     assert [line.split()[:3] for line in lines] == [["ok", "u-net", mode] for mode in ("strips", "cuda-graphs", "file")]
     assert all("error " in line and "allocated " in line and "projected " in line and "reserved " not in line for line in lines)
-    assert "no graphs on a CPU" in lines[1]
+    assert "no strip of this network can be recorded" in lines[1]
     (path,) = tmp_path.iterdir()
     results = json.loads(path.read_text())
     assert results["environment"]["torch"] == torch.__version__
@@ -74,6 +75,26 @@ def test_networks_and_modes(smoke: Any) -> None:
     assert set(smoke.MODES) >= {"strips", "offload", "streamed-weights", "cuda-graphs"}
     options = smoke.parse([])
     assert tuple(options.only) == tuple(smoke.NETWORKS) and tuple(options.modes) == smoke.MODES and options.device == "cuda"
+
+
+@pytest.mark.parametrize("network", ["vgg16", "resnet18-frozen"])
+def test_graphs_can_be_recorded_at_the_size_of_their_case(smoke: Any, network: str) -> None:
+    """Programs are recorded if they run often, and the first and last strips of deep networks are programs of their own."""
+    with torch.device("meta"):
+        model = smoke.STANDARD_NETWORKS[smoke.NETWORKS[network]]()
+    size = smoke.image_size(network, "cuda-graphs")
+    net: Any = sft.compile(model, (1, 3, *size), budget="64GiB", options=smoke._options("cuda-graphs"), device="cpu")
+    assert smoke._check_graphs(net, _CPU) == ("", "no graphs on a CPU: the strips ran one call at a time")
+
+
+def test_graphs_that_are_not_replayed_are_wrong(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "recordable_programs", lambda region, *, training: [object()])
+    graphs = SimpleNamespace(num_replays=0)
+    prepared = {0: SimpleNamespace(region=None, graphs=graphs), 1: SimpleNamespace(region=None, graphs=None)}
+    net = SimpleNamespace(_sft_engine=SimpleNamespace(plan_cache=SimpleNamespace(prepared=prepared)))
+    assert smoke._check_graphs(net, torch.device("cuda")) == ("no strip was replayed as a graph", "")
+    graphs.num_replays = 12
+    assert smoke._check_graphs(net, torch.device("cuda")) == ("", "12 replays")
 
 
 def test_faults_are_wrong(small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

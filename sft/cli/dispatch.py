@@ -90,6 +90,7 @@ def _run_on_model(args: argparse.Namespace, console: Console, *, meta: bool) -> 
         options=options,
         out=args.out,
         plot=args.plot,
+        html=args.html,
         pareto=args.pareto,
         budgets=tuple(args.budgets),
         costs=args.costs,
@@ -118,7 +119,7 @@ def _check_unused_options(args: argparse.Namespace) -> None:
     if args.budgets and args.pareto is None:
         raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
     multi_plan_option = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
-    unused = [f"--{name}" for name in ("out", "plot", "costs", "full") if getattr(args, name)]
+    unused = [f"--{name}" for name in ("out", "plot", "html", "costs", "full") if getattr(args, name)]
     if multi_plan_option is not None and unused:
         raise InputError(f"{' and '.join(unused)}: about one plan, and {multi_plan_option} makes several; leave out the one or the other")
 

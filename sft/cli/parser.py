@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--costs", action="store_true", help="print a line for each segment, with its time")
     plan.add_argument("--full", action="store_true", help="print a block for each segment (default: 40 lines, with the largest segments)")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="plot memory and operations over time: .png, .svg, .pdf, ...")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture, a table of segments and the report: .html")
     plan.add_argument(
         "--pareto",
         type=Path,

@@ -30,6 +30,8 @@ from sft.planner.cost.roofline import DeviceRates
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
 from sft.planner.remedies import COMMAND_LINE, message_for
+from sft.planner.reports.plan_page import check_page_name
+from sft.solvers.plot import check_drawable
 from sft.sources.source import check_rows
 
 __all__ = [
@@ -131,6 +133,7 @@ class PlanRequest:
         options: planner options.
         out: a file for the plan as JSON.
         plot: a file for the plot of the plan.
+        html: a file for the page of the plan.
         pareto: a file for the plot of time against memory.
         budgets: budgets of that plot; empty for a range from plain PyTorch's need down to the minimum.
         costs: whether to print the time of each segment.
@@ -147,6 +150,7 @@ class PlanRequest:
     device: str = "cpu"
     out: Path | None = None
     plot: Path | None = None
+    html: Path | None = None
     pareto: Path | None = None
     budgets: tuple[str, ...] = ()
     costs: bool = False
@@ -174,12 +178,18 @@ class _PlaceholderSource:
 
 def show_plan(request: PlanRequest, console: Console, *, as_json: bool) -> int:
     """Print the plan; write and plot it if requested."""
+    if request.plot is not None:  # names are checked first, since planning may take long
+        check_drawable(request.plot)
+    if request.html is not None:
+        check_page_name(request.html)
     result = _plan_request(request)
     if request.out is not None:
         with atomic_write(request.out) as temporary:
             temporary.write_text(result.to_json(), encoding="utf-8")
     if request.plot is not None:
         result.plot(request.plot)
+    if request.html is not None:
+        result.save_html(request.html)
     text = (
         result.to_json() if as_json else "\n".join([result.explain(costs=request.costs, full=request.full), *_link_lines(request, result)])
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Sequence
@@ -242,7 +241,7 @@ class Plan:
             full: write a block per segment; otherwise a table with a line per segment, which names the largest ones where there are many,
                 in 40 lines at most (with ``costs`` a line for each segment). Default: `True`
         """
-        from sft.planner.report import plan_report
+        from sft.planner.reports.plan_text import plan_report
 
         return plan_report(self, costs=costs, full=full)
 
@@ -256,25 +255,41 @@ class Plan:
             InputError: matplotlib is missing or does not support the suffix, or the plan has no operators.
             SourceError: the file cannot be written; an existing file stays untouched.
         """
-        from sft.planner.report import plan_figure
+        from sft.planner.reports.plan_figure import plan_figure
         from sft.solvers.plot import save_figure
 
         save_figure(plan_figure(self), path)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as one HTML file: the picture of a notebook, a table of all segments, and the text of `explain`.
+
+        The file needs no other file, no network and no JavaScript.
+
+        Args:
+            path: a file with the suffix ``.html`` or ``.htm``.
+
+        Raises:
+            InputError: the file has another suffix.
+            SourceError: the file cannot be written; an existing file stays untouched.
+        """
+        from sft.planner.reports.plan_page import save_page
+
+        save_page(self, path)
 
     def __str__(self) -> str:
         return self.explain()
 
     def __repr__(self) -> str:
         """One line; `explain` and ``str`` say everything."""
-        from sft.planner.report import plan_line
+        from sft.planner.reports.plan_text import plan_line
 
         return f"<Plan: {plan_line(self)}>"
 
     def _repr_html_(self) -> str:
-        """The split of the budget, for notebooks."""
-        from sft.planner.report import plan_summary
+        """Picture of the plan for notebooks: split of the budget, memory over time, and segments in the order of the schedule."""
+        from sft.planner.reports.plan_page import plan_fragment
 
-        return f"<pre>{html.escape(plan_summary(self))}</pre>"
+        return plan_fragment(self)
 
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""

@@ -264,6 +264,9 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
             ["--out and --costs", "--compare"],
         ),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--plot", "plan.png"], ["--plot", "--pareto"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--compare", "--html", "plan.html"], ["--html", "--compare"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "plan.json", "--html", "plan.pdf"], ["plan.pdf", ".html"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--html", "no/such/folder/plan.html"], ["no/such/folder/plan.html"]),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.planner.report import plan_figure
+from sft.planner.reports.plan_figure import plan_figure
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.models import TinyUNet, seeded
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory, for copies to and from a CUDA device that overlap with the computation.
+"""Page-locked host memory and the streams of copies, for copies to and from a CUDA device that overlap with the computation.
 
 The memory is NumPy's, locked in place: torch's own page-locked buffers are rounded up to powers of two and cached after use. A system that
 refuses to lock so many pages (a limit, a sandbox) costs speed only: CUDA also copies pageable memory, but the computation waits.
@@ -10,6 +10,8 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,36 @@ import torch
 
 from sft.common.byte_units import format_bytes
 
-__all__ = ["lock_pages"]
+__all__ = ["CopyStreams", "begin_download", "copy_streams", "lock_pages"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStreams:
+    """Streams of the copies between a CUDA device and the host, one in each direction."""
+
+    down: torch.cuda.Stream
+    up: torch.cuda.Stream
+
+
+@cache
+def copy_streams(device: torch.device) -> CopyStreams:
+    """Streams of the copies of a device."""
+    return CopyStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def begin_download(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+    """Begin to copy a tensor on a CUDA device into page-locked memory, after all work queued so far; the event of its end.
+
+    The computation's stream waits for the copy, so that the tensor may be changed and freed at once. The host waits for the event before it
+    reads the target.
+    """
+    down, compute = copy_streams(source.device).down, torch.cuda.current_stream(source.device)
+    down.wait_stream(compute)
+    with torch.cuda.stream(down):
+        target.copy_(source, non_blocking=True)
+        done: torch.cuda.Event = down.record_event()
+    compute.wait_event(done)
+    return done
 
 
 def lock_pages(data: npt.NDArray[np.uint8], purpose: str, remedy: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sft.common.pinned_memory import copy_streams
 from sft.sources.strip_reader import aligned_bytes, read_chunks
-from sft.torch_runtime.offload import download_stream, upload_stream
 from sft.torch_runtime.staging import HostStaging, StagingRange
 
 __all__ = ["HostTransfers", "row_pieces"]
@@ -63,7 +63,7 @@ class HostTransfers:
         while len(self._downloads) >= _MAX_RUNNING:
             self._finish_oldest()
         staged, host = self._staged(tensor)
-        stream, compute = download_stream(self.device), torch.cuda.current_stream(self.device)
+        stream, compute = copy_streams(self.device).down, torch.cuda.current_stream(self.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             _copy_by_sample(host, tensor)
@@ -85,7 +85,7 @@ class HostTransfers:
             self._finish_oldest_upload()
         staged, host = self._staged(target)
         host.copy_(source)
-        stream, compute = upload_stream(self.device), torch.cuda.current_stream(self.device)
+        stream, compute = copy_streams(self.device).up, torch.cuda.current_stream(self.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             _copy_by_sample(target, host)

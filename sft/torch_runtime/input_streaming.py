@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sft.common.array_types import ByteArray
 from sft.common.interval import Interval
+from sft.common.pinned_memory import copy_streams
 from sft.sources.source import Source, select_samples
 from sft.sources.strip_reader import (
     NUM_RING_BUFFERS,
@@ -30,7 +31,6 @@ from sft.sources.strip_reader import (
     row_bytes,
     source_error,
 )
-from sft.torch_runtime.offload import upload_stream
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.torch_runtime.staging import HostStaging, StagingRange
 
@@ -62,7 +62,7 @@ class _Uploads:
 
     def copy(self, target: Tensor, strip: Tensor, allocated: Any) -> None:
         """Copy a strip, after the event at which its target was allocated; the computation waits for the copy."""
-        stream = upload_stream(self.device)
+        stream = copy_streams(self.device).up
         stream.wait_event(allocated)
         with torch.cuda.stream(stream):
             target.copy_(strip, non_blocking=True)

@@ -23,16 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sft.common.pinned_memory import copy_streams
 from sft.runtime.offload import HostArena, OffloadedValue
 from sft.torch_runtime.host_memory import SlabLease
 
-__all__ = ["HostOffloader", "download_stream", "storage_as_bytes", "upload_stream"]
+__all__ = ["HostOffloader", "storage_as_bytes"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
@@ -43,27 +43,6 @@ def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
 
 
 _LIBRARY.impl("resize_storage_", _resize_storage, "CompositeExplicitAutograd")
-
-
-@dataclass(frozen=True, slots=True)
-class _CopyStreams:
-    down: torch.cuda.Stream
-    up: torch.cuda.Stream
-
-
-@cache
-def _copy_streams(device: torch.device) -> _CopyStreams:
-    return _CopyStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
-
-
-def upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream of the copies from the host to a CUDA device."""
-    return _copy_streams(device).up
-
-
-def download_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream of the copies from a CUDA device to the host."""
-    return _copy_streams(device).down
 
 
 @dataclass(slots=True)
@@ -129,7 +108,7 @@ class HostOffloader:
     def quiesce(self) -> None:
         """Make the computation's stream wait for all copies, when a failed step frees buffers that copies may still access."""
         if self.device.type == "cuda":
-            compute, streams = torch.cuda.current_stream(self.device), _copy_streams(self.device)
+            compute, streams = torch.cuda.current_stream(self.device), copy_streams(self.device)
             compute.wait_stream(streams.down)
             compute.wait_stream(streams.up)
 
@@ -155,7 +134,7 @@ class HostOffloader:
         if self.device.type != "cuda":
             yield None
             return
-        stream = getattr(_copy_streams(self.device), direction)
+        stream = getattr(copy_streams(self.device), direction)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield stream

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from sft.common.errors import SourceError
-from sft.torch_runtime.offload import storage_as_bytes, upload_stream
+from sft.common.pinned_memory import copy_streams
+from sft.torch_runtime.offload import storage_as_bytes
 from sft.weights import Store, StreamCounters
 from sft.weights.gradient_sinks import BlockSink
 
@@ -222,7 +223,7 @@ class WeightPass:
             self._thread = None
         self._arriving.clear()
         if self.device.type == "cuda":
-            upload_stream(self.device).synchronize()
+            copy_streams(self.device).up.synchronize()
 
     def _begin(self, target: Tensor, source: Tensor) -> Future[Any]:
         """Begin a copy; the future's result is a CUDA event to wait for, or ``None``."""
@@ -244,7 +245,7 @@ class WeightPass:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
             return copy_here
-        stream, allocated = upload_stream(self.device), torch.cuda.current_stream(self.device).record_event()
+        stream, allocated = copy_streams(self.device).up, torch.cuda.current_stream(self.device).record_event()
 
         def copy() -> Any:
             with torch.cuda.stream(stream):

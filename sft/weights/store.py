@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sft.common.errors import InputError
-from sft.common.pinned_memory import lock_pages
+from sft.common.pinned_memory import begin_download, lock_pages
 from sft.weights.record import ALIGNMENT_BYTES, RecordLayout, RecordPart
 
 __all__ = ["HostStore", "Store", "allocate_host_bytes", "record_offsets"]
@@ -109,6 +109,7 @@ class HostStore:
         self._current = allocate_host_bytes(self._offsets[-1], pin=pin).zero_()
         self._next: Tensor | None = None
         self._written: set[tuple[int, str]] | None = None
+        self._written_event: Any = None  # CUDA event after all copies into the next generation
 
     @property
     def is_slow(self) -> bool:
@@ -149,7 +150,11 @@ class HostStore:
         if self._written is None or self._next is None:
             raise InputError("weights are written to the next generation; begin it first")
         start, stop = self.layouts[block].span(part)
-        self._next[self._offsets[block] + start : self._offsets[block] + stop].copy_(data[: stop - start])
+        target, source = self._next[self._offsets[block] + start : self._offsets[block] + stop], data[: stop - start]
+        if source.device.type == "cuda" and self._pin:
+            self._written_event = begin_download(target, source)  # on one stream, so the last event is of all copies
+        else:
+            target.copy_(source)
         self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
 
     def next_record(self, block: int) -> Tensor:
@@ -171,6 +176,7 @@ class HostStore:
         """
         if self._written is None or self._next is None:
             raise InputError("there is no next generation to commit; begin it first")
+        self._wait_writes()
         for block, layout in enumerate(self.layouts):
             for half in ("weights", "state"):
                 start, stop = layout.span("state" if half == "state" else "weights")
@@ -184,7 +190,14 @@ class HostStore:
 
     def abort(self) -> None:
         """Discard the next generation."""
+        self._wait_writes()
         self._written = None
+
+    def _wait_writes(self) -> None:
+        """Wait for the copies into the next generation that are under way."""
+        event, self._written_event = self._written_event, None
+        if event is not None:
+            event.synchronize()
 
     def close(self) -> None:
         """Release the memory."""

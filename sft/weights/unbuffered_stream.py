@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,11 @@ class UnbufferedStream:
     @contextmanager
     def open_pass(self, plan: Sequence[int] = ()) -> Iterator[UnbufferedPass]:
         """Open a pass over records, in any order."""
-        yield UnbufferedPass(self)
+        stream_pass = UnbufferedPass(self)
+        try:
+            yield stream_pass
+        finally:
+            stream_pass.close()
 
 
 class UnbufferedPass:
@@ -49,13 +54,22 @@ class UnbufferedPass:
     def __init__(self, stream: UnbufferedStream) -> None:
         self.stream = stream
         self._buffers: dict[int, Tensor] = {}
+        self._read_event: Any = None  # CUDA event after the last copy from the store
+
+    def close(self) -> None:
+        """Wait for the copies from the store, which may be overwritten after the pass."""
+        event, self._read_event = self._read_event, None
+        if event is not None:
+            event.synchronize()
 
     def acquire(self, block: int) -> dict[str, Tensor]:
         """The tensors of a record on the device, until :meth:`release`."""
         stream = self.stream
         start, stop = stream.store.layouts[block].span(stream.part)
         data = torch.empty(stop - start, dtype=torch.uint8, device=stream.device)
-        data.copy_(stream.store.record(block)[start:stop])
+        data.copy_(stream.store.record(block)[start:stop], non_blocking=True)
+        if data.device.type == "cuda":
+            self._read_event = torch.cuda.current_stream(data.device).record_event()
         self._buffers[block] = data
         stream.counters.reads += 1
         stream.counters.misses += 1

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sft.common.pinned_memory import copy_streams
 from sft.common.torch_internals import TorchDispatchMode, pytree
-from sft.torch_runtime import offload
 from tests.helpers.happens_before import Allocation, ByteView, RaceChecker, Timeline, library_line
 from tests.helpers.host_memory_accesses import watch_host_memory
 from tests.helpers.thread_order import order_threads
@@ -407,7 +407,7 @@ def fake_cuda() -> Iterator[FakeGpu]:
     _gpus.append(gpu)
     with pytest.MonkeyPatch.context() as patches:
         gpu.default_stream = FakeStream(name="the computation's stream")
-        offload._copy_streams.cache_clear()
+        copy_streams.cache_clear()
         for name, value in {
             "Stream": FakeStream,
             "Event": FakeEvent,
@@ -422,7 +422,7 @@ def fake_cuda() -> Iterator[FakeGpu]:
         try:
             yield gpu
         finally:
-            offload._copy_streams.cache_clear()
+            copy_streams.cache_clear()
             _gpus.pop()
 
 

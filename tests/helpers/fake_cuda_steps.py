@@ -41,6 +41,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
                         window.device = DEVICE
                 if isinstance(provider.store, HostStore):
                     gpu.pin(provider.store.all_records())
+                    provider.store._pin = True
             try:
                 with observed(gpu):
                     yield
@@ -81,7 +82,9 @@ def gpu_steps() -> Iterator[FakeGpu]:
         def step_on_device(optimizer: Any, closure: Any = None) -> Any:
             (records,) = optimizer._record_optimizers
             with on_device(records.blocks):
-                return step(optimizer, closure)
+                result = step(optimizer, closure)
+            gpu.read(*records.params.values())  # on the host
+            return result
 
         patches.setattr("sft.api.engine.run_region", run_on_device)
         patches.setattr(StreamedOptimizer, "step", step_on_device)

@@ -93,7 +93,6 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
 #: Modules with copies between the devices that make the host wait, by case.
 _BLOCKING: dict[str, set[str]] = {
     "weights": {"gradient_sinks.py"},
-    "weights-adamw": {"store.py", "unbuffered_stream.py"},
     "weights-file-adamw": {"weight_streaming.py", "disk_store.py", "unbuffered_stream.py"},
 }
 
@@ -328,6 +327,15 @@ def test_errors_of_the_writing_thread_are_raised_once(tmp_path: Path) -> None:
         results = _steps(net, x)
     assert not gpu.checker.races
     assert torch.isfinite(results[0]).all()
+
+
+def test_updated_weights_that_are_read_early_are_reported(tmp_path: Path) -> None:
+    """Updates are copied to the host while the backward pass goes on; the commit waits for them."""
+    (_, net), x = _compiled("weights-adamw", tmp_path)
+    with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
+        patches.setattr(HostStore, "_wait_writes", lambda store: None)
+        _steps(net, x, optimizer="adamw")
+    assert any("read on host thread" in report and "pinned_memory.py" in report for report in gpu.checker.races)
 
 
 def test_threads_are_ordered_by_their_queue_alone() -> None:

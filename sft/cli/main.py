@@ -6,18 +6,26 @@ An error is printed as one line; ``--debug`` shows its traceback.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sft.cli.parser import build_parser
 from sft.common.errors import BudgetError, SftError
 from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.remedies import COMMAND_LINE, message_for
 
-__all__ = ["escape_unencodable_output", "main"]
+__all__ = ["escape_unencodable_output", "exit_on_interrupt", "main", "output_problem"]
+
+_EXIT_INTERRUPTED = 130
+#: Narrower terminals do not exist; a width of 0 would print nothing.
+_MIN_COLUMNS, _DEFAULT_COLUMNS = 20, 80
 
 #: Width of tables without a terminal: no screen limits it.
 _PIPED_COLUMNS = 240
@@ -32,10 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_COLUMNS
+    if console.width < _MIN_COLUMNS:
+        console.width = _DEFAULT_COLUMNS
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the model's package during import and construction
-            from sft.cli.dispatch import run_command  # imports torch, which takes seconds
+            with exit_on_interrupt():
+                from sft.cli.dispatch import run_command  # imports torch, which takes seconds
 
             code = run_command(args, console)
             sys.stdout.flush()
@@ -57,6 +68,8 @@ def _error_text(error: Exception) -> str | None:
             return text
     if isinstance(error, BudgetError):
         return str(message_for(error, COMMAND_LINE))
+    if isinstance(error, OSError) and (problem := output_problem(error)):
+        return problem
     return str(error) if isinstance(error, (SftError, OSError)) else None
 
 
@@ -64,3 +77,24 @@ def escape_unencodable_output() -> None:
     r"""Escape characters that standard output cannot encode, as ``\xe4``; standard error does so by default."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Make Ctrl-C end the process at once while libraries are imported: an exception in the middle of an import may be lost or replaced."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def output_problem(error: OSError) -> str:
+    """Message of a failure to write standard output; empty for other errors."""
+    is_own = isinstance(error, SftError) or error.filename is not None
+    return (
+        "" if is_own or error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EBADF) else f"cannot write standard output: {error.strerror}"
+    )

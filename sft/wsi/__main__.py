@@ -5,8 +5,8 @@ import sys
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    try:
+    from sft.cli.main import exit_on_interrupt
+
+    with exit_on_interrupt():  # the libraries take a few seconds to load
         from sft.wsi.cli import main
-    except KeyboardInterrupt:  # the libraries take a few seconds to load
-        sys.exit(130)
     sys.exit(main())

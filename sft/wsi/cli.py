@@ -22,7 +22,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from rich.console import Console
 
 import sft
-from sft.cli.main import escape_unencodable_output
+from sft.cli.main import escape_unencodable_output, exit_on_interrupt, output_problem
 from sft.common.errors import BudgetError, InputError, SftError
 from sft.common.untrusted.foreign_files import escape_control_characters, shortened
 from sft.common.untrusted.trusted_code import Trust
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     world = World.here()
     # What people read goes to stderr when a program reads stdout.
     console = Console(stderr=is_json, quiet=world.rank > 0)
+    if console.width < 20:  # COLUMNS=0 would print nothing
+        console.width = 80
     complain = partial(_complain, is_debug=is_debug, is_json=is_json and world.rank == 0, is_quiet=world.local_rank > 0)
     logging.getLogger("fontTools").setLevel(logging.ERROR)
     try:
@@ -89,7 +91,8 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             if getattr(settings, "trust", None):
                 raise InputError(f"trust is no setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
             settings.trust = trusted_names or trust
-            from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
+            with exit_on_interrupt():
+                from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
 
             result = COMMANDS[parsed.subcommand](settings, console)
     except ArgumentError as error:
@@ -97,7 +100,9 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     except RunInterrupted as error:
         return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, SftError) and error.filename and error.strerror:
+        if isinstance(error, OSError) and (problem := output_problem(error)):
+            error = OSError(problem)
+        elif isinstance(error, OSError) and not isinstance(error, SftError) and error.filename and error.strerror:
             error = OSError(
                 f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk."
             )

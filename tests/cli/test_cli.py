@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 import sft
 from sft.cli import plans
-from sft.cli.main import escape_unencodable_output, main
+from sft.cli.main import escape_unencodable_output, main, output_problem
 from sft.cli.plans import load_model
+from sft.common.errors import SourceError
 from sft.planner.options import STRATEGIES
 
 _NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
@@ -293,6 +295,24 @@ def test_a_module_that_ends_the_process_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", f"{name}:net", "--input", "1x3x8x8"]) == 1
     assert "SystemExit" in _lines(capsys)[1]
+
+
+def test_ctrl_c_during_an_import_ends_the_process_without_a_traceback() -> None:
+    code = "import os, signal\nfrom sft.cli.main import exit_on_interrupt\nwith exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)\n"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr == ""
+
+
+def test_a_failure_to_write_standard_output_is_told() -> None:
+    assert output_problem(OSError(errno.ENOSPC, "No space left on device")) == "cannot write standard output: No space left on device"
+    assert not output_problem(OSError(errno.ENOSPC, "No space left on device", "plan.json"))
+    assert not output_problem(SourceError("cannot write plan.json"))
+
+
+def test_a_terminal_without_width_shows_the_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["check", "torch.nn:ReLU", "--input", "1x3x8x8"]) == 0
+    assert "exact" in capsys.readouterr().out
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

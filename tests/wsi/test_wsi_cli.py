@@ -260,6 +260,13 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
     assert "heatmap predicts the masks of slides without any" in capsys.readouterr().err
     assert main(["heatmap", run, "--saliency"]) == 1
     assert "are for models that pool" in capsys.readouterr().err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))  # as on a full disk
+    try:
+        assert main(["heatmap", run, "--out", str(folder / "full")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot write the mask of slide t4 to" in capsys.readouterr().err and not list((folder / "full").rglob(".partial-*"))
 
 
 def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

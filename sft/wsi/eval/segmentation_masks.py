@@ -7,7 +7,9 @@ and the polygons are made from every n-th pixel, as many as the picture has.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from matplotlib.patches import Patch
 from PIL import Image as PillowImage
 
 from sft.common.atomic_files import PARTIAL_MARK
+from sft.common.errors import SourceError
 from sft.sources.image import Pixels
 from sft.tissue import Regions, TissueMask, write_geojson
 from sft.tissue.geojson import mask_outline
@@ -28,6 +31,7 @@ from sft.wsi.data.dataset import SlideFrame
 from sft.wsi.data.label_maps import count_values
 from sft.wsi.data.slides import make_thumbnail
 from sft.wsi.data.table import SlideRecord
+from sft.wsi.errors import RunFolderError
 from sft.wsi.eval.heatmap import Heatmap
 from sft.wsi.eval.report import PLAIN_TEXT
 from sft.wsi.model.heads import PredictedClasses, set_training
@@ -80,6 +84,13 @@ class MaskMaker:
                 classes: npt.NDArray[Any] = self._net.eval()(experiment.feed.source(record))[0, 0].numpy()
             with atomic_write_with_parents(files[0]) as temporary:
                 np.save(temporary, classes)
+        except SourceError as error:
+            if str(self._whole) not in str(error):
+                raise  # about the slide
+            reason = os.strerror(error.errno or errno.EIO)
+            raise RunFolderError(
+                f"cannot write the mask of slide {record.name} to {self._folder.parent}: {reason}. Make room, or give --out on another disk."
+            ) from error
         finally:
             self._whole.unlink(missing_ok=True)
         names = experiment.task.classes

@@ -35,7 +35,7 @@ def atomic_write_with_parents(path: Path) -> AbstractContextManager[Path]:
     Raises:
         RunFolderError: it cannot be written; ``path`` is unchanged.
     """
-    remedy = "Make room, or give a run folder that is writable."
+    remedy = "Make room, or give a folder that can be written."
     return atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
 
 

@@ -191,7 +191,15 @@ class CheckpointFolder:
         clear_partial(self.path)
 
     def _numbers(self, kind: str) -> list[int]:
-        names = [path.name.removeprefix(f"{kind}-") for path in self.path.glob(f"{kind}-*")]
+        try:
+            entries = os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot read {self.path}: {error.strerror or error}. Change its permissions, or copy it again."
+            ) from error
+        names = [entry.removeprefix(f"{kind}-") for entry in entries if entry.startswith(f"{kind}-")]
         return sorted(int(name) for name in names if name.isdigit())
 
 

@@ -206,6 +206,21 @@ def test_results_among_the_checkpoints_are_refused(run: Path, capsys: pytest.Cap
     assert "file is a file, not a folder" in capsys.readouterr().err
 
 
+def test_checkpoints_that_may_not_be_read_are_not_missing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = os.listdir
+
+    def refused(path: Any) -> list[str]:
+        if Path(path).name == "checkpoints":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    assert main(["evaluate", str(run)]) == 1
+    assert "checkpoints: Permission denied" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("always::RuntimeWarning")
 @pytest.mark.parametrize("state", [[1], {"format": 1}, {"format": 1, "weights_sha256": "", "progress": "x"}, {"format": 1, "settings": 5}])
 def test_a_state_of_another_structure_is_damage(state: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,7 +266,7 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
         assert main(["heatmap", run, "--out", str(folder / "full")]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot write the mask of slide t4 to" in capsys.readouterr().err and not list((folder / "full").rglob(".partial-*"))
+    assert "cannot write the mask of t4 to" in capsys.readouterr().err and not list((folder / "full").rglob(".partial-*"))
 
 
 def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

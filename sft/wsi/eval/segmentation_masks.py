@@ -89,7 +89,7 @@ class MaskMaker:
                 raise  # about the slide
             reason = os.strerror(error.errno or errno.EIO)
             raise RunFolderError(
-                f"cannot write the mask of slide {record.name} to {self._folder.parent}: {reason}. Make room, or give --out on another disk."
+                f"cannot write the mask of {record.name} to {self._folder.parent}: {reason}. Make room, or give another disk with --out."
             ) from error
         finally:
             self._whole.unlink(missing_ok=True)

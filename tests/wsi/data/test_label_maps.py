@@ -11,9 +11,12 @@ import torch
 from PIL import Image
 
 import sft
+from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
-from sft.sources import LabelSource
+from sft.sources import ArrayImage, LabelSource
+from sft.tissue import Regions
 from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
+from sft.wsi.data.tissue import area_bounding_box, read_mask
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
 from tests.helpers.wsi import run_wsi as main
 
@@ -154,3 +157,28 @@ def test_counts_of_all_kinds_of_integers() -> None:
     assert values_text(dict.fromkeys(range(25), 1)).endswith("19 (1 px) and 5 more values")
     assert label_problem({0: 5, 1: 1}, ["a", "b"], None) is None
     assert absent_classes([{0: 1}, {1: 1}], ["a", "b"], None)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("m.geojson", "polygons are for tissue; a label map has a value for each pixel"),
+        ("m.npy", "the magic string is not correct"),
+        ("m.png", "it is a PDF document, or it is damaged"),
+        ("none.png", "No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_label_map_is_named(name: str, message: str, tmp_path: Path) -> None:
+    if name != "none.png":
+        (tmp_path / name).write_bytes(b"%PDF-1.7 {}")
+    with pytest.raises(SourceError, match=f"cannot read mask .*{message}"):
+        read_mask(tmp_path / name)
+
+
+def test_polygons_smaller_than_a_pixel_are_no_tissue() -> None:
+    """Degrees in place of pixels: a slide would be background without a message."""
+    slide = ArrayImage(np.zeros((60, 80, 3), np.uint8))
+    ring = np.array([[10.1, 10.1], [10.4, 10.1], [10.4, 10.4]])
+    with pytest.raises(InputError, match="the mask has none there"):
+        area_bounding_box(Regions([[ring]]), slide)
+    assert area_bounding_box(Regions([[np.array([[11.0, 11.0], [15.0, 11.0], [15.0, 15.0]])]]), slide).w == 4

@@ -364,7 +364,7 @@ def test_the_only_patient_of_a_class_is_trained_on() -> None:
 def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:
     table = _made(6, 1)
     records = tuple(replace(record, split="train" if record.target == (0.0,) else "val") for record in table.records)
-    with pytest.raises(DatasetError, match="class 'yes' has no training slide"):
+    with pytest.raises(DatasetError, match=r"class 'yes' has no training slide \(it is on line .*\); the training slides have 'no'"):
         assign_splits(SlideTable(records=records, classes=table.classes), DataConfig(csv=Path("t.csv")), "classification", seed=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["SAMPLED", "SLOW"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
+    "test_gpu_plans.py::test_no_plan_has_become_worse": ("0", "1", "2", "4", "5", "7", "8", "9", "10", "11"),
     "test_non_image_inputs.py::test_every_budget_is_exact_and_holds": (
         "gpt-eval",
         "mlp-training",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,6 +41,10 @@ from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
 __all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
+
+
+#: Condition on a plan for a problem.
+_Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +125,31 @@ class PlanSearch:
         return self._with_room_for_overhead(problem, self._overhead_estimator(problem), self._fit_projected)
 
     def _with_room_for_overhead(
-        self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem], FittedPlan]
+        self,
+        problem: PlanningProblem,
+        estimator: OverheadEstimator | None,
+        fit: Callable[[PlanningProblem, _Accepts], FittedPlan],
     ) -> FittedPlan:
-        """Find a plan that fits by its projection, in so much less than the budget that it fits with its overhead, too."""
+        """Find a plan that fits with its overhead, which is known only of complete plans.
+
+        If none of the plans that fit by their projection does, others are searched for in so much less than the budget.
+        """
         if estimator is None:
-            return fit(problem)
+            return fit(problem, lambda _problem, _plan: True)
+        known: dict[int, tuple[ProjectedPlan, FittedPlan]] = {}  # the reference keeps the id unique
+
+        def with_overhead(problem: PlanningProblem, plan: ProjectedPlan) -> FittedPlan:
+            if id(plan) not in known:
+                known[id(plan)] = (plan, self._with_overhead(estimator, FittedPlan(problem, plan)))
+            return known[id(plan)][1]
+
         overhead_bytes = 0
         while True:
             try:
-                fitted = fit(problem.with_overhead(overhead_bytes))
+                fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
             except BudgetError as error:
                 raise error if overhead_bytes else _unmeasured_error(error) from None
-            fitted = self._with_overhead(estimator, fitted)
+            fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
             overhead_bytes = max(fitted.projected.projection.overhead_bytes, overhead_bytes + 1)
@@ -185,21 +203,21 @@ class PlanSearch:
                     best, best_seconds = replace(candidate, seconds=seconds), seconds
         return best
 
-    def _fit_projected(self, problem: PlanningProblem) -> FittedPlan:
+    def _fit_projected(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan:
         """Find a plan that fits by its projection."""
         settings = self.settings
         is_streamed = self.signature.weights_revision is not None or settings.options.streams_weights
         if is_streamed or (settings.plan is not None and settings.plan.streamed_weights > 0):
             streamed = self._with_streamed_weights(problem)
-            return self._known_plan(streamed) or self._new_plan(streamed)
+            return self._known_plan(streamed) or self._new_plan(streamed, accepts)
         try:
-            return self._known_plan(problem) or self._new_plan(problem)
+            return self._known_plan(problem) or self._new_plan(problem, accepts)
         except BudgetError as error:
             if settings.options.weights != "auto":
                 raise
             resident_error = error
         try:
-            return self._new_plan(self._with_streamed_weights(problem))
+            return self._new_plan(self._with_streamed_weights(problem), accepts)
         except UnsupportedError:
             raise resident_error from None
         except BudgetError as error:
@@ -224,16 +242,21 @@ class PlanSearch:
         check_optimizer_step(self.model, num_bytes, settings.budget_bytes)
         return replace(problem, resources=replace(problem.resources, weights=weights, resident_bytes=num_bytes))
 
-    def _new_plan(self, problem: PlanningProblem) -> FittedPlan:
+    def _new_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
         settings, device_type = self.settings, self.settings.device_type(self.signature.device)
+
+        def planned(problem: PlanningProblem) -> FittedPlan:
+            accepted = partial(accepts, problem)
+            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, device_type, accepted))
+
         try:
-            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, device_type))
+            return planned(problem)
         except BudgetError as error:
             least_error = error
         for smaller in with_smaller_repeats(problem):
             try:
-                return FittedPlan(smaller, plan_segments(smaller, settings.budget_bytes, settings.options, device_type))
+                return planned(smaller)
             except BudgetError as error:
                 least_error = min(least_error, error, key=lambda each: each.needed_bytes)
         raise least_error

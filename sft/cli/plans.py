@@ -26,6 +26,7 @@ from sft.common.byte_units import format_bytes, format_seconds, parse_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.common.interval import Interval
 from sft.common.model_zoo import ModelName
+from sft.planner.cost.gpu_time import H100
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
@@ -117,6 +118,8 @@ def parse_tile(text: str) -> tuple[int, int | None]:
 
 def _caption(device: str) -> str:
     """Origin of estimated seconds."""
+    if device == "cuda":
+        return f"~ estimated by the rates of an {H100.name}"
     rate = f"{DeviceRates(device).flops_per_second:.0e}".replace("e+", "e")
     return f"~ estimated from FLOPs, at {rate} FLOPs a second on {'the CPU' if device == 'cpu' else 'a GPU'}"
 

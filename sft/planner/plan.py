@@ -294,7 +294,7 @@ class Plan:
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
         values = asdict(self)
-        added = ("search_limits", "device_type", "budget_note", "host_note")
+        added = ("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes")
         for name in (name for name in added if not values[name]):
             del values[name]  # a plan of an older release keeps its text
         return json.dumps({"format": _FORMAT, **values}, indent=2)

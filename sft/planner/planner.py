@@ -6,6 +6,8 @@ works.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sft.analysis.ir.repeat_op import REPEAT
 from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError, UnsupportedError
@@ -14,7 +16,7 @@ from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import OFFLOAD_STRATEGIES, Options
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, Setting, budget_error
-from sft.planner.search.auto import AutoSearch
+from sft.planner.search.auto import AutoSearch, by_time
 from sft.planner.search.independent_tiles import min_plan_bytes, partition_choices, tile_grids
 from sft.planner.search.published import RECOMPUTE_STRATEGIES, solve_staged
 from sft.planner.search.staged import scheduled_plan
@@ -23,8 +25,21 @@ from sft.planner.stages import StagedModel
 __all__ = ["check_device", "check_host", "plan_segments"]
 
 
-def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options, device_type: str) -> ProjectedPlan:
+def plan_segments(
+    problem: PlanningProblem,
+    budget_bytes: int,
+    options: Options,
+    device_type: str,
+    accepts: Callable[[ProjectedPlan], bool] = lambda _: True,
+) -> ProjectedPlan:
     """Choose segments for a budget by the strategy of the options.
+
+    Args:
+        problem: the planning problem.
+        budget_bytes: the device budget.
+        options: constraints on the plan.
+        device_type: ``"cpu"``, ``"cuda"``.
+        accepts: a further condition. On a GPU the fastest plan that meets it is taken if one of the fastest few does.
 
     Raises:
         BudgetError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
@@ -34,8 +49,15 @@ def plan_segments(problem: PlanningProblem, budget_bytes: int, options: Options,
         return _fused_tiled(problem, budget_bytes, options)
     if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
         return _published_plan(problem, budget_bytes, options, DeviceRates(device_type))
-    search = AutoSearch(problem, options, device_type)
-    plan = search.fastest(room_bytes) or search.smallest()
+    rates = DeviceRates(device_type)
+    searches = [AutoSearch(problem, options, variant) for variant in rates.search_variants()]
+    if rates.ranks_by_time:
+        plans = by_time(problem, (plan for search in searches for plan in search.candidates(room_bytes)), rates)
+        if plans:
+            return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
+        plan = searches[0].smallest()
+    else:
+        plan = searches[0].fastest(room_bytes) or searches[0].smallest()
     if plan.projection.peak_bytes <= room_bytes:
         return plan
     raise _budget_error(problem, plan, budget_bytes, options)

@@ -83,7 +83,10 @@ class SearchLimits:
 
     Alternatives that are timed (``Options(profile="measure")``):
         max_timed_flops: largest multiple of the FLOPs of the planner's plan.
-        num_timed_heights: alternatives with other strip heights.
+        num_timed_heights: alternatives with other strip heights; on a GPU they are among the candidates of every search.
+
+    Search on a GPU:
+        num_accepted: fastest plans whose overhead is determined before a search in less memory.
     """
 
     max_projections: int = 8
@@ -143,6 +146,8 @@ class SearchLimits:
 
     max_timed_flops: float = 1.5
     num_timed_heights: int = 4
+
+    num_accepted: int = 5
 
     def changes(self) -> tuple[str, ...]:
         """Fields that differ from their default, as ``name=value``."""

@@ -156,7 +156,7 @@ def test_many_segments_are_summarized(capsys: pytest.CaptureFixture[str], monkey
     assert num_segments > 40
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 40 and "more with smaller working sets" in text and "for a GPU of 1e13 FLOPs a second" in text
+    assert len(text.splitlines()) <= 40 and "more with smaller working sets" in text and "by the rates of an H100" in text
     assert main([*command, "--costs"]) == 0
     costs = capsys.readouterr().out
     assert num_segments + 10 <= len(costs.splitlines()) <= num_segments + 20 and "more with" not in costs

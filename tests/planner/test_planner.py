@@ -16,6 +16,7 @@ from torch import nn
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.api.pareto import PlanningSession
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.planner import plan_segments
 from sft.planner.problem import PlanningProblem
@@ -133,7 +134,7 @@ _DEEP = pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(
 def test_grids_count_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
     """Compared at the sampled heights. Regression: taking all strips for middle ones it was off by a tenth, at low heights threefold."""
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
-    grid = CandidateGrid(problem, sft.Options(), "cpu")
+    grid = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"))
     num_compared = 0
     for height, policy in product(grid.axes.sampled, range(len(grid.axes.policies))):
         candidate = replace(grid.last, height=height, policy=policy)
@@ -161,7 +162,7 @@ def test_grid_estimates_are_near_the_exact_projection(build: Callable[[int], nn.
     with torch.device("meta"):
         model = build(10)
     sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")
-    grid = CandidateGrid(seen[0], sft.Options(), "cpu")
+    grid = CandidateGrid(seen[0], sft.Options(), DeviceRates("cpu"))
     generator = np.random.default_rng(0)
     untried = np.zeros(grid.axes.shape, dtype=bool)
     for room_bytes in generator.uniform(grid.estimates.peak_bytes.min(), np.quantile(grid.estimates.peak_bytes, 0.9), 8):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import materialize
 from sft.planner.search.tiled import CandidateGrid
 from sft.runtime.tiled_segment import TiledSegment
@@ -129,7 +130,7 @@ def test_gated_blocks_fit_less_than_three_activations_and_keep_to_the_plan() -> 
 
 def test_estimates_without_a_backward_pass_free_values_after_their_last_reader() -> None:
     problem = problem_of(nn.Sequential(*(_Gated() for _ in range(4))), (1, 8, 256, 192), training=False, passes=run_passes)
-    grid = CandidateGrid(problem, sft.Options(), "cpu")
+    grid = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"))
     exact = materialize(problem, grid.choices(grid.last)).projection.peak_bytes
     assert grid.last.peak_bytes == pytest.approx(exact, rel=0.35)
 

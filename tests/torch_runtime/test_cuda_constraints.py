@@ -19,6 +19,7 @@ from sft.distributed.process_transport import _batched_p2p
 from sft.distributed.transport import TOPICS
 from sft.lower import joint_traces as traces
 from sft.lower.op_recorder import ArgumentSpec
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
 from sft.torch_runtime.input_streaming import load_source
@@ -216,7 +217,7 @@ def test_strips_have_no_more_elements_than_gpus_index() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))
     problem, options = problem_of(model, shape, training=True), sft.Options()
-    heights = {kind: list(CandidateGrid(problem, options, kind).axes.strip_rows) for kind in ("cpu", "cuda")}
+    heights = {kind: list(CandidateGrid(problem, options, DeviceRates(kind)).axes.strip_rows) for kind in ("cpu", "cuda")}
     assert heights["cuda"] == [rows for rows in heights["cpu"] if rows * 256 * shape[3] < 0.9 * 2**31]
     assert len(heights["cuda"]) < len(heights["cpu"])
 

@@ -11,13 +11,14 @@ computation; on other devices a pass lasts at least as long as its reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft.common.array_types import FloatArray
 from sft.lower.concat import add_slices
 from sft.lower.program import Instruction, Program
+from sft.planner.cost.gpu_time import H100
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.strip_checkpoints import Checkpoints
@@ -33,9 +34,11 @@ _CALL_FLOPS_DEFAULT = 1e8
 _FRESH_BYTE_FLOPS = 15.0
 LARGE_BUFFER_BYTES = 32 * 2**20
 #: FLOPs per second, to the nearest power of ten: they only compete with the link to the host.
-_FLOPS_PER_SECOND = {"cpu": 1e11}
+_FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 2e14}
 _FLOPS_PER_SECOND_DEFAULT = 1e13
-#: Bytes per second to the host and from it, to the nearest power of ten, for all kinds of device.
+#: The rates of a GPU's two searches: copies compete with half-precision products, or with unfused ones that wait for the memory.
+_GPU_FLOPS_PER_SECOND = (1e13, 2e14)
+#: Bytes per second to the host and from it, to the nearest power of ten, for other kinds of device than a GPU.
 _LINK_BYTES_PER_SECOND = 1e10
 #: Bytes per second, as the network gets them, of an input that one core decodes and normalises, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9
@@ -47,9 +50,26 @@ class DeviceRates:
 
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``.
+        search_flops_per_second: rate of a search that converts seconds to FLOPs; ``None`` for that of the kind of device.
     """
 
     device_type: str
+    search_flops_per_second: float | None = None
+
+    def search_variants(self) -> tuple[DeviceRates, ...]:
+        """Rates for searches of which the fastest plan is taken.
+
+        A search adds up costs of operators. On a GPU the host issues instructions while the device computes, and the larger of two sums
+        counts (:mod:`sft.planner.cost.gpu_time`), which only a complete plan has.
+        """
+        if self.device_type != "cuda" or self.search_flops_per_second is not None:
+            return (self,)
+        return tuple(replace(self, search_flops_per_second=rate) for rate in _GPU_FLOPS_PER_SECOND)
+
+    @property
+    def ranks_by_time(self) -> bool:
+        """True if estimated seconds tell plans on the device apart better than FLOPs and calls."""
+        return self.device_type == "cuda"
 
     def overhead(self, instruction: Instruction) -> float:
         """Cost of an instruction in addition to its FLOPs, in FLOPs."""
@@ -68,7 +88,7 @@ class DeviceRates:
     @property
     def flops_per_second(self) -> float:
         """FLOPs per second, to the nearest power of ten."""
-        return _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
+        return self.search_flops_per_second or _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
 
     def with_reading(self, seconds: float, read_bytes: float) -> float:
         """Seconds of a pass that computes for ``seconds`` and reads inputs at the same time: on the CPU both share the cores."""
@@ -86,11 +106,13 @@ class DeviceRates:
 
     def link(self, bytes_per_second: float | None = None) -> HostLink:
         """Link to the host with this bandwidth; ``None`` takes the nearest power of ten."""
-        rate = bytes_per_second or _LINK_BYTES_PER_SECOND
+        rate = bytes_per_second or (H100.link_bytes_per_second if self.device_type == "cuda" else _LINK_BYTES_PER_SECOND)
         return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate)
 
     def seconds(self, program: Program) -> float:
         """Estimated seconds of a program."""
+        if self.device_type == "cuda":
+            return H100.seconds(program)
         overhead = sum(map(num_calls, program.instructions)) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":
             sizes = (instruction.num_bytes for instruction in program.instructions)

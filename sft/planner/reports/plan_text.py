@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from sft.common.byte_units import format_bytes, format_seconds
+from sft.planner.cost.gpu_time import H100
 from sft.planner.cost.roofline import DeviceRates
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def _rate_text(plan: Plan) -> str:
     """Origin of the estimated seconds: kind of device and rate."""
     if not plan.device_type:
         return "from FLOPs, at a rate of the kind of device"
+    if plan.device_type == "cuda":
+        return f"by the rates of an {H100.name}, not measured"
     rate = DeviceRates(plan.device_type).flops_per_second
     assumed = ", assumed for a model on the meta device" if plan.device_type == "meta" else ""
     return f"for {_DEVICES.get(plan.device_type, 'a GPU')} of {rate:.0e} FLOPs a second{assumed}".replace("e+", "e")

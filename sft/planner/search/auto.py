@@ -31,12 +31,12 @@ from sft.planner.search.staged import (
     smallest_offloaded_tails,
     smallest_staged_plans,
 )
-from sft.planner.search.tiled import CandidateGrid
+from sft.planner.search.tiled import Candidate, CandidateGrid
 from sft.planner.search.tiled_head import TiledHeadRecompute
 from sft.planner.stages import StagedModel
 from sft.planner.streamed_cuts import minimize_streamed_cuts, stream_seconds, streamable_values
 
-__all__ = ["AutoSearch", "candidate_grids"]
+__all__ = ["AutoSearch", "by_time", "candidate_grids", "cheapest_by_height"]
 
 
 class AutoSearch:
@@ -45,20 +45,31 @@ class AutoSearch:
     Args:
         problem: the planning problem.
         options: constraints on the plan.
-        device_type: ``"cpu"``, ``"cuda"``.
+        rates: rates of the kind of device.
     """
 
-    def __init__(self, problem: PlanningProblem, options: Options, device_type: str) -> None:
-        self._problem, self._options, self._device_type, self._rates = problem, options, device_type, DeviceRates(device_type)
+    def __init__(self, problem: PlanningProblem, options: Options, rates: DeviceRates) -> None:
+        self._problem, self._options, self._rates = problem, options, rates
         self._may_tile = options.is_automatic and options.tile is None and options.halo == "auto"
         self._known_grids: list[CandidateGrid] = []
         self._known_streaming_grids: list[CandidateGrid] = []
-        self._new_grids = candidate_grids(problem, options, device_type)
+        self._new_grids = candidate_grids(problem, options, rates)
 
     def fastest(self, room_bytes: int) -> ProjectedPlan | None:
         """The fastest of all plans that fit; ``None`` if none does."""
         fitting = self._fitting(room_bytes)
-        return _fastest_plan(self._problem, fitting, self._rates) if fitting else None
+        return _cheapest_or_offloaded(self._problem, fitting, self._rates) if fitting else None
+
+    def candidates(self, room_bytes: int) -> Iterator[ProjectedPlan]:
+        """Plans that fit and that may be the fastest: those of least cost, and those of the strip heights that cost least."""
+        fitting = self._fitting(room_bytes)
+        yield from (plan for _, plan in fitting)
+        if not fitting or not self._options.is_automatic or self._options.tile is not None:
+            return
+        for grid, candidate in cheapest_by_height(self._problem, room_bytes, self._options, self._rates):
+            plan = materialize(self._problem, grid.choices(candidate))
+            if plan.projection.peak_bytes <= room_bytes and self._problem.resources.fits_host(plan.projection.host_bytes):
+                yield plan
 
     def smallest(self) -> ProjectedPlan:
         """The plan with the smallest peak that this search knows."""
@@ -176,7 +187,7 @@ class AutoSearch:
             return
         for number, grid in enumerate(grids):
             if number == len(self._known_streaming_grids):
-                streaming = CandidateGrid(problem, options, self._device_type, grid.num_panels, restart=grid.is_restarting, streams=True)
+                streaming = CandidateGrid(problem, options, self._rates, grid.num_panels, restart=grid.is_restarting, streams=True)
                 self._known_streaming_grids.append(streaming)
             yield self._known_streaming_grids[number]
 
@@ -201,14 +212,17 @@ def _least_cost(fitting: Sequence[tuple[float, ProjectedPlan]]) -> float:
     return min((cost for cost, _ in fitting), default=float("inf"))
 
 
-def _fastest_plan(problem: PlanningProblem, fitting: Sequence[tuple[float, ProjectedPlan]], rates: DeviceRates) -> ProjectedPlan:
+def by_time(problem: PlanningProblem, plans: Iterable[ProjectedPlan], rates: DeviceRates) -> list[ProjectedPlan]:
+    """The plans in the order of their timelines, shortest first."""
+    return sorted(plans, key=lambda plan: project_timeline(problem, plan.choices, plan.projection, rates).estimated_seconds)
+
+
+def _cheapest_or_offloaded(problem: PlanningProblem, fitting: Sequence[tuple[float, ProjectedPlan]], rates: DeviceRates) -> ProjectedPlan:
     """The cheapest plan without offloading, or an offloading plan with a shorter timeline."""
     on_device = [costed for costed in fitting if not costed[1].projection.host_bytes]
     plans = [min(on_device, key=lambda costed: costed[0])[1]] if on_device else []
     plans += [plan for _, plan in fitting if plan.projection.host_bytes]
-    if len(plans) == 1:
-        return plans[0]
-    return min(plans, key=lambda plan: project_timeline(problem, plan.choices, plan.projection, rates).estimated_seconds)
+    return plans[0] if len(plans) == 1 else by_time(problem, plans, rates)[0]
 
 
 def _smallest_projected(problem: PlanningProblem, grids: Iterable[CandidateGrid]) -> Iterator[ProjectedPlan]:
@@ -269,14 +283,14 @@ def _cheapest(
     return best
 
 
-def candidate_grids(problem: PlanningProblem, options: Options, device_type: str) -> Iterator[CandidateGrid]:
+def candidate_grids(problem: PlanningProblem, options: Options, rates: DeviceRates) -> Iterator[CandidateGrid]:
     """Candidate grids for 1, 2, 4, ... panels, while more panels need fewer bytes; independent of the budget."""
     min_bytes = float("inf")
     num_panels = 1
     while True:
         if num_panels > 1 and options.halo != "recompute":
-            yield CandidateGrid(problem, options, device_type, num_panels, restart=False)
-        grid = CandidateGrid(problem, options, device_type, num_panels)
+            yield CandidateGrid(problem, options, rates, num_panels, restart=False)
+        grid = CandidateGrid(problem, options, rates, num_panels)
         yield grid
         smallest = float(grid.estimates.peak_bytes.min())
         if options.tile is not None or options.strategy == "none" or smallest > problem.limits.panel_bytes_share * min_bytes:
@@ -287,3 +301,21 @@ def candidate_grids(problem: PlanningProblem, options: Options, device_type: str
         ):
             return
         num_panels *= 2
+
+
+def cheapest_by_height(
+    problem: PlanningProblem, room_bytes: int, options: Options, rates: DeviceRates
+) -> list[tuple[CandidateGrid, Candidate]]:
+    """The cheapest candidate that should fit for each strip height; of these the cheapest few."""
+    candidates: list[tuple[CandidateGrid, Candidate]] = []
+    for grid in candidate_grids(problem, options, rates):
+        for height in range(grid.axes.shape[1]):
+            excluded = np.ones(grid.axes.shape, dtype=bool)
+            excluded[:, height] = False
+            candidate = grid.cheapest(room_bytes, excluded)
+            if candidate is not None and candidate.position:
+                candidates.append((grid, candidate))
+        min_cost = min((candidate.cost for _, candidate in candidates), default=float("inf"))
+        if grid.min_cost_in(2 * grid.num_panels) > min_cost:
+            break
+    return sorted(candidates, key=lambda pair: pair[1].cost)[: problem.limits.num_timed_heights]

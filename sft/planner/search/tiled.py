@@ -59,13 +59,13 @@ class CandidateGrid:
         self,
         problem: PlanningProblem,
         options: Options,
-        device_type: str,
+        rates: DeviceRates,
         num_panels: int = 1,
         *,
         restart: bool = True,
         streams: bool = False,
     ) -> None:
-        self.problem, self.options, self._rates = problem, options, DeviceRates(device_type)
+        self.problem, self.options, self._rates = problem, options, rates
         self.num_panels, self.streams, self.is_restarting = num_panels, streams, restart
         self.tiling = Tiling.of(problem, options, num_panels, restart=restart)
         self.axes = _grid_axes(problem, options, self.tiling, self._rates)

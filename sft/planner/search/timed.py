@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from sft.common.errors import BudgetError, UnsupportedError
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.planner import plan_segments
 from sft.planner.problem import PlanningProblem
-from sft.planner.search.auto import candidate_grids
+from sft.planner.search.auto import cheapest_by_height
 from sft.planner.search.staged import published_plans
-from sft.planner.search.tiled import Candidate, CandidateGrid
 from sft.planner.stages import StagedModel
 
 __all__ = ["timing_candidates"]
@@ -58,7 +55,7 @@ def _plan_key(plan: ProjectedPlan) -> object:
 def _candidate_plans(
     problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options, device_type: str
 ) -> Iterator[ProjectedPlan]:
-    for grid, candidate in _other_height_plans(problem, room_bytes, options, device_type):
+    for grid, candidate in cheapest_by_height(problem, room_bytes, options, DeviceRates(device_type)):
         yield materialize(problem, grid.choices(candidate))
     if options.halo == "recompute":
         return
@@ -71,21 +68,3 @@ def _candidate_plans(
             yield plan_segments(problem, budget_bytes, replace(options, strategy="sft"), device_type)
         except (BudgetError, UnsupportedError):
             return
-
-
-def _other_height_plans(
-    problem: PlanningProblem, room_bytes: int, options: Options, device_type: str
-) -> list[tuple[CandidateGrid, Candidate]]:
-    """The cheapest candidate that should fit for each strip height; of these the cheapest few."""
-    candidates: list[tuple[CandidateGrid, Candidate]] = []
-    for grid in candidate_grids(problem, options, device_type):
-        for height in range(grid.axes.shape[1]):
-            excluded = np.ones(grid.axes.shape, dtype=bool)
-            excluded[:, height] = False
-            candidate = grid.cheapest(room_bytes, excluded)
-            if candidate is not None and candidate.position:
-                candidates.append((grid, candidate))
-        min_cost = min((candidate.cost for _, candidate in candidates), default=float("inf"))
-        if grid.min_cost_in(2 * grid.num_panels) > min_cost:
-            break
-    return sorted(candidates, key=lambda pair: pair[1].cost)[: problem.limits.num_timed_heights]

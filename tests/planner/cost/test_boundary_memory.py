@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
-from sft.planner.cost.roofline import source_bytes
+from sft.planner.cost.roofline import DeviceRates, source_bytes
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import segment_borders
 from sft.planner.search.tiled import CandidateGrid
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     """Check every candidate of a grid."""
-    survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
+    survey = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"), num_panels, streams=streams)
     order = problem.sized.operators
     places = survey.axes.cut_at
     found = BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=streams).advance(places)
@@ -124,7 +124,7 @@ def test_candidates_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal asked
         blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(depth)]
         problem = problem_of(seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=run_passes)
-        survey = CandidateGrid(problem, sft.Options(), "cpu", 2, streams=True)
+        survey = CandidateGrid(problem, sft.Options(), DeviceRates("cpu"), 2, streams=True)
         asked = 0
         list(BoundaryTracker(problem, survey.tiling, survey.axes.strip_rows, streams=True).advance(survey.axes.cut_at))
         return asked

@@ -17,6 +17,7 @@ import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.cost.height_sampling import structural_run_key
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.problem import PlanningProblem
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.dag_nets import Dag, DagNet
@@ -95,7 +96,7 @@ def test_equal_blocks_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(depth: int) -> int:
         nonlocal lowered
         problem, lowered = _problem(*[_block() for _ in range(depth)]), 0
-        CandidateGrid(problem, sft.Options(), "cpu")
+        CandidateGrid(problem, sft.Options(), DeviceRates("cpu"))
         return lowered
 
     few, many = count(4), count(9)
@@ -110,9 +111,9 @@ def test_grids_equal_those_without_sharing_between_runs(dag: Dag, num_panels: in
     assert len(shape) == 4
     problem = problem_of(DagNet(dag).float(), shape, training=True, passes=run_passes)
     problem = with_resources(problem, outputs_on_host=on_host)
-    own = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
+    own = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), DeviceRates("cpu"), num_panels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sampling, "structural_run_key", lambda problem, names, any_size: names)
-        each = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
+        each = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), DeviceRates("cpu"), num_panels)
     np.testing.assert_array_equal(own.estimates.peak_bytes, each.estimates.peak_bytes)
     np.testing.assert_array_equal(own.estimates.cost, each.estimates.cost)

@@ -16,6 +16,7 @@ from torch import nn
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.common.weighted_lru import WeightedLRU
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.problems import problems_of
 
@@ -34,7 +35,7 @@ def _model(name: str) -> nn.Module:
 def _grids(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shared: WeightedLRU) -> list[CandidateGrid]:
     """Candidate grids of a network at several sizes that share results."""
     problems = problems_of(_model(name), [(1, 3, *shape) for shape in shapes], training=True)
-    return [CandidateGrid(replace(problem, shared=shared), sft.Options(), "cpu", num_panels) for problem in problems]
+    return [CandidateGrid(replace(problem, shared=shared), sft.Options(), DeviceRates("cpu"), num_panels) for problem in problems]
 
 
 @given(

@@ -11,6 +11,7 @@ from torch import nn
 
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
+from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
@@ -44,7 +45,7 @@ def _resnet() -> nn.Module:
 @pytest.mark.parametrize("build", [_vgg, _resnet])
 def test_flops_of_tiles_are_known_before_lowering(build: Callable[[], nn.Module], training: bool) -> None:
     problem = problem_of(build(), (1, 3, 768, 640), training=training)
-    survey = CandidateGrid(problem, Options(), "cpu")
+    survey = CandidateGrid(problem, Options(), DeviceRates("cpu"))
     seen = 0
     for partitioned in list(partition_choices(problem, Options()))[:4]:
         for grid in tile_grids(Options(), SearchLimits())[:4]:

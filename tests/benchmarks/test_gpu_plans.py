@@ -1,0 +1,39 @@
+"""Plans for a GPU are no slower by the time model, and reserve no more, than the committed ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from sft import parse_bytes
+
+_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+#: Estimates differ by a little where candidates are nearly equal.
+_TOLERANCE = 1.01
+
+
+def _newest() -> dict[str, dict[str, float]]:
+    """Results of the newest file, by case."""
+    newest = max(_RESULTS.glob("*-cpu-gpu-plans.json"))
+    return {json.dumps(result["case"]): result for result in json.loads(newest.read_text())["results"]}
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_no_plan_has_become_worse(number: int) -> None:
+    import gpu_plans
+
+    case = gpu_plans.CASES[number]
+    before, now = _newest()[json.dumps(asdict(case))], gpu_plans.measure(case)
+    assert now.seconds <= _TOLERANCE * before["seconds"]
+    assert now.reserved_bytes / now.tensor_bytes <= _TOLERANCE * before["reserved_bytes"] / before["tensor_bytes"]
+    assert now.reserved_bytes <= parse_bytes(case.budget)
+    assert now.flops_ratio <= _TOLERANCE * before["flops_ratio"]
+
+
+def test_the_pool_reserves_less() -> None:
+    for result in _newest().values():
+        assert result["reserved_bytes"] <= 1.005 * result["reserved_without_pool_bytes"]
+        assert result["reserved_bytes"] <= 1.2 * result["tensor_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,8 @@ def check_capturable(model: nn.Module) -> None:
         InputError: a module without ``forward`` or with its own ``__call__``, a data-parallel wrapper, a scripted module, or lazy
             parameters.
     """
-    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+    has_class_forward = inspect.getattr_static(type(model), "forward") is not nn.Module.forward  # scripted modules compute theirs
+    if not has_class_forward and "forward" not in vars(model):
         raise InputError(
             f"(the model itself): {type(model).__name__} has no `forward`, so it computes nothing; compile the module that calls its parts"
         )

@@ -126,6 +126,8 @@ def test_modules_that_cannot_be_looked_into(make: Callable[[], nn.Module], refus
     with pytest.raises(sft.InputError, match=refusal):
         sft.compile(model, _SHAPE)
     assert refusal in str(sft.check(model, _SHAPE))
+    with pytest.raises(sft.InputError, match=refusal.replace("1:", r"\(the model itself\):")):
+        sft.compile(make(), _SHAPE)
 
 
 @pytest.mark.parametrize(

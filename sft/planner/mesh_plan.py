@@ -102,9 +102,9 @@ class MeshPlan:
             f"  borders           {100 * self.halo_share:>10.3f} %  of FLOPs are computed by two neighbours",
             f"  balance           {100 * self.balance:>10.1f} %  mean over largest of the ranks' FLOPs",
             f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
-            f"  beside arithmetic {100 * self.beside_share:>10.1f} %  of that is under way while strips run",
-            "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters"
-            "   beside strips",
+            f"  overlapped        {100 * self.beside_share:>10.1f} %  of that is sent while strips run",
+            "  band            rows   projected  FLOPs   sent rows      global  parameters",
+            "          of the image        peak                         values",
         ]
         shown = {*range(_MAX_SHOWN_RANKS), self.num_bands - 1}
         for band, rank in enumerate(self.ranks):
@@ -113,9 +113,9 @@ class MeshPlan:
                     peaks = [other.projected_peak_bytes for other in self.ranks[band:-1]]
                     lines.append(f"   ... {len(peaks)} more, projected peaks {format_bytes(min(peaks))} to {format_bytes(max(peaks))}")
                 continue
-            rows = f"{rank.rows[0]} .. {rank.rows[1]}"
-            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes, rank.sent_beside_bytes)
-            amounts = "".join(f"{format_bytes(num_bytes):>16}" for num_bytes in sent)
+            rows = f"{rank.rows[0]}..{rank.rows[1]}"
+            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes)
+            amounts = "".join(f" {format_bytes(num_bytes):>11}" for num_bytes in sent)
             share = 100 * rank.flops / total if total else 0.0
-            lines.append(f"  {band:>4} {rows:>26} {format_bytes(rank.projected_peak_bytes):>16} {share:>14.2f} %{amounts}")
+            lines.append(f"  {band:>4} {rows:>15} {format_bytes(rank.projected_peak_bytes):>11} {share:>4.0f} %{amounts}")
         return lines

@@ -234,12 +234,12 @@ class Plan:
         return self.timeline.estimated_seconds
 
     def explain(self, *, costs: bool = False, full: bool = True) -> str:
-        """Text report: the split of the budget, then one block per segment.
+        """Text report in at most 80 columns: the split of the budget, then one block per segment. docs/planning.md defines its words.
 
         Args:
             costs: add the seconds of each segment. Default: `False`
             full: write a block per segment; otherwise a table with a line per segment, which names the largest ones where there are many,
-                in 40 lines at most (with ``costs`` a line for each segment). Default: `True`
+                in 40 lines at most (with ``costs`` a line with the seconds of each segment). Default: `True`
         """
         from sft.planner.reports.plan_text import plan_report
 

@@ -161,7 +161,7 @@ def test_plans_say_what_kernels_run_and_survive_json() -> None:
     assert [segment.backend for segment in plan.segments] == ["mixed"]
     assert len(plan.segments[0].kernels) == 3
     assert sft.Plan.from_json(plan.to_json()) == plan
-    assert "Triton kernels" in plan.explain()
+    assert "Triton kernels" in " ".join(plan.explain().split())
     aten = sft.plan(model, (1, 3, 64, 64), options=replace(options, backend="aten"))
     assert [segment.backend for segment in aten.segments] == ["aten"]
     assert aten.segments[0].kernels == ()

@@ -175,7 +175,8 @@ def test_a_plan_for_a_mesh_needs_no_processes() -> None:
     assert alone is not None and two is not None and eight is not None
     assert alone.sent_bytes == 0 and alone.halo_flops == 0
     assert 0 < two.halo_share < eight.halo_share
-    assert "8 band(s)" in plans[2].explain() and "global values" in plans[2].explain()
+    text = plans[2].explain()
+    assert "8 band(s)" in text and "parameters" in text and all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_a_budget_too_small_for_any_band_is_refused() -> None:

@@ -15,22 +15,17 @@ if TYPE_CHECKING:
 __all__ = ["plan_line", "plan_report"]
 
 _HALO = {"carry": "carried", "recompute": "recomputed"}
-
-
-def _states_text(segment: SegmentPlan) -> str:
-    return (
-        f"{segment.state_slots} at most, the remaining ones restored"
-        if segment.state_slots
-        else f"kept every {segment.state_every} strip(s)"
-    )
-
-
+#: Devices by kind, in sentences.
+_DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
+#: Columns of a report, and the columns in which the value and the remark of a row begin.
+_WIDTH, _VALUE_WIDTH, _NAME_WIDTH = 80, 12, 20
+_REMARK = _NAME_WIDTH + _VALUE_WIDTH + 2
 #: Lines of a short report, and of its parts that may be long.
-_MAX_LINES, _MAX_ORDER_LINES, _MAX_NOTES, _MIN_SEGMENTS = 40, 2, 5, 8
+_MAX_LINES, _MAX_ORDER_LINES, _MAX_NOTE_LINES, _MIN_SEGMENTS = 40, 2, 8, 5
 
 
 def plan_report(plan: Plan, *, costs: bool = False, full: bool = True) -> str:
-    """Text of a plan: the split of the budget, then its segments.
+    """Text of a plan: the split of the budget, then its segments; docs/planning.md defines its words.
 
     Args:
         plan: the plan.
@@ -45,19 +40,46 @@ def plan_report(plan: Plan, *, costs: bool = False, full: bool = True) -> str:
             lines += ["", *_costs_lines(plan)]
         for number, segment in enumerate(plan.segments):
             lines += ["", *_segment_lines(number, segment)]
-    notes = list(plan.notes)
-    if not full and len(notes) > _MAX_NOTES:
-        notes = [*notes[: _MAX_NOTES - 1], _left_out(len(notes) - _MAX_NOTES + 1)]
+    notes = _note_lines(plan, full=full)
     if not full:
-        num_notes = len(notes) + 2 if notes else 0
-        lines += ["", *_segment_table(plan, costs=costs, max_lines=max(_MIN_SEGMENTS, _MAX_LINES - len(lines) - num_notes - 1))]
-    if notes:
-        lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in notes)]
-    return "\n".join(lines)
+        max_lines = max(_MIN_SEGMENTS, _MAX_LINES - len(lines) - len(notes) - 1)
+        lines += ["", *(_times_table(plan) if costs else _segment_table(plan, max_lines=max_lines))]
+    return "\n".join([*lines, *notes])
+
+
+def _row(name: str, value: object, remark: str = "") -> list[str]:
+    """A row of name, value and remark; a long remark continues in its column."""
+    head = f"{'  ' + name:<{_NAME_WIDTH}}{value:>{_VALUE_WIDTH}}"
+    remarks = textwrap.wrap(remark, width=_WIDTH - _REMARK, break_on_hyphens=False) or [""]
+    return [f"{head}  {remarks[0]}".rstrip(), *(" " * _REMARK + line for line in remarks[1:])]
+
+
+def _named(name: str, text: str) -> list[str]:
+    """A name and a text in the column of the values, continued there."""
+    head, indent = f"{'  ' + name:<{_NAME_WIDTH}}", " " * _NAME_WIDTH
+    return textwrap.wrap(text, width=_WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _wrapped(text: str, indent: str = "", hanging: str = "  ") -> list[str]:
+    """Lines of a text with an indent, and a hanging indent for its further lines."""
+    return textwrap.wrap(text, width=_WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
 
 
 def _left_out(count: int) -> str:
     return f"... and {count} more (--full, or explain())"
+
+
+def _note_lines(plan: Plan, *, full: bool) -> list[str]:
+    """Reasons why operators run on whole tensors; of many the first ones, in a short report."""
+    notes = [_wrapped(note, "  ") for note in plan.notes]
+    num_shown, num_lines = len(notes), sum(map(len, notes))
+    while not full and num_shown > 1 and num_lines > _MAX_NOTE_LINES:
+        num_shown -= 1
+        num_lines -= len(notes[num_shown])
+    lines = [line for note in notes[:num_shown] for line in note]
+    if num_shown < len(notes):
+        lines.append(f"  {_left_out(len(notes) - num_shown)}")
+    return ["", "On whole tensors, where they fit:", *lines] if lines else []
 
 
 def _header_lines(plan: Plan) -> list[str]:
@@ -69,30 +91,24 @@ def _header_lines(plan: Plan) -> list[str]:
     num_on_host = plan.output_placements.count("host")
     host = f", {num_on_host} output(s) on the host" if num_on_host else ""
     lines = [
-        f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}",
-        f"  budget            {format_bytes(plan.budget_bytes):>12}{_in_brackets(plan.budget_note)}",
-        f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
-        f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
-        f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
+        *_wrapped(f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}"),
+        *_row("budget", format_bytes(plan.budget_bytes), _in_brackets(plan.budget_note)),
+        *_row("total", format_bytes(plan.total_bytes), "= resident + projected peak"),
+        *_row("  resident", format_bytes(plan.resident_bytes), "weights, gradients, buffers, optimizer state"),
+        *_row("  projected peak", format_bytes(plan.projected_peak_bytes), "inputs, outputs, kept values, strips"),
         *_weights_lines(plan),
         *_overhead_lines(plan),
         *_host_lines(plan),
-        f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
+        *_row("FLOPs", f"{plan.flops:.4g}", f"= {plan.redundancy:.4f} x plain PyTorch ({plan.plain_flops:.4g})"),
     ]
     if plan.skips_repeats:
-        lines.append(f"{'':20}and less where strips repeat their neighbours: last_skipping of the compiled module says how much")
+        lines += _row("", "", "and less where strips repeat their neighbours: last_skipping of the compiled module says how much")
     if plan.projected_seconds is not None:
         place = _DEVICES.get(plan.device_type, "the device")
-        lines.append(
-            f"  projected time    {format_seconds(plan.projected_seconds):>12}  each program timed on {place}, as often as it runs"
-        )
+        lines += _row("projected time", format_seconds(plan.projected_seconds), f"each program timed on {place}, as often as it runs")
     else:
-        lines.append(f"  estimated time    {format_seconds(plan.estimated_seconds):>12}  {_rate_text(plan)}: to compare plans by")
+        lines += _row("estimated time", format_seconds(plan.estimated_seconds), f"{_rate_text(plan)}: to compare plans by")
     return lines
-
-
-#: Devices by kind, in sentences.
-_DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 
 def _rate_text(plan: Plan) -> str:
@@ -110,67 +126,78 @@ def _order_lines(plan: Plan, *, full: bool) -> list[str]:
     """The schedule, if it is not the default one."""
     if not plan.order:
         return []
-    lines = textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    lines = _named("order", " ".join(plan.order))
     if full or len(lines) <= _MAX_ORDER_LINES:
         return lines
     shown = lines[:_MAX_ORDER_LINES]
-    return [*shown, f"{'':20}{_left_out(len(plan.order) - sum(len(line.removeprefix('  order').split()) for line in shown))}"]
+    num_shown = sum(len(line.removeprefix("  order").split()) for line in shown)
+    return [*shown, " " * _NAME_WIDTH + _left_out(len(plan.order) - num_shown)]
 
 
 def _limits_lines(plan: Plan) -> list[str]:
     """Thresholds of the search that differ from the defaults."""
     if plan.search_limits is None or not plan.search_limits.changes():
         return []
-    text = ", ".join(plan.search_limits.changes())
-    return textwrap.wrap(text, width=120, initial_indent="  search limits     ", subsequent_indent=" " * 20)
+    return _named("search limits", ", ".join(plan.search_limits.changes()))
 
 
-def _segment_table(plan: Plan, *, costs: bool, max_lines: int) -> list[str]:
+def _runs_text(segment: SegmentPlan) -> str:
+    """Strips, panels and forward runs of a segment, in a few characters."""
+    strips = f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+    panels = f", {segment.num_panels} panels" if segment.num_panels > 1 else ""
+    return strips + panels + (f", {segment.num_forwards}x" if segment.num_forwards > 1 else "")
+
+
+def _with_operator(line: str, segment: SegmentPlan) -> str:
+    """A line of a table with the name of the segment's first operator; a long name loses its begin."""
+    name, width = segment.layers[0], max(_WIDTH - len(line) - 2, 8)
+    return f"{line}  {name if len(name) <= width else '..' + name[2 - width :]}"
+
+
+def _segment_table(plan: Plan, *, max_lines: int) -> list[str]:
     """A line per segment; of many segments the largest ones, in their order, and the sums of the others."""
-    seconds = {cost.segment: cost for cost in plan.timeline.costs()} if costs else {}
-    timed = f"{'forward':>11} {'again':>9} {'backward':>9} {'share':>7}" if costs else ""
-    lines = [f"  segment  {'runs':<30} {'panels':>6} {'outputs':>11} {'working set':>12} {'FLOPs':>10}{timed}  operators"]
+    lines = [f"  segment  {'strips':<21} {'outputs':>11} {'working set':>11}  begins at"]
     numbers = list(range(len(plan.segments)))
-    max_rows = len(numbers) if costs else max_lines - 2
+    max_rows = max_lines - 2
     if len(numbers) > max_rows + 1:
         largest = sorted(numbers, key=lambda number: plan.segments[number].working_bytes, reverse=True)[:max_rows]
         numbers = sorted(largest)
     for number in numbers:
         segment = plan.segments[number]
-        tiled = f"{segment.num_steps} strips of {segment.strip_rows} rows"
-        again = f", {segment.num_forwards}x" if segment.num_forwards > 1 else ""
-        cost = seconds.get(number)
-        times = "" if not costs else f"{'':>38}"
-        if cost is not None:
-            parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
-            times = f"{format_seconds(parts[0]):>11} {format_seconds(parts[1]):>9} {format_seconds(parts[2]):>9} {100 * cost.share:>5.1f} %"
-        lines.append(
-            f"  {number:>7}  {(tiled if segment.mode == 'tiled' else 'whole') + again:<30} {segment.num_panels:>6} "
-            f"{format_bytes(segment.output_bytes):>11} {format_bytes(segment.working_bytes):>12} {segment.flops:>10.3g}{times}  "
-            f"{segment.layers[0]} .. {segment.layers[1]}"
-        )
-    if costs:
-        title = f"Seconds of a step, {'measured' if plan.timeline.is_measured else 'estimated'}, in the last columns:"
-        lines = [title, *lines, *_waiting_lines(plan)]
+        outputs, working = format_bytes(segment.output_bytes), format_bytes(segment.working_bytes)
+        lines.append(_with_operator(f"  {number:>7}  {_runs_text(segment):<21} {outputs:>11} {working:>11}", segment))
     others = [segment for number, segment in enumerate(plan.segments) if number not in set(numbers)]
     if others:
         num_tiled = sum(segment.mode == "tiled" for segment in others)
-        lines.append(
-            f"  ... {len(others)} more with smaller working sets ({num_tiled} in strips, {len(others) - num_tiled} whole), "
-            f"{sum(segment.flops for segment in others):.3g} FLOPs: --full, or explain()"
-        )
+        lines.append(f"  ... {len(others)} more with smaller working sets ({num_tiled} in strips): --full, or explain()")
     return lines
 
 
+def _times_table(plan: Plan) -> list[str]:
+    """A line with seconds per segment."""
+    lines = [
+        f"Seconds of a step, {'measured' if plan.timeline.is_measured else 'estimated'}:",
+        f"  segment  {'strips':<14} {'forward':>9} {'again':>9} {'backward':>9} {'share':>7}  begins at",
+    ]
+    for cost in plan.timeline.costs():
+        segment = plan.segments[cost.segment]
+        parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
+        times = " ".join(f"{format_seconds(seconds):>9}" for seconds in parts)
+        strips = f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+        lines.append(_with_operator(f"  {cost.segment:>7}  {strips:<14} {times} {100 * cost.share:>5.1f} %", segment))
+    return [*lines, *_waiting_lines(plan)]
+
+
 def _in_brackets(note: str) -> str:
-    return f"  ({note})" if note else ""
+    return f"({note})" if note else ""
 
 
 def _host_lines(plan: Plan) -> list[str]:
     """Line of the host's memory."""
     if not plan.host_bytes:
         return []
-    return [f"  host              {format_bytes(plan.host_bytes):>12}  for values that leave the device{_in_brackets(plan.host_note)}"]
+    note = f" {_in_brackets(plan.host_note)}" if plan.host_note else ""
+    return _row("host", format_bytes(plan.host_bytes), f"for values that leave the device{note}")
 
 
 def plan_line(plan: Plan) -> str:
@@ -183,22 +210,15 @@ def plan_line(plan: Plan) -> str:
     return f"{kind} on {shapes} ({plan.dtype}), {total}, {segments}, {plan.redundancy:.2f} x plain FLOPs"
 
 
-def plan_summary(plan: Plan) -> str:
-    """The first block of the report, and the number of segments."""
-    head = plan_report(plan).partition("\n\n")[0]
-    num_tiled = sum(segment.mode == "tiled" for segment in plan.segments)
-    return f"{head}\n  segments          {len(plan.segments):>12}  {num_tiled} in strips; print(plan) shows them"
-
-
 def _overhead_lines(plan: Plan) -> list[str]:
     """Line of the device's overhead in addition to tensors."""
     if not plan.overhead_bytes:
         return []
-    lines = [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's segments, libraries' workspaces"]
+    lines = _row("  overhead", format_bytes(plan.overhead_bytes), "of the peak: allocator and library workspaces")
     if plan.projected_reserved_bytes:
         tensors_bytes = plan.total_bytes - plan.overhead_bytes
         ratio = f"{plan.projected_reserved_bytes / tensors_bytes:.2f} x the tensors, " if tensors_bytes else ""
-        lines.append(f"    reserved        {format_bytes(plan.projected_reserved_bytes):>12}  {ratio}by the GPU's allocator (simulated)")
+        lines += _row("  reserved", format_bytes(plan.projected_reserved_bytes), f"{ratio}by simulation")
     return lines
 
 
@@ -207,10 +227,8 @@ def _weights_lines(plan: Plan) -> list[str]:
     if not plan.streamed_weights:
         return []
     passed = format_bytes(sum(entry.weight_bytes for entry in plan.timeline.entries))
-    return [
-        f"    weights         {format_bytes(plan.weights_peak_bytes):>12}  of the peak at most: {plan.streamed_weights} parameter(s) are "
-        f"streamed, {passed} over the link"
-    ]
+    remark = f"of the peak at most: {plan.streamed_weights} parameter(s) are streamed, {passed} over the link"
+    return _row("  weights", format_bytes(plan.weights_peak_bytes), remark)
 
 
 def _costs_lines(plan: Plan) -> list[str]:
@@ -238,26 +256,28 @@ def _waiting_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _states_text(segment: SegmentPlan) -> str:
+    sweeps = ", of one sweep at a time: each runs forward once more" if segment.restart else ""
+    if segment.state_slots:
+        return f"{segment.state_slots} at most, the remaining ones restored{sweeps}"
+    return f"kept every {segment.state_every} strip(s){sweeps}"
+
+
 def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
     first, last = segment.layers
     runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
     lines = [
-        f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}",
-        f"  outputs           {format_bytes(segment.output_bytes):>12}  on the {segment.placement}",
+        *_wrapped(f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}"),
+        *_row("outputs", format_bytes(segment.output_bytes), f"on the {segment.placement}"),
     ]
     if segment.mode == "tiled":
+        size = f"of {segment.strip_rows} rows, {segment.panel_cols} columns, batch {segment.batch_tile}"
         lines += [
-            f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
-            f"{segment.batch_tile} batch element(s) at a time",
-            f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
-            f"  states            {format_bytes(segment.state_bytes):>12}  {_states_text(segment)}"
-            + (", of one sweep at a time: each runs forward once more" if segment.restart else ""),
+            *_row("strips", segment.num_steps, size),
+            *_row("panels", segment.num_panels, f"halo recomputed, that of strips {_HALO[segment.halo]}"),
+            *_row("states", format_bytes(segment.state_bytes), _states_text(segment)),
         ]
-    lines += [
-        f"  working set       {format_bytes(segment.working_bytes):>12}",
-        f"  FLOPs             {segment.flops:>12.4g}",
-    ]
+    lines += [*_row("working set", format_bytes(segment.working_bytes)), *_row("FLOPs", f"{segment.flops:.4g}")]
     if segment.kernels:
-        lines.append(f"  kernels           {len(segment.kernels):>12}  operators run as Triton kernels, with what is fused into them")
-    lines += [f"  {name}: {value}" for name, value in segment.formulas]
-    return lines
+        lines += _row("kernels", len(segment.kernels), "operators run as Triton kernels, with what is fused into them")
+    return [*lines, *(line for name, value in segment.formulas for line in _wrapped(f"{name}: {value}", "  "))]

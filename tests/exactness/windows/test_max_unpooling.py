@@ -145,7 +145,7 @@ def test_to_another_width_than_was_pooled_it_runs_whole() -> None:
     for width, streams in ((8, True), (9, False), (10, True)):
         plan = net.plan_for(image(1, 3, 12, width))
         assert is_tiled(plan, "unpool") == streams
-        assert streams or "give output_size" in plan.explain()
+        assert streams or "give output_size" in " ".join(plan.explain().split())
 
 
 @pytest.mark.parametrize("how", [{"kernel_size": 3, "stride": 2}, {"kernel_size": 2, "padding": 1}], ids=str)

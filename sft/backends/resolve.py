@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
     """
     if name == "triton":
         check_triton(device)
-        return KernelBackend(selector=AlwaysKernel(), computes_operands=computes_operands(device))
+        return KernelBackend(selector=AlwaysKernel(allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
     if name == "auto" and device.type == "cuda" and has_triton():
         table = find_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
         if table is not None:
@@ -84,11 +85,16 @@ def check_triton(device: torch.device) -> None:
 
 
 def allows_tf32(device: torch.device) -> bool:
-    """True if convolutions may round fp32 operands to ten bits, as is PyTorch's default on a GPU."""
+    """True if convolutions may round fp32 operands to ten bits, as is PyTorch's default on a GPU.
+
+    ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` switch it. A precision of ``"none"`` is inherited:
+    from cuDNN's, and that one from PyTorch's. Kernels are selected when a network is compiled.
+    """
     if device.type != "cuda":
         return False
-    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # a module that replaces itself by an object
-    return precision == "tf32"
+    cudnn: Any = torch.backends.cudnn
+    precisions = (cudnn.conv.fp32_precision, cudnn.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
+    return next((precision for precision in precisions if precision != "none"), "none") == "tf32"
 
 
 def computes_operands(device: torch.device) -> bool:

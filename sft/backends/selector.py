@@ -118,7 +118,13 @@ def storage_format(dtype: torch.dtype, *, allows_tf32: bool) -> NumberFormat | N
 
 @dataclass(frozen=True, slots=True)
 class AlwaysKernel:
-    """Selects every kernel. Products of fp32 numbers are exact: ATen rounds operands in another way, so rounded products would differ."""
+    """Selects every kernel.
+
+    Attributes:
+        allows_tf32: true if products of fp32 numbers may round operands to ten bits, as ATen's do where PyTorch's switches allow it.
+    """
+
+    allows_tf32: bool = False
 
     def selects_kernel(self, shape_class: ShapeClass) -> bool:
         """True for every class."""
@@ -129,5 +135,5 @@ class AlwaysKernel:
         return "default"
 
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
-        """The format that elements are stored in."""
-        return storage_format(dtype, allows_tf32=False)
+        """The format that elements are stored in, or ``tf32``."""
+        return storage_format(dtype, allows_tf32=self.allows_tf32)

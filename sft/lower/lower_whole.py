@@ -5,7 +5,7 @@ accumulators are not used.
 
 **BatchNorm in training is one call.** Strips need a norm decomposed (:mod:`sft.analysis.passes.decompose_norms`) into moments, scale and
 shift, and an affine map, each of which reads or writes the image once more. If the segment contains all of them, the call of eager PyTorch
-computes the same in fewer passes over memory, and so does its derivative. It is emitted in place of the moments, since running statistics
+computes the same in fewer passes over memory, and so does its derivative; also for half-precision images with parameters in fp32. It is emitted in place of the moments, since running statistics
 may directly follow them, before the affine map. Running statistics still read moments: a stage that runs twice updates them once
 (:mod:`sft.planner.stages`), and plans that cut there compute the same bits.
 """
@@ -35,8 +35,9 @@ __all__ = ["BATCH_NORM_FUNCTIONS", "WholeBatchNormRule", "find_whole_batch_norms
 
 aten = torch.ops.aten
 
-#: In half precision the decomposed norm computes in fp32, and rounds at other points than torch's kernel.
 _NORM_DTYPES = (torch.float32, torch.float64)
+#: Element types of images that torch's kernel normalises with parameters and statistics in fp32, as the decomposed norm does.
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,11 @@ class WholeBatchNormRule(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         builder, scope = ctx.builder, ctx.scope
         image, weight, bias = (ctx.operand_slot(value) for value in (ctx.node.argument("self"), self.weight, self.bias))
-        out, mean, deviation = builder.slot(ctx.out_shape), builder.slot((image.shape[1],)), builder.slot((image.shape[1],))
+        wide, channels = scope.dtype_of(self.moments), (image.shape[1],)
+        out, mean, deviation = builder.slot(ctx.out_shape, image.dtype), builder.slot(channels, wide), builder.slot(channels, wide)
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
         if self.has_running_statistics:
-            moments = builder.slot(scope.shapes[self.moments])
+            moments = builder.slot(scope.shapes[self.moments], wide)
             builder.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
             ctx.global_slots[self.moments] = moments
             if self.moments in scope.outputs:
@@ -81,11 +83,13 @@ class WholeBatchNormRule(Rule):
         values, channels = (image, self.weight, self.bias), (strip.shape[1],)
         mask = [value is not None and ctx.needs_grad(value) for value in values]
         shapes = (strip.shape, channels, channels)
-        gradients = tuple(builder.slot(shape) if needs else None for needs, shape in zip(mask, shapes, strict=True))
         mean, deviation = ctx.saved["statistics"]
+        dtypes = (strip.dtype, mean.dtype, mean.dtype)
+        slots = (builder.slot(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        gradients = tuple(slot if needs else None for needs, slot in zip(mask, slots, strict=True))
         builder.call_many(
             aten.native_batch_norm_backward.default,
-            (grad, strip, weight, None, None, mean, deviation, True, self.eps, mask),
+            (builder.cast(grad, strip.dtype), strip, weight, None, None, mean, deviation, True, self.eps, mask),
             gradients,
         )
         for value, gradient in zip(values, gradients, strict=True):
@@ -104,7 +108,7 @@ def _batch_norm_with_moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`_batch_norm`, and the moments: running statistics of momentum 1 receive them."""
     count = image.numel() // image.shape[1]
-    moments = image.new_zeros((1, image.shape[1], 3))
+    moments = image.new_zeros((1, image.shape[1], 3), dtype=torch.promote_types(image.dtype, torch.float32))
     mean, variance = moments[0, :, 0], moments[0, :, 1]
     out, saved_mean, deviation = aten.native_batch_norm.default(image, weight, bias, mean, variance, True, 1.0, eps)
     variance.mul_((count - 1) / count)  # running variances are unbiased
@@ -147,8 +151,12 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
     operands = [scale_shift.argument(key) for key in ("weight", "bias")]
     if any(positions.get(ref.name, -1) > positions[moments.name] for ref in operands if ref is not None):
         return None
-    dtypes = {scope.dtype_of(name) for name in (affine.name, image.name, moments.name, *(ref.name for ref in operands if ref is not None))}
-    if len(dtypes) > 1 or not dtypes.issubset(_NORM_DTYPES):
+    dtype, wide = scope.dtype_of(image.name), scope.dtype_of(moments.name)
+    parameters = {scope.dtype_of(ref.name) for ref in operands if ref is not None}
+    if scope.dtype_of(affine.name) != dtype or wide not in _NORM_DTYPES or not parameters.issubset({wide}):
+        return None
+    # Without parameters torch's kernel stores the statistics of a half-precision image in half precision.
+    if dtype != wide and (dtype not in _HALF_DTYPES or None in operands):
         return None
     weight, bias = operands
     return WholeBatchNormRule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import sft
+from sft.backends import resolve
 from sft.backends.conv_calls import ConvolutionCall, DataGradientCall, PooledConvolutionCall, WeightGradientCall
 from sft.backends.kernel_call import kernel_call_of
 from sft.backends.resolve import backend_for
@@ -187,3 +189,41 @@ def test_auto_is_aten_where_nobody_has_measured(tmp_path: Path) -> None:
     assert backend_for("auto", torch.device("cpu"), [tmp_path]) is None
     assert backend_for("aten", torch.device("cpu"), [tmp_path]) is None
     assert isinstance(backend_for("triton", torch.device("meta"), [tmp_path]), KernelBackend)
+
+
+def _settings(*, conv: str = "none", cudnn: str = "none", everywhere: str = "none") -> Any:
+    of_conv = SimpleNamespace(fp32_precision=conv)
+    return SimpleNamespace(cudnn=SimpleNamespace(conv=of_conv, fp32_precision=cudnn), fp32_precision=everywhere)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        (_settings(conv="tf32"), True),
+        (_settings(conv="ieee", cudnn="tf32"), False),
+        (_settings(cudnn="tf32"), True),
+        (_settings(cudnn="ieee", everywhere="tf32"), False),
+        (_settings(everywhere="tf32"), True),
+        (_settings(), False),
+    ],
+)
+def test_products_of_single_precision_follow_the_switches_of_torch(settings: Any, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "check_triton", lambda device: None)
+    monkeypatch.setattr(resolve, "computes_operands", lambda device: True)
+    monkeypatch.setattr(torch, "backends", settings)
+    backend = backend_for("triton", torch.device("cuda"))
+    assert isinstance(backend, KernelBackend)
+    assert backend.selector.number_format_of(torch.float32) == ("tf32" if allowed else "float32")
+    on_cpu = backend_for("triton", torch.device("cpu"))
+    assert isinstance(on_cpu, KernelBackend)
+    assert on_cpu.selector.number_format_of(torch.float32) == "float32"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_older_switch_of_tf32(allowed: bool) -> None:
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = allowed
+        assert resolve.allows_tf32(torch.device("cuda")) == allowed
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
+from sft.cli.tune import STANDARD_NETWORKS
 from sft.lower.lower_whole import BATCH_NORM_FUNCTIONS
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
@@ -34,7 +37,7 @@ def _net(*norms: nn.Module) -> nn.Module:
 
 def _calls(model: nn.Module, *, training: bool = True) -> list[Any]:
     """The functions that the programs of an untiled model call."""
-    problem = problem_of(model.float().train(), (2, 3, 20, 16), training=training, passes=run_passes)
+    problem = problem_of(model.train(), (2, 3, 20, 16), training=training, passes=run_passes)
     return [instruction.function for program in plain_programs(problem) for instruction in program.instructions]
 
 
@@ -99,12 +102,12 @@ _APART: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", _WHOLE)
 def test_norms_are_one_call(name: str) -> None:
     num_norms = 2 if name == "called twice" else 1
-    assert _num_norms(seeded(_WHOLE[name])) == (num_norms, num_norms)
+    assert _num_norms(seeded(_WHOLE[name]).float()) == (num_norms, num_norms)
 
 
 @pytest.mark.parametrize("name", _APART)
 def test_other_norms_stay_in_parts(name: str) -> None:
-    assert _num_norms(seeded(_APART[name])) == (0, 0)
+    assert _num_norms(seeded(_APART[name]).float()) == (0, 0)
 
 
 @pytest.mark.parametrize("name", [*_WHOLE, *_APART])
@@ -121,12 +124,69 @@ def test_norms_of_other_ranks(dims: int) -> None:
     assert_exact(seeded(partial(lambda: chain(conv(3, 4, 3, padding=1), norm(4), nn.ReLU()))), image(*shape), budget="1GiB")
 
 
-def test_half_precision_stays_in_parts() -> None:
-    """There the decomposed norm computes in fp32."""
+def test_norms_of_half_precision_models_stay_in_parts() -> None:
+    """With parameters in half precision the decomposed norm computes in fp32."""
     model = seeded(lambda: _net(nn.BatchNorm2d(4))).bfloat16()
     net = sft.compile(model, (2, 3, 20, 16), budget="1GiB")
     y = net(torch.randn(2, 3, 20, 16).bfloat16())
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+class _Mixed(nn.Module):
+    """A model in half precision with norms in fp32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model.to(dtype), dtype
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x.to(self.dtype))
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_half_precision_images_are_one_call(dtype: torch.dtype) -> None:
+    """Parameters and statistics in fp32: outputs, gradients and running statistics are as near to fp64 as eager PyTorch's."""
+    model = _Mixed(seeded(lambda: _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4))), dtype).train()
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    exact.dtype = torch.float64
+    assert _num_norms(copy.deepcopy(model)) == (2, 2)
+    net = sft.compile(model, _SHAPE, budget="1GiB")
+    x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def step(module: nn.Module) -> list[Tensor]:
+        y = module(x)
+        y.double().square().sum().backward()
+        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        statistics = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        return [value.detach().double() for value in (y, *grads, *statistics)]
+
+    truth, ours, theirs = step(exact), step(net), step(eager)
+    assert len(ours) == len(theirs) == len(truth)
+    # Errors of single tensors scatter; those of sums over all tensors do not.
+    own_error, eager_error = (
+        sum(float((value - t).norm() / t.norm().clamp_min(1e-6)) for value, t in zip(values, truth, strict=True)) for values in (ours, theirs)
+    )
+    assert own_error <= 1.1 * eager_error
+
+
+def test_a_half_precision_resnet_has_few_more_instructions_than_eager() -> None:
+    """ResNet-18 in training, untiled, in bfloat16 with norms in fp32: instructions next to the operators that eager PyTorch dispatches."""
+    model, shape = _Mixed(STANDARD_NETWORKS["resnet18 in training"](), torch.bfloat16), (1, 3, 64, 64)
+    parameters = dict(model.named_parameters())
+    programs = plain_programs(problem_of(model, shape, training=True, passes=run_passes))
+    num_instructions = sum(len(program.instructions) for program in programs if program is not None)
+
+    def step(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        y = torch.func.functional_call(model, dict(zip(parameters, values, strict=True)), (x,))
+        return torch.autograd.grad(y.sum(), values)
+
+    traced = make_fx(step)(torch.randn(shape), *parameters.values())
+    eager = [node for node in traced.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
+    assert num_instructions <= 1.45 * len(eager)
 
 
 def test_frozen_weights_have_no_gradient() -> None:

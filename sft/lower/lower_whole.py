@@ -5,9 +5,9 @@ accumulators are not used.
 
 **BatchNorm in training is one call.** Strips need a norm decomposed (:mod:`sft.analysis.passes.decompose_norms`) into moments, scale and
 shift, and an affine map, each of which reads or writes the image once more. If the segment contains all of them, the call of eager PyTorch
-computes the same in fewer passes over memory, and so does its derivative; also for half-precision images with parameters in fp32. It is emitted in place of the moments, since running statistics
-may directly follow them, before the affine map. Running statistics still read moments: a stage that runs twice updates them once
-(:mod:`sft.planner.stages`), and plans that cut there compute the same bits.
+computes the same in fewer passes over memory, and so does its derivative; also for half-precision images with parameters in fp32. It is
+emitted in place of the moments, since running statistics may directly follow them, before the affine map. Running statistics still read
+moments: a stage that runs twice updates them once (:mod:`sft.planner.stages`), and plans that cut there compute the same bits.
 """
 
 from __future__ import annotations

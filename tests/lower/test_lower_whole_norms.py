@@ -168,7 +168,8 @@ def test_norms_of_half_precision_images_are_one_call(dtype: torch.dtype) -> None
     assert len(ours) == len(theirs) == len(truth)
     # Errors of single tensors scatter; those of sums over all tensors do not.
     own_error, eager_error = (
-        sum(float((value - t).norm() / t.norm().clamp_min(1e-6)) for value, t in zip(values, truth, strict=True)) for values in (ours, theirs)
+        sum(float((value - t).norm() / t.norm().clamp_min(1e-6)) for value, t in zip(values, truth, strict=True))
+        for values in (ours, theirs)
     )
     assert own_error <= 1.1 * eager_error
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft.common.atomic_files import is_text_path
 from sft.common.byte_units import is_integer, parse_bytes
 from sft.common.errors import InputError
+from sft.common.legacy_names import restore_fields
 
 if TYPE_CHECKING:
     from sft.weights.disk_store import WeightsFile
@@ -107,6 +109,10 @@ class Options:
     def mesh_timeout(self) -> timedelta:
         """Timeout of a rank that waits for another."""
         return timedelta(seconds=self.mesh_timeout_seconds)
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         errors: list[str] = []

@@ -62,3 +62,12 @@ def test_the_readme_is_short() -> None:
         text = re.sub(pattern, "", text, flags=re.DOTALL)
     assert len(text.split()) <= 700
     assert len(re.findall(r"\d[\d,.]*", text)) <= 60
+
+
+#: Pages that are generated, or lists.
+_LISTS = ("floors.md", "modules.md", "operators.md")
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in _DOCS.glob("*.md") if path.name not in _LISTS))
+def test_pages_are_short(page: str) -> None:
+    assert len((_DOCS / page).read_text().split()) <= 2000

@@ -15,6 +15,7 @@ _LIBRARIES = {
     "docs/sources.md": ("openslide", "tifffile", "imagecodecs", "simplejpeg", "skimage", "shapely", "nibabel"),
     "docs/training.md": ("accelerate", "pytorch_lightning"),
     "docs/tutorial.md": ("openslide", "tifffile", "imagecodecs"),
+    "docs/wsi-config.md": ("sklearn", "jsonargparse"),
     "docs/wsi.md": ("openslide", "tifffile", "imagecodecs", "sklearn", "jsonargparse"),
 }
 

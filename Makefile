@@ -19,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels docs docs-serve clean
+.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels docs docs-serve release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,10 @@ $(DOCS_READY): $(READY)
 
 docs: $(DOCS_READY) ## Build the documentation site into out/site; links and reference are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release-check: $(READY) ## Check a release: sdist, wheel, metadata, README, installation of each extra in a clean environment
+	-$(BIN)/pip install --quiet -c constraints.txt -e '.[release]'
+	PYTHONPATH=$(CURDIR) $(BIN)/python -P tests/packaging/release_check.py $(OPTIONS)
 
 docs-serve: $(DOCS_READY) ## Show the documentation site at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

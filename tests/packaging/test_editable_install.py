@@ -18,7 +18,7 @@ import sft
 
 _ROOT = Path(__file__).resolve().parents[2]
 #: Files of a clone that an installation reads.
-_CLONED = ("sft", "src", "analysis", "kernels", "pyproject.toml", "LICENSE", "constraints.txt")
+_CLONED = ("sft", "src", "analysis", "kernels", "pyproject.toml", "LICENSE", "README.md", "constraints.txt")
 
 _REPORT = """
 import importlib.util, json, sft

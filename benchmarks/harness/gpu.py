@@ -6,6 +6,7 @@ It imports neither matplotlib nor pytest: a machine with a GPU may have torch, T
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import platform
@@ -96,6 +97,7 @@ def reserved_bytes(device: torch.device) -> int:
     """Bytes that the allocator has from the driver, without unused segments; 0 on the CPU."""
     if device.type != "cuda":
         return 0
+    gc.collect()  # memory pools of earlier models
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return int(torch.cuda.memory_reserved(device))

@@ -6,7 +6,11 @@ find another plan, or the same one in more time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sft.common.legacy_names import restore_fields
 
 __all__ = ["SearchLimits"]
 
@@ -148,6 +152,10 @@ class SearchLimits:
     num_timed_heights: int = 4
 
     num_accepted: int = 5
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def changes(self) -> tuple[str, ...]:
         """Fields that differ from their default, as ``name=value``."""

@@ -282,20 +282,22 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         # Their gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
         torch.cuda.current_stream(inputs.device).synchronize()
     if inputs.pool is not None:
-        _move_lasting_grads(region, inputs.names, tensors, leaf_grads)
+        _move_lasting_grads(region, inputs, tensors, leaf_grads)
     by_tensor = [leaf_grads.get(name) if name in reached else None for name in inputs.names]
     return [*by_tensor, *[None] * (ctx.num_tensors - len(by_tensor))]
 
 
-def _move_lasting_grads(region: Region, names: Sequence[str], tensors: Sequence[torch.Tensor | None], grads: dict[str, Any]) -> None:
+def _move_lasting_grads(region: Region, inputs: RegionInputs, tensors: Sequence[torch.Tensor | None], grads: dict[str, Any]) -> None:
     """Copy the parameters' gradients that outlast the pass out of its memory pool, one after another.
 
-    Autograd keeps the gradient of a leaf that has none yet. In the pool it would occupy a segment of the next step.
+    Autograd keeps the gradient of a leaf that has none yet. In the pool it would occupy a segment of the next step. Gradients of streamed
+    weights are on the host.
     """
-    for name, tensor in zip(names, tensors, strict=False):
+    for name, tensor in zip(inputs.names, tensors, strict=False):
         is_kept = tensor is not None and tensor.is_leaf and tensor.grad is None
-        if is_kept and region.graph[name].kind == "parameter" and grads.get(name) is not None:
-            grads[name] = grads[name].clone()
+        grad = grads.get(name)
+        if is_kept and region.graph[name].kind == "parameter" and grad is not None and grad.device.type == inputs.device.type:
+            grads[name] = grad.clone()
 
 
 @contextlib.contextmanager

@@ -5,12 +5,14 @@ plan knows in which segments its step fits (:mod:`sft.planner.measured.reserved_
 own (``torch.cuda.MemPool``), so tensors of the training loop do not divide its blocks.
 
 The passes of one model share the pool, whatever the sizes of their images. For a plan with larger segments it is replaced; memory of the
-old pool returns to the device when the last tensor in it is freed. The allocator serves a block only to the stream on which it was
-allocated, so another stream has segments of its own.
+old pool returns to the device when the last tensor in it is freed. The allocator serves a block only to the device and the stream on which
+it was allocated, so another one has segments of its own. The allocator also refuses a pool that another thread allocates in: a pass waits
+for that of another thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,28 +29,45 @@ class DevicePool:
 
     _pool: Any = field(default=None, repr=False)
     _segments: tuple[int, ...] = ()
-    _stream: int = 0
+    _place: tuple[torch.device, int] | None = None
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
+    _depth: int = 0
 
     @contextmanager
     def use(self, device: torch.device, segments: tuple[int, ...]) -> Iterator[None]:
-        """Allocate the memory of this thread in the pool, which has at least these segments."""
-        with torch.cuda.device(device):
-            # cuBLAS keeps its workspace, so it must not lie in the pool: the handle of this thread and stream allocates it.
-            torch.cuda.current_blas_handle()
-            stream = torch.cuda.current_stream(device).cuda_stream
-            if self._pool is None or stream != self._stream or not _contains(self._segments, segments):
-                self._replace(device, segments, stream)
-            with torch.cuda.use_mem_pool(self._pool, device):
-                yield
+        """Allocate the memory of this thread in the pool, which has at least these segments.
 
-    def _replace(self, device: torch.device, segments: tuple[int, ...], stream: int) -> None:
-        """Reserve segments in a new pool. Cached memory of the default pool returns to the device first, as programs were tried in it."""
+        Waits while another thread allocates in the pool. Within a pass of the same thread there is nothing to do.
+        """
+        with self._lock:
+            if self._depth:
+                yield
+                return
+            with torch.cuda.device(device):
+                # cuBLAS keeps its workspace, so it must not lie in the pool: the handle of this thread and stream allocates it.
+                torch.cuda.current_blas_handle()
+                place = (device, torch.cuda.current_stream(device).cuda_stream)
+                if self._pool is None or place != self._place or not _contains(self._segments, segments):
+                    self._replace(place, segments)
+                self._depth += 1
+                try:
+                    with torch.cuda.use_mem_pool(self._pool, device):
+                        yield
+                finally:
+                    self._depth -= 1
+
+    def _replace(self, place: tuple[torch.device, int], segments: tuple[int, ...]) -> None:
+        """Reserve segments in a new pool. Cached memory of the default pool returns to the device first, as programs were tried in it.
+
+        If the device has too little memory, the next pass reserves again.
+        """
         self._pool = None
         torch.cuda.empty_cache()
-        self._pool, self._segments, self._stream = torch.cuda.MemPool(), segments, stream
-        with torch.cuda.use_mem_pool(self._pool, device):
+        pool, (device, _) = torch.cuda.MemPool(), place
+        with torch.cuda.use_mem_pool(pool, device):
             tensors = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in segments]
             del tensors
+        self._pool, self._segments, self._place = pool, segments, place
 
 
 def _contains(segments: tuple[int, ...], needed: tuple[int, ...]) -> bool:

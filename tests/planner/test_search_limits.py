@@ -73,3 +73,12 @@ def test_the_joint_solver_never_costs_time() -> None:
             costs.append(project_timeline(each, planned.choices, planned.projection, DeviceRates("cpu")).estimated_seconds)
             assert planned.projection.peak_bytes <= plain.peak_bytes * percent // 100
         assert costs[0] <= costs[1]
+
+
+@pytest.mark.parametrize("record", [SearchLimits(max_projections=3), Options(progress=True)], ids=["limits", "options"])
+def test_a_pickle_of_an_older_release_lacks_the_last_fields(record: SearchLimits | Options) -> None:
+    make, arguments, state = record.__reduce_ex__(4)[:3]  # type: ignore[str-unpack]  # the general type is text or a tuple
+    assert callable(make) and isinstance(arguments, tuple) and isinstance(state, list)
+    older = make(*arguments)
+    older.__setstate__(state[:-1])
+    assert older == record and repr(older) == repr(record)

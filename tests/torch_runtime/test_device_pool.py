@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,8 +36,10 @@ class _FakeCuda:
         @contextmanager
         def use(pool: int, device: torch.device) -> Iterator[None]:
             self.calls.append(f"enter {pool}")
-            yield
-            self.calls.append(f"leave {pool}")
+            try:
+                yield
+            finally:
+                self.calls.append(f"leave {pool}")
 
         @contextmanager
         def device_of(device: torch.device) -> Iterator[None]:
@@ -79,6 +82,43 @@ def test_segments_are_reserved_before_the_first_step_and_for_larger_plans(monkey
         assert calls[1] == "empty cache" and calls[-2:] == ["step", f"leave {cuda.num_pools}"], larger
     cuda.stream = 7  # blocks belong to a stream
     assert "empty cache" in step(1)
+    device = torch.device("cuda", 1)  # and to a device
+    assert "empty cache" in step(1) and "empty cache" not in step(1)
+
+
+def test_one_thread_at_a_time_enters_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator refuses a pool that is in use, by another thread or by the same one."""
+    cuda, pool, device = _FakeCuda(monkeypatch), DevicePool(), torch.device("cuda", 0)
+    entered = threading.Event()
+
+    def other() -> None:
+        with pool.use(device, ()):
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with pool.use(device, ()):
+        with pool.use(device, (20 * _MIB,)):  # a pass within a pass
+            pass
+        thread.start()
+        assert not entered.wait(0.1)
+        assert cuda.take() == ["blas", "empty cache", "enter 1", "leave 1", "enter 1"]
+    thread.join(10)
+    assert entered.is_set() and cuda.take() == ["leave 1", "blas", "enter 1", "leave 1"]
+
+
+def test_segments_that_could_not_be_reserved_are_reserved_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, pool, device = _FakeCuda(monkeypatch), DevicePool(), torch.device("cuda", 0)
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError), pool.use(device, (20 * _MIB,)):
+            pass
+    cuda.take()
+    with pool.use(device, (20 * _MIB,)):
+        assert "allocate 20" in cuda.take()
 
 
 def test_an_error_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

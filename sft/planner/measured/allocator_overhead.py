@@ -91,10 +91,10 @@ class OverheadEstimator:
         self._multiplies = False
         trace = record_step(problem, projected.region, self._workspace_bytes)
         resident = resident_sizes(problem)
-        if self._multiplies and self.device is not None:
+        segments = choose_segments(trace, self.allocator) if self.has_pool and self.allocator.is_native else None
+        if (self._multiplies or segments is not None) and self.device is not None:  # a pool is entered with a handle of cuBLAS
             num_threads = 2 if self.is_training else 1
             resident += [blas_workspace_bytes(self.device)] * (num_threads * self.num_streams)
-        segments = choose_segments(trace, self.allocator) if self.has_pool and self.allocator.is_native else None
         memory = simulate_reserved_memory(trace, self.allocator, segments=segments, resident=resident)
         projection = projected.projection
         overhead_bytes = max(0, memory.reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)

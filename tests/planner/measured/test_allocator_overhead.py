@@ -325,3 +325,12 @@ def test_allocators_that_are_not_simulated_are_said(
         sft.compile(seeded(ConvNet), _SHAPE, budget="64MiB")
     texts = [str(each.message) for each in caught]
     assert all(named in text and "leave room in the budget" in text for text in texts) and bool(texts) == bool(named)
+
+
+def test_a_pool_has_handles_of_cublas_in_any_network(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that enters a pool makes one before, so its workspace lies outside; convolutions alone need none."""
+    model, totals = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), []
+    for num_kib in (4, 4096):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", f":{num_kib}:8")
+        totals.append(sft.plan(model, _LARGE_SHAPE).total_bytes)
+    assert totals[1] - totals[0] >= 2 * 31 * _MIB

@@ -105,10 +105,6 @@ class Options:
     mesh_timeout_seconds: float = 1800.0
     cudnn_benchmark: bool = False
 
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        """Restore a pickle; one of an older release lacks the last fields."""
-        restore_fields(self, state)
-
     @property
     def mesh_timeout(self) -> timedelta:
         """Timeout of a rank that waits for another."""

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from sft.common.byte_units import format_bytes
+from sft.common.errors import BudgetError
+
 __all__ = ["BoundPool", "DevicePool"]
 
 
@@ -59,14 +62,24 @@ class DevicePool:
     def _replace(self, place: tuple[torch.device, int], segments: tuple[int, ...]) -> None:
         """Reserve segments in a new pool. Cached memory of the default pool returns to the device first, as programs were tried in it.
 
-        If the device has too little memory, the next pass reserves again.
+        After a failure the next pass reserves again.
+
+        Raises:
+            BudgetError: the device has too little free memory.
         """
         self._pool = None
         torch.cuda.empty_cache()
         pool, (device, _) = torch.cuda.MemPool(), place
-        with torch.cuda.use_mem_pool(pool, device):
-            tensors = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in segments]
-            del tensors
+        try:
+            with torch.cuda.use_mem_pool(pool, device):
+                tensors = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in segments]
+                del tensors
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the plan fits the budget, and {device} has less free: the memory pool of its steps takes {format_bytes(sum(segments))} "
+                f"({error}). Free other tensors and models, end other processes on the device, or lower the budget to what is free.",
+                needed_bytes=sum(segments),
+            ) from error
         self._pool, self._segments, self._place = pool, segments, place
 
 

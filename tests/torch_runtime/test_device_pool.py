@@ -111,11 +111,13 @@ def test_segments_that_could_not_be_reserved_are_reserved_by_the_next_step(monke
     with monkeypatch.context() as patch:
 
         def full(*_: Any, **__: Any) -> None:
-            raise torch.OutOfMemoryError
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
 
         patch.setattr(torch, "empty", full)
-        with pytest.raises(torch.OutOfMemoryError), pool.use(device, (20 * _MIB,)):
+        refusal = r"cuda:0 has less free: the memory pool of its steps takes 20\.00 MiB .*Tried to allocate 20 MiB.*lower the budget"
+        with pytest.raises(sft.BudgetError, match=refusal) as raised, pool.use(device, (20 * _MIB,)):
             pass
+    assert raised.value.needed_bytes == 20 * _MIB
     cuda.take()
     with pool.use(device, (20 * _MIB,)):
         assert "allocate 20" in cuda.take()

@@ -104,6 +104,7 @@ class SegmentInfo:
             programs compute it: contiguous, or channels last with two or three axes. All global tensors except parameters are among them.
         batch: batch elements of a sweep.
         per_sample: global values with an entry for each batch element, in their first dimension.
+        full_shapes: shapes for all samples, of the values that ``shapes`` has for some samples only (:mod:`sft.runtime.sample_segment`).
         columns: the columns that the panel computes and reads, for every streamed value and operator of the segment. A panel carries no
             columns: it computes its own halo.
         keeps_torch_layouts: True if images have the memory layout of eager PyTorch; otherwise all are channels last. For untiled segments
@@ -124,6 +125,7 @@ class SegmentInfo:
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
+    full_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     keeps_torch_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False

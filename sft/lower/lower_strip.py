@@ -92,12 +92,14 @@ class StripLowering:
 
     #: True if the step is a full untiled segment (:mod:`sft.lower.lower_whole`).
     untiled: ClassVar[bool] = False
+    #: True if the program allocates its outputs and gradients, instead of writing into the caller's buffers
+    allocates_results: ClassVar[bool] = False
 
     def __init__(self, scope: SegmentInfo, *, has_backward: bool = False) -> None:
         self.scope, self.has_backward = scope, has_backward
         self.write_outputs = self.write_rows = False
         dtype = scope.dtype_of(scope.names[0])
-        self.builder = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.untiled)
+        self.builder = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.allocates_results)
         self.rows: dict[str, NodeRows] = {}
         self.read: Mapping[str, Interval] = {}
         self.zero_rows: Mapping[str, tuple[int, int]] = {}
@@ -238,7 +240,7 @@ class StripLowering:
         else:
             self.values[node.name] = (result, rows.new.start)
         if node.name in scope.outputs and self.write_outputs and self._owns_rows(rows):
-            if self.untiled and node.name not in scope.graph.results and builder.owns(result):
+            if self.allocates_results and node.name not in scope.graph.results and builder.owns(result):
                 builder.result("out", node.name, result)  # a cut: the value itself is the result, without a copy
                 return
             out = builder.port("out", node.name, self._owned_shape(rows))
@@ -283,11 +285,11 @@ class StripLowering:
         if not self.untiled and not rows.reads:
             return
         ctx = self._context(node, rows, None)
-        if not self.write_outputs:
-            return  # reductions run in the forward pass only
+        if not (self.write_outputs or self.untiled):
+            return  # reductions of strips run in the forward pass only
         result = rule.forward(ctx)
         self.global_slots[node.name] = result
-        if self.untiled and node.name in self.scope.outputs:
+        if self.untiled and self.write_outputs and node.name in self.scope.outputs:
             self.builder.copy(self.builder.port("out", node.name, result.shape, result.dtype), result)
 
     def _context(self, node: Node, rows: NodeRows, destination: Slot | None) -> NodeContext:

@@ -186,6 +186,7 @@ class WholeLowering(StripLowering):
     """Lowers a segment on full tensors."""
 
     untiled: ClassVar[bool] = True
+    allocates_results: ClassVar[bool] = True
 
     def __init__(self, scope: SegmentInfo, *, has_backward: bool = False) -> None:
         super().__init__(scope, has_backward=has_backward)

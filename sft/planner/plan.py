@@ -34,11 +34,12 @@ class SegmentChoice:
 
     Attributes:
         nodes: operators in execution order.
-        mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept).
+        mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept; with fewer
+            samples at a time than the batch has, also recomputed).
         strip_rows: rows of the segment's tallest source per strip.
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve).
-        batch_tile: batch elements per sweep.
+        batch_tile: batch elements per sweep; in an untiled segment samples at a time, 0 or the batch for all of them.
         panel_cols: columns of the widest source per panel; 0 is the full width.
         halo: source of the halo rows of a strip: carried from its neighbour, or recomputed.
         restart: of several sweeps (panels, batch elements) only the last keeps its states in the forward pass; every earlier one runs
@@ -74,8 +75,8 @@ class SegmentPlan:
         restart: true if sweeps run forward once more before their backward pass, instead of keeping their states.
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept instead (Revolve).
-        batch_tile: batch elements per sweep.
-        num_steps: strips per sweep.
+        batch_tile: batch elements per sweep; in an untiled segment samples at a time.
+        num_steps: strips per sweep; of an untiled segment that takes some samples at a time, the number of these chunks.
         num_forwards: forward runs of the segment in the plan; more than one if its outputs are recomputed.
         state_bytes: bytes of all states kept at once, for all sweeps.
         working_bytes: peak bytes that one strip's program adds.
@@ -120,6 +121,11 @@ class SegmentPlan:
     def backend(self) -> Literal["aten", "mixed"]:
         """Backend of its operators: ``"aten"`` alone, or ``"mixed"`` with Triton kernels."""
         return "mixed" if self.kernels else "aten"
+
+    @property
+    def takes_samples(self) -> bool:
+        """True for an untiled segment that runs some samples at a time."""
+        return self.mode == "whole" and self.num_steps > 1
 
     @property
     def choice(self) -> SegmentChoice:

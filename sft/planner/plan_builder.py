@@ -18,6 +18,7 @@ from sft.planner.repeat_budgets import extra_flops, free_budgets, repeated_calls
 from sft.runtime.analytic_profile import SweepProfiles
 from sft.runtime.moves import default_schedule, num_forwards_of
 from sft.runtime.region import Region
+from sft.runtime.sample_segment import SampleSegment
 from sft.runtime.tiled_segment import TiledSegment
 from sft.runtime.whole_segment import WholeSegment
 
@@ -72,7 +73,7 @@ def _schedule_text(region: Region) -> tuple[str, ...]:
 def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.sized.graph, problem.sized.phases
     choice, segment, makes = projected.choices[index], projected.region.segments[index], projected.region.writes[index]
-    assert isinstance(segment, (TiledSegment, WholeSegment))
+    assert isinstance(segment, (TiledSegment, WholeSegment, SampleSegment))
     num_forwards = num_forwards_of(projected.region.schedule, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
@@ -97,6 +98,8 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         num_panels = len(segment.panels)
         panel_cols = choice.panel_cols if num_panels > 1 else problem.sized.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
+    elif isinstance(segment, SampleSegment):
+        num_steps = len(segment.chunks)
     working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.sized.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
@@ -110,7 +113,7 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         restart=choice.restart,
         state_every=choice.state_every,
         state_slots=choice.state_slots,
-        batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.sized.num_batch,
+        batch_tile=problem.sized.num_batch if isinstance(segment, WholeSegment) else choice.batch_tile,
         num_steps=num_steps,
         num_forwards=num_forwards,
         state_bytes=state_bytes,
@@ -123,7 +126,7 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
     )
 
 
-def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> str:
+def _placement(segment: TiledSegment | WholeSegment | SampleSegment, makes: tuple[str, ...]) -> str:
     """Memory of a segment's outputs after it has run."""
     if not segment.to_host:
         return "device"
@@ -149,11 +152,16 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
     return total
 
 
-def _working_and_flops(problem: PlanningProblem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
+def _working_and_flops(
+    problem: PlanningProblem, segment: TiledSegment | WholeSegment | SampleSegment, num_forwards: int
+) -> tuple[int, int]:
     if isinstance(segment, WholeSegment):
         programs = [p for p in segment.programs(problem.sized.training) if p is not None]
         return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
     differentiate = problem.sized.training and any(name in problem.sized.requires_grad for name in segment.scope.names)
+    if isinstance(segment, SampleSegment):
+        programs = [*segment.chunk_programs("forward") * num_forwards, *(segment.chunk_programs("joint") if differentiate else ())]
+        return max(program.peak_bytes for program in programs), sum(program.flops for program in programs)
     profiles = SweepProfiles(segment, keep=problem.sized.training, differentiate=differentiate, on_host=problem.resources.on_host)
     forward = sum(profiles[sweep].forward_flops for sweep in segment.sweeps)
     return segment.working_bytes, num_forwards * forward + sum(profiles[sweep].backward_flops for sweep in segment.sweeps)

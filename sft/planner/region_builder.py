@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import window_of
+from sft.analysis.ir.ops.sample_axis import SampleAxis
+from sft.analysis.ir.ops.sample_rules import with_num_samples
 from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
 from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, StripStep, build_schedule
 from sft.common.errors import InputError
@@ -16,6 +18,7 @@ from sft.lower.context import SegmentInfo
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
+from sft.runtime.sample_segment import SampleSegment
 from sft.runtime.skip_constant import SkipConstantStrips
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
@@ -101,7 +104,7 @@ def _segment(
     outside: tuple[str, ...],
     leaving: frozenset[str],
     streamed: frozenset[str],
-) -> TiledSegment | WholeSegment:
+) -> TiledSegment | WholeSegment | SampleSegment:
     """The segment of one decision; ``leaving`` are the outputs that may go to the host strip by strip, as no segment reads them again.
 
     Segments that differ only in their kept states, or in which of their borders are streamed, share programs.
@@ -116,10 +119,10 @@ def _segment(
 
 
 def _with_borders(
-    segment: TiledSegment | WholeSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
-) -> TiledSegment | WholeSegment:
+    segment: TiledSegment | WholeSegment | SampleSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
+) -> TiledSegment | WholeSegment | SampleSegment:
     """The segment with these state policies and streamed borders."""
-    if isinstance(segment, WholeSegment):
+    if not isinstance(segment, TiledSegment):
         return replace(segment, from_source=segment.from_source | arrives)
     return replace(
         segment,
@@ -132,7 +135,7 @@ def _with_borders(
 
 def _build_segment(
     problem: PlanningProblem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
-) -> TiledSegment | WholeSegment:
+) -> TiledSegment | WholeSegment | SampleSegment:
     phases = problem.sized.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
@@ -163,7 +166,10 @@ def _build_segment(
     )
     from_source = problem.resources.from_source.intersection(sources)
     if not tiled:
-        return WholeSegment(scope=scope, step=full_extent_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
+        step = full_extent_step(problem, choice.nodes, sources)
+        if 0 < choice.batch_tile < problem.sized.num_batch:
+            return _sample_segment(problem, choice, scope, step, from_source)
+        return WholeSegment(scope=scope, step=step, sides=sides, from_source=from_source)
     panels: tuple[StripStep, ...] = (full_width,)
     if choice.panel_cols and choice.panel_cols < problem.sized.run_width(choice.nodes):
         panels = _tile_steps(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
@@ -179,6 +185,50 @@ def _build_segment(
         to_host=leaving.intersection(outputs),
         contiguous=leaving - problem.sized.channels_last,
         strip_policy=SkipConstantStrips() if problem.resources.skips_repeats else RUN_ALL_STRIPS,
+    )
+
+
+def _sample_segment(
+    problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, step: StripStep, from_source: frozenset[str]
+) -> SampleSegment:
+    """Segment that runs some samples at a time.
+
+    Raises:
+        InputError: its operators exchange samples.
+    """
+    sized, runs = problem.sized, problem.sized.sample_runs
+    inside: set[str] = set() if runs is None else {name for stage in runs.stages if stage.is_run for name in stage.names}
+    exchanges = [name for name in choice.nodes if name not in inside]
+    if runs is None or exchanges or not all(runs.axes[name].is_leading for name in scope.outputs):
+        named = f"{sized.graph[exchanges[0]].label} exchanges samples" if exchanges else "its outputs have samples in no first dimension"
+        raise InputError(
+            f"a segment of {len(choice.nodes)} operators cannot take {choice.batch_tile} of {sized.num_batch} samples at a time: {named}; "
+            "make a new plan with sft.plan(...)"
+        )
+    touched = {*choice.nodes, *(operand for name in choice.nodes for operand in sized.graph[name].operands)}
+    axes = {name: runs.axes[name] for name in sorted(touched) if name in runs.axes}
+    last = sized.num_batch % choice.batch_tile or choice.batch_tile
+    return SampleSegment(
+        scope=scope,
+        scopes={num_samples: _scope_of_samples(scope, axes, num_samples) for num_samples in {choice.batch_tile, last}},
+        step=step,
+        num_batch=sized.num_batch,
+        chunk_samples=choice.batch_tile,
+        axes=axes,
+        from_source=from_source,
+    )
+
+
+def _scope_of_samples(scope: SegmentInfo, axes: Mapping[str, SampleAxis], num_samples: int) -> SegmentInfo:
+    """The scope of a segment for some samples: its graph with the shapes of these."""
+    nodes = tuple(with_num_samples(node, axes[node.name], num_samples) if node.name in axes else node for node in scope.graph.nodes)
+    return replace(
+        scope,
+        graph=replace(scope.graph, nodes=nodes),
+        shapes={node.name: node.shape for node in nodes},
+        full_shapes={name: scope.shapes[name] for name in axes},
+        batch=num_samples,
+        per_sample=scope.per_sample.intersection(axes),
     )
 
 

@@ -15,6 +15,7 @@ from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, Node, SymbolicNumber, refs_in
 from sft.analysis.passes.positional_rng import SEED_NAME
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
+from sft.analysis.tiling.sample_runs import SampleRuns, find_sample_runs
 from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
 from sft.common.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
@@ -106,6 +107,21 @@ class SizedGraph:
             if len(node.shape) >= self.graph.axes.rank or is_reduction or node.target == "sft.scale_shift":
                 names.add(node.name)
         return frozenset(names)
+
+    @cached_property
+    def sample_runs(self) -> SampleRuns | None:
+        """Runs of operators that are independent along samples; ``None`` if the batch cannot be split."""
+        if self.batch_tile(1) == self.num_batch:
+            return None
+        phases = self.phases
+        return find_sample_runs(
+            self.graph,
+            rows=phases.rows,
+            streamed=phases.streamed,
+            per_sample=self.per_sample,
+            prologue=phases.prologue,
+            num_samples=self.num_batch,
+        )
 
     def batch_tile(self, requested: int | None) -> int:
         """Batch elements per sweep for a requested number (``None``: one)."""

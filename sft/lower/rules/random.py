@@ -102,7 +102,7 @@ def _as_image_shape(shape: tuple[int, ...], has_channels: bool) -> Extents:
 
 def _random_call_of(ctx: NodeContext) -> _RandomCall:
     node = ctx.node
-    shape, is_streamed = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
+    shape, is_streamed = ctx.scope.full_shapes.get(node.name, ctx.scope.shapes[node.name]), node.name in ctx.scope.streamed
     axes = ctx.scope.axes
     column_px = math.prod(axes.of(shape)[2:]) if is_streamed else 1
     has_channels = not is_streamed or len(shape) >= axes.rank

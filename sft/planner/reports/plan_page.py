@@ -90,6 +90,8 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
     rows = []
     for number, segment in enumerate(plan.segments):
         strips = f"{segment.num_steps} strips of {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+        if segment.takes_samples:
+            strips = f"{segment.num_steps} times {segment.batch_tile} samples"
         again = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
         times: tuple[str, ...] = ("-",) * 4
         if (cost := costs.get(number)) is not None:

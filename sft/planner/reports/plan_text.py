@@ -143,7 +143,7 @@ def _limits_lines(plan: Plan) -> list[str]:
 
 def _runs_text(segment: SegmentPlan) -> str:
     """Strips, panels and forward runs of a segment, in a few characters."""
-    strips = f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+    strips = _pieces(segment)
     panels = f", {segment.num_panels} panels" if segment.num_panels > 1 else ""
     return strips + panels + (f", {segment.num_forwards}x" if segment.num_forwards > 1 else "")
 
@@ -183,7 +183,7 @@ def _times_table(plan: Plan) -> list[str]:
         segment = plan.segments[cost.segment]
         parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
         times = " ".join(f"{format_seconds(seconds):>9}" for seconds in parts)
-        strips = f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+        strips = _pieces(segment)
         lines.append(_with_operator(f"  {cost.segment:>7}  {strips:<14} {times} {100 * cost.share:>5.1f} %", segment))
     return [*lines, *_waiting_lines(plan)]
 
@@ -263,6 +263,13 @@ def _states_text(segment: SegmentPlan) -> str:
     return f"kept every {segment.state_every} strip(s){sweeps}"
 
 
+def _pieces(segment: SegmentPlan) -> str:
+    """Number and size of the pieces in which a segment runs."""
+    if segment.takes_samples:
+        return f"{segment.num_steps} x {segment.batch_tile} samples"
+    return f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
+
+
 def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
     first, last = segment.layers
     runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
@@ -270,6 +277,8 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
         *_wrapped(f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}"),
         *_row("outputs", format_bytes(segment.output_bytes), f"on the {segment.placement}"),
     ]
+    if segment.takes_samples:
+        lines += _row("samples", segment.batch_tile, "at a time, recomputed in the backward pass")
     if segment.mode == "tiled":
         size = f"of {segment.strip_rows} rows, {segment.panel_cols} columns, batch {segment.batch_tile}"
         lines += [

@@ -1,4 +1,4 @@
-"""Strategy ``auto``: the cheapest plan among strips, recomputed stages, offloaded values and independent tiles.
+"""Strategy ``auto``: the cheapest plan among strips, chunks of samples, recomputed stages, offloaded values and independent tiles.
 
 Candidate grids estimate cost and peak of thousands of tiled plans. The cheapest candidate that should fit is projected exactly; the error
 of its estimate corrects the next choice. Every returned plan has an exact projection.
@@ -23,6 +23,7 @@ from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
 from sft.planner.search.independent_tiles import cheaper_tile_plans, smallest_tile_plans
+from sft.planner.search.samples import SamplePlans
 from sft.planner.search.staged import (
     cheapest_tiled_head,
     offloaded_plans,
@@ -75,6 +76,8 @@ class AutoSearch:
         """The plan with the smallest peak that this search knows."""
         problem, grids = self._problem, [*self._grids()]
         plans = [*_smallest_projected(problem, grids), *_smallest_projected(problem, self._streaming_grids(grids))]
+        if self._samples is not None:
+            plans.append(self._samples.smallest())
         heads = self._tiled_heads(grids, 0)
         if heads is not None:
             plans += smallest_staged_plans(heads, min(plan.projection.peak_bytes for plan in plans))
@@ -94,6 +97,9 @@ class AutoSearch:
             return [plain]
         grids: list[CandidateGrid] = []
         fitting: list[tuple[float, ProjectedPlan]] = [] if plain is None else [plain]
+        if self._samples is not None:
+            in_samples = self._samples.cheapest(room_bytes, _least_cost(fitting))
+            fitting += [in_samples] if in_samples is not None else []
         for grid in self._grids():
             tries_tiles, expected = self._may_tile and not grids, grid.min_cost_within(room_bytes)
             if tries_tiles:
@@ -197,6 +203,15 @@ class AutoSearch:
         if not self._problem.sized.training or options.tile is not None or not options.is_automatic or options.halo == "recompute":
             return None
         return TiledHeadRecompute(self._staged, grids, max(1, room_bytes)) if len(self._staged.stages) > 1 else None
+
+    @cached_property
+    def _samples(self) -> SamplePlans | None:
+        """Plans that take some samples at a time; ``None`` if options or the model exclude them."""
+        options = self._options
+        if not self._may_tile or options.state_every is not None or options.state_slots is not None:
+            return None
+        plans = SamplePlans(self._problem, options, self._rates)
+        return plans if plans.exist else None
 
     @cached_property
     def _staged(self) -> StagedModel:

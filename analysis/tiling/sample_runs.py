@@ -1,0 +1,109 @@
+"""Sample runs: maximal runs of operators that are independent along samples, and the operators between them.
+
+A run may be computed for some samples at a time: no operator in it reads another sample. Operators that exchange samples (pooling of a bag
+of tiles, the moments of a BatchNorm in training) need all of them, and end a run. Operators are sorted into *stages*, even ones of runs and
+odd ones of other operators, each as early as its operands allow::
+
+    y = encoder(tiles)           stage 0, a run
+    w = softmax(score(y), 0)     softmax: stage 1
+    z = (w * y).sum(0)           stage 1: a run without a FLOP would save no memory that is worth its calls
+
+Values that cross between stages have their samples in the first dimension; an operator that makes another one is left out of its run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.ops.base import Operator
+from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleTracker
+from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS, SAMPLE_IMAGE_RULES, SAMPLE_RULES
+
+__all__ = ["SampleRuns", "SampleStage", "find_sample_runs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStage:
+    """Operators between two exchanges of samples, or such an exchange.
+
+    Attributes:
+        names: operators in execution order.
+        is_run: True if they are independent along samples.
+    """
+
+    names: tuple[str, ...]
+    is_run: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRuns:
+    """Operators of a graph in stages.
+
+    Attributes:
+        stages: the stages in execution order.
+        axes: position of the samples in the values of runs, and in those from outside that runs take sample by sample.
+    """
+
+    stages: tuple[SampleStage, ...]
+    axes: Mapping[str, SampleAxis]
+
+
+def find_sample_runs(
+    graph: Graph,
+    *,
+    rows: Mapping[str, Operator],
+    streamed: frozenset[str],
+    per_sample: frozenset[str],
+    prologue: tuple[str, ...],
+    num_samples: int,
+) -> SampleRuns:
+    """Sort the operators into runs and exchanges.
+
+    Args:
+        graph: the graph at one input size.
+        rows: row of the operator table of each operator.
+        streamed: values in the layout of images.
+        per_sample: other values with an entry for each sample in their first dimension.
+        prologue: operators that depend on no input.
+        num_samples: number of samples, more than one.
+    """
+    excluded: set[str] = set()
+    while True:
+        tracker = SampleTracker(
+            graph=graph,
+            rows=rows,
+            streamed=streamed,
+            per_sample=per_sample,
+            num_samples=num_samples,
+            rules=SAMPLE_RULES,
+            image_rules=SAMPLE_IMAGE_RULES,
+            excluded=frozenset(excluded),
+        )
+        tracker.axes |= {name: SampleAxis(dim=0) for name in graph.inputs if name in streamed or name in per_sample}
+        inside = {node.name for node in graph.operators if tracker.track(node)} | tracker.uniform
+        stage_of = _stages(graph, inside, frozenset(prologue))
+        runs: dict[int, list[str]] = {}
+        for node in graph.operators:
+            runs.setdefault(stage_of[node.name], []).append(node.name)
+        before = len(excluded)
+        for stage, names in runs.items():
+            if stage >= 0 and stage % 2 == 0:
+                no_work = not any(graph[name].target in PRODUCT_TARGETS for name in names)
+                crossing = [name for name in graph.live_out(names) if not tracker.axes[name].is_leading]
+                excluded.update(names if no_work else crossing)
+        if len(excluded) == before:
+            stages = (SampleStage(names=tuple(runs[stage]), is_run=stage >= 0 and stage % 2 == 0) for stage in sorted(runs))
+            return SampleRuns(stages=tuple(stages), axes=tracker.axes)
+
+
+def _stages(graph: Graph, inside: set[str], prologue: frozenset[str]) -> dict[str, int]:
+    """Stage of each operator: even for those inside of runs, odd for other ones; -1 for the prologue."""
+    stage_of: dict[str, int] = {}
+    for node in graph.operators:
+        first = max((stage_of[name] for name in node.operands if name in stage_of), default=0)
+        first = max(first, 0)
+        is_inside = node.name in inside
+        stage_of[node.name] = -1 if node.name in prologue and not is_inside else first + (first % 2 != (0 if is_inside else 1))
+    return stage_of

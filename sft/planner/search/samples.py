@@ -1,0 +1,93 @@
+"""Plans with the batch as streamed axis: runs of operators that are independent along samples, for some samples at a time.
+
+A run of untiled operators (a vision transformer on a bag of tiles) needs memory for every sample that it takes at once. It is walked in
+chunks of samples, forward and once more backward, at one recomputation of its FLOPs. Operators that exchange samples, such as the pooling
+of the bag, run untiled between the runs. Runs of images alone are left to strips, which take few samples at a time as well.
+"""
+
+from __future__ import annotations
+
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.materialize import ProjectedPlan, materialize
+from sft.planner.options import Options
+from sft.planner.plan import SegmentChoice
+from sft.planner.problem import PlanningProblem
+
+__all__ = ["SamplePlans"]
+
+#: Least share of the bytes of all values that untiled operators of runs make; below it strips hold nearly all of the model.
+_MIN_UNTILED_SHARE = 0.25
+
+
+class SamplePlans:
+    """Plans that take some samples at a time.
+
+    Args:
+        problem: the planning problem.
+        options: ``batch_tile`` sets the number of samples.
+        rates: rates of programs.
+    """
+
+    def __init__(self, problem: PlanningProblem, options: Options, rates: DeviceRates) -> None:
+        self._problem, self._rates, self._requested = problem, rates, options.batch_tile
+        self._plans: dict[int, ProjectedPlan] = {}
+        self.exist = self._has_untiled_runs()
+
+    def _has_untiled_runs(self) -> bool:
+        sized = self._problem.sized
+        if self._requested is not None and self._requested >= sized.num_batch:
+            return False
+        runs = sized.sample_runs
+        if runs is None:
+            return False
+        in_runs = (name for stage in runs.stages if stage.is_run for name in stage.names)
+        untiled_bytes = sum(sized.value_bytes(name) for name in in_runs if sized.phases.rows[name].role == "whole")
+        return untiled_bytes > _MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
+
+    def smallest(self) -> ProjectedPlan:
+        """The plan of fewest samples at a time."""
+        return self.plan(self._requested or 1)
+
+    def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
+        """The plan of most samples at a time that fits and costs less than ``worse_than``, with its cost."""
+        least, most = self._requested or 1, self._requested or self._problem.sized.num_batch // 2
+        plan = self.plan(least)
+        if plan.projection.peak_bytes > room_bytes:
+            return None
+        upper = most
+        for _ in range(self._problem.limits.max_projections):
+            if least == upper:
+                break
+            # Peaks grow by nearly equal bytes with each sample.
+            second = self.plan(least + 1)
+            slope = max(1, second.projection.peak_bytes - self.plan(least).projection.peak_bytes)
+            proposed = least + (room_bytes - self.plan(least).projection.peak_bytes) // slope
+            proposed = self._even(max(least + 1, min(upper, proposed)))
+            if self.plan(proposed).projection.peak_bytes <= room_bytes:
+                least = proposed
+            else:
+                upper = proposed - 1
+        plan = self.plan(least)
+        cost = self._cost(plan)
+        return (cost, plan) if cost < worse_than else None
+
+    def _even(self, num_samples: int) -> int:
+        """The least number of samples that takes as few chunks."""
+        num_batch = self._problem.sized.num_batch
+        return -(-num_batch // -(-num_batch // num_samples))
+
+    def plan(self, num_samples: int) -> ProjectedPlan:
+        """The plan of so many samples at a time."""
+        if num_samples not in self._plans:
+            runs = self._problem.sized.sample_runs
+            assert runs is not None
+            choices = [
+                SegmentChoice(nodes=stage.names, mode="whole", batch_tile=num_samples if stage.is_run else 0) for stage in runs.stages
+            ]
+            self._plans[num_samples] = materialize(self._problem, choices)
+        return self._plans[num_samples]
+
+    def _cost(self, plan: ProjectedPlan) -> float:
+        """FLOPs and overheads of a step, in FLOPs."""
+        runs = (run for record in plan.projection.op_records for run in record.runs)
+        return sum(self._rates.seconds(program) * count for program, count in runs) * self._rates.flops_per_second

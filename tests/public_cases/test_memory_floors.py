@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sft
+from tests.helpers.bags import AttentionBag, VisionTransformer
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 
@@ -55,3 +56,15 @@ def test_the_same_blocks_in_small_are_exact_monai_854(training: bool) -> None:
         if isinstance(module, nn.BatchNorm3d):
             module.train(training)
     assert_exact(model, image(1, 1, 9, 8, 7), options=sft.Options(tile=(3, 5)), steps=1)
+
+
+def test_a_bag_of_tiles_prov_gigapath_31() -> None:
+    """prov-gigapath/prov-gigapath#31: a tile encoder trained with the label of the slide, at memory for a few tiles instead of all."""
+    torch.manual_seed(0)
+    model, tiles = AttentionBag(VisionTransformer(32, 2, 1, 8, 16), 32), torch.randn(24, 3, 16, 16)
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.compile(model.double(), [tiles.double().requires_grad_()], budget=1)
+    needed = refusal.value.needed_bytes
+    assert needed is not None
+    report = assert_exact(model, tiles, budget=needed, to_the_byte=True, steps=1)
+    assert any(segment.takes_samples for segment in report.plan.segments)

@@ -118,7 +118,8 @@ class PlanSearch:
         """True if the options limit the host memory, or a plan takes no more of it than is free."""
         limit = self.settings.limits.host_bytes
         is_limited = self.settings.options.host_budget is not None or self.settings.plan is not None
-        return is_limited or limit is None or projected.projection.host_bytes <= limit
+        projection = projected.projection
+        return is_limited or limit is None or projection.host_bytes + projection.staging_bytes <= limit
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits together with the memory that the device takes in addition to tensors."""

@@ -134,7 +134,9 @@ class HostCut(_HostImage):
         if out.device.type == "meta" or self._allocator is None:
             return
         if out.device.type == "cuda":
-            upload_rows(self, out.flatten(3) if out.dim() > 3 else out.unsqueeze(3), PassReading(), staging)
+            flat = out.flatten(3) if out.dim() > 3 else out.unsqueeze(3)
+            assert flat.data_ptr() == out.data_ptr(), "a copy would receive the rows"
+            upload_rows(self, flat, PassReading(), staging)
         else:
             out.copy_(self.tensor)
 

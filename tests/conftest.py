@@ -1,4 +1,4 @@
-"""Settings that every test shares: Hypothesis profiles, selection of slow tests, garbage collection.
+"""Settings that every test shares: Hypothesis profiles.
 
 Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (7, derandomised; what `make test`
 takes, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
@@ -6,7 +6,6 @@ takes, and without shrinking, which may take longer than all tests), ``quick`` (
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import zlib
@@ -68,25 +67,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - seen.keys()) if name.partition("::")[0] in files)
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")
-
-
-def pytest_collection_finish() -> None:
-    """Exclude modules and items from garbage collections."""
-    gc.freeze()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect garbage after each file, and exclude what is left from later collections.
-
-    Caches of torch and SymPy hold millions of objects after some hundred tests. A full collection then takes seconds, and many tests run
-    one.
-    """
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter free all objects at its end."""
-    gc.unfreeze()

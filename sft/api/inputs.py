@@ -147,7 +147,7 @@ class ResolvedInput:
 
 def is_streamable_input(value: object) -> bool:
     """True for inputs that are read in strips: arrays, slides and sources, but not tensors."""
-    return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
+    return not isinstance(value, Tensor) and isinstance(value, (np.ndarray, Image, Source))
 
 
 def resolve_inputs(

@@ -100,7 +100,7 @@ def test_errors_of_a_run_folder_name_the_run_folder(tmp_path: Path) -> None:
     write_text(tmp_path / "new" / "plan.txt", "a plan")
     assert _names(tmp_path / "new") == ["plan.txt"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="give a run folder"):
+    with pytest.raises(RunFolderError, match="is a file, not a folder"):
         write_text(tmp_path / "file" / "plan.txt", "a plan")
 
 

@@ -62,7 +62,6 @@ def test_planning_runs_no_collection_and_restores_the_collector(monkeypatch: pyt
 
 def test_planning_results_are_not_traversed_by_the_next_collection() -> None:
     """The objects are old when planning ends; otherwise the next young collection would traverse a million objects."""
-    gc.unfreeze()  # conftest freezes the objects of earlier files
     kept: list[list[int]] = []
     with gc_paused():
         kept += [[number] for number in range(10_000)]

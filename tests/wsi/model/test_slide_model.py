@@ -179,7 +179,7 @@ def test_weights_load_under_the_names_of_the_uncut_network(tmp_path: Path) -> No
     with pytest.raises(InputError, match="of another shape"):
         load_weights(cut_before_pooling(TinyNet(4), "n"), tmp_path / "w.pt")
     (tmp_path / "bad.pt").write_bytes(b"no weights")
-    with pytest.raises(SourceError, match="bad.pt is not read: it is damaged"):
+    with pytest.raises(SourceError, match=r"bad\.pt is not read: it is damaged"):
         load_weights(cut, tmp_path / "bad.pt")
 
 

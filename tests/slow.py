@@ -257,7 +257,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
-    "test_guides.py::test_the_tutorial_runs",
     "test_weight_grad_blocks.py::test_blocks_of_all_widths",
     "test_non_image_inputs.py::test_ids_alone_masks_and_other_sizes",
     "test_band_region.py::test_resnet18_with_norms_in_training",

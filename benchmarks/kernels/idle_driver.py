@@ -27,13 +27,17 @@ class _Utils:
 
 
 class IdleDriver:
-    """Driver of a GPU of compute capability 9.0 that is not there.
+    """Driver of a GPU that is not there.
+
+    Args:
+        capability: compute capability times ten.
 
     Attributes:
         launches: names and arguments of all launches since the driver was activated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int = 90) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
         self.utils = _Utils()
         self.launches: list[tuple[str, tuple[Any, ...]]] = []
         self.keeps_launches = True
@@ -52,7 +56,7 @@ class IdleDriver:
 
     def get_current_target(self) -> GPUTarget:
         """The GPU to compile for."""
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         """Number of the GPU."""
@@ -90,8 +94,8 @@ class IdleDriver:
         return arguments
 
 
-def activate_idle_driver() -> IdleDriver:
+def activate_idle_driver(capability: int = 90) -> IdleDriver:
     """Make the driver the active one of this process."""
-    idle = IdleDriver()
+    idle = IdleDriver(capability)
     driver.set_active(idle)
     return idle

@@ -41,28 +41,6 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 _LAUNCHES: list[Launch] = []
 
 
-class _CompileOnlyDriver:
-    """Driver of a GPU that is not there: it names the target, and nothing is launched on it."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        return True
-
-
 @contextmanager
 def _noted_launches(*, computes_operands: bool) -> Iterator[list[Launch]]:
     """Kernels that are launched inside are noted, as on a GPU whose assembler is right about computed operands of products, or is not."""
@@ -187,14 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fill(options: argparse.Namespace) -> int:
     import triton
-    from triton.backends.compiler import GPUTarget
+    from idle_driver import activate_idle_driver  # a folder of scripts; it imports Triton
 
     from sft.kernels.common_triton import _FIRST_FIXED_ASSEMBLER, assembler_version
 
     capability, started = int(options.target.removeprefix("sm_")), time.monotonic()
     version = assembler_version(capability)
     computes_operands = capability // 10 != 9 or tuple(map(int, version.split(".")[:2])) >= _FIRST_FIXED_ASSEMBLER
-    triton.runtime.driver.set_active(_CompileOnlyDriver(GPUTarget("cuda", capability, 32)))
+    activate_idle_driver(capability)
     _LAUNCHES[:] = _collect(options, computes_operands=computes_operands)
     print(f"{len(_LAUNCHES)} kernels for {options.target}, Triton {triton.__version__}, ptxas {version}", flush=True)
     errors = [error for error in _run_all(_compile, len(_LAUNCHES), options.jobs) if error]

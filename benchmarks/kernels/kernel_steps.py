@@ -49,7 +49,7 @@ _DRY_SIZE = 64
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """What is known about a case in one dtype with one backend.
+    """Result of a case in one dtype with one backend.
 
     Attributes:
         name: name of the case.

@@ -6,6 +6,7 @@ them to accumulators, in the accumulators' layout and type. So a strip's contrib
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,12 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientSumsCall(KernelCall):
+class GradientSumsCall(KernelCall, ABC):
     """Partial sums of the gradients of a weight and a bias."""
 
+    @abstractmethod
     def slots(self, workspace: Tensor) -> tuple[Tensor, Tensor | None]:
         """Slots of the weight, as :func:`sft.kernels.reduce.reduce_triton.launch_reduce` takes them, and of the bias."""
-        raise NotImplementedError
 
     @replayable
     def add_gradients(self, weight: Tensor | None, bias: Tensor | None, workspace: Tensor) -> None:

@@ -8,8 +8,7 @@ and a kernel the largest of its floating-point operations over the rate of its t
 floor. Convolutions and matrix products run in tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles
 may leave multiprocessors idle.
 
-The rates are those of one kind of GPU (:data:`H100`) as its vendor and published measurements give them, not measured here. They rank plans
-of one model; the seconds are not a forecast.
+The rates of :data:`H100` are assumptions. Nothing of them was measured. They rank plans of one model; the seconds are not a forecast.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from sft.backends.kernel_call import kernel_call_of
-from sft.lower.program import Instruction, Program, Slot, load_rows, slots_of
+from sft.lower.program import Instruction, Program, Slot, slots_of
 
 __all__ = ["H100", "GpuModel"]
 
@@ -92,9 +91,8 @@ class GpuModel:
         call = kernel_call_of(instruction.function)
         host = self.product_seconds if instruction.flops else self.call_seconds if call is None else self.kernel_call_seconds
         reads = slots_of(instruction)
-        if instruction.function is load_rows:
-            reads = [reads[0], reads[0]]
-        num_bytes = sum(slot.num_bytes for slot in {slot.number: slot for slot in (*reads, *outputs)}.values())
+        written = {slot.root: slot for slot in (*outputs, *instruction.writes)}
+        num_bytes = sum(slot.num_bytes for slot in (*{slot.number: slot for slot in reads}.values(), *written.values()))
         if not instruction.flops:
             return host, num_bytes / self.bytes_per_second + self.min_kernel_seconds
         return self._product_seconds(instruction, outputs, reads, num_bytes)

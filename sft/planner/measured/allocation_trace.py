@@ -25,6 +25,10 @@ __all__ = ["AllocationTrace", "Workspaces", "record_program", "record_step"]
 Workspaces = Callable[[Program, Program | None], int]
 
 
+def _no_workspaces(program: Program, first: Program | None) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationTrace:
     """Allocations and frees, in order.
@@ -107,7 +111,7 @@ class _RecordingMachine(SimulatedMachine):
         workspaces: workspace bytes of a program; the operators with FLOPs take them.
     """
 
-    workspaces: Workspaces = lambda _program, _first: 0
+    workspaces: Workspaces = _no_workspaces
     recorder: _TraceRecorder = field(default_factory=_TraceRecorder)
 
     def __post_init__(self) -> None:
@@ -163,7 +167,7 @@ class _RecordingMachine(SimulatedMachine):
         return [saved.values]
 
 
-def record_step(problem: PlanningProblem, region: Region, workspaces: Workspaces | None = None) -> AllocationTrace:
+def record_step(problem: PlanningProblem, region: Region, workspaces: Workspaces = _no_workspaces) -> AllocationTrace:
     """Record one step of a plan.
 
     Args:
@@ -171,9 +175,7 @@ def record_step(problem: PlanningProblem, region: Region, workspaces: Workspaces
         region: the plan's region.
         workspaces: workspace bytes of each program; none by default.
     """
-    machine = _RecordingMachine(on_host=problem.resources.on_host)
-    if workspaces is not None:
-        machine.workspaces = workspaces
+    machine = _RecordingMachine(on_host=problem.resources.on_host, workspaces=workspaces)
     run_step(problem, region, machine)
     return machine.recorder.trace()
 

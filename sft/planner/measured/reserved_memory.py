@@ -7,11 +7,7 @@ the order of allocations (:mod:`sft.runtime.caching_allocator`). Here the alloca
 A step allocates from a memory pool of its own (``torch.cuda.MemPool``), whose segments are reserved before the first step. Left alone, the
 allocator makes a segment for each tensor that finds no free block: strips of slightly different heights then leave segments that no later
 tensor fits. In one large segment, neighbouring free blocks merge. Some plans fit even better with separate segments for their largest
-tensors, so several divisions are simulated and the smallest is used::
-
-    reserved / projected       segments of the allocator    segments of the plan
-    VGG-16 2048 px, 1.2 GiB    1.29                         1.03
-    U-Net 8192 px, 8 GiB       1.10                         1.03
+tensors, or with the allocator's own, so several divisions are simulated and the smallest is used. ``benchmarks/gpu_plans.py`` compares.
 
 Inputs, gradients of outputs, and everything resident are allocated by the caller, outside of the pool.
 """

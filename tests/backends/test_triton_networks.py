@@ -45,7 +45,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         (1, 3, 9, 8),
         {"strategy": "none"},
         1,
-        {"PooledConvolutionCall.run", "DataGradientCall.run", "GradientSumsCall.add_gradients"},
+        {"PooledConvolutionCall.run", "DataGradientCall.run", "GradientSumsCall.write_gradients"},
     ),
     "windows": (
         "windows",

@@ -4,20 +4,21 @@ from sft.common.errors import SkipSlideError
 from sft.sources.arrays import ArrayImage, ArraySource
 from sft.sources.cached import Cached
 from sft.sources.error_policy import BadTile, OnError, Tolerant
+from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import Layout
 from sft.sources.image import FileImage, Image, ImageFacts, Raster, check_region, read_strips
 from sft.sources.labels import LabelSource
-from sft.sources.nifti import NiftiVolume
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
-from sft.sources.openslide import Slide
+from sft.sources.readers.nifti import NiftiVolume
+from sft.sources.readers.openslide import Slide
+from sft.sources.readers.zarr import ZarrImage
 from sft.sources.resample import Resampled, at_mpp
 from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import RepeatingImage, RepeatingSource, Source, check_rows, select_samples
 from sft.sources.strip_reader import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
-from sft.sources.zarr import ZarrImage
 
 __all__ = [
     "ArrayImage",
@@ -28,6 +29,7 @@ __all__ = [
     "Cached",
     "Cropped",
     "FileImage",
+    "Georeference",
     "Image",
     "ImageFacts",
     "LabelSource",

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from sft.common.errors import InputError, SftError, SourceError
 from sft.common.installation import install_command
 from sft.common.legacy_names import restore_fields
+from sft.sources.georeference import Georeference
 
 __all__ = [
     "MAX_SLIDE_MPP",
@@ -188,6 +189,7 @@ class ImageFacts:
     background: tuple[int, ...] = WHITE  #: of pixels that are not stored, one number a channel
     nodata: float | None = None  #: value of pixels without data, as the file has it
     mpp_note: str = ""  #: reason against a resolution that the file states
+    georeference: Georeference | None = None  #: of level 0
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
@@ -330,6 +332,11 @@ class FileImage(LevelledImage, Generic[Handle]):
     def nodata(self) -> float | None:
         """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
         return self.facts.nodata
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of level 0; None where the file has none."""
+        return self.facts.georeference
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:

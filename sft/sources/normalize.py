@@ -25,6 +25,7 @@ from torch import Tensor
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
+from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, read_strips
 from sft.sources.source import check_rows, image_equal_rows
@@ -216,6 +217,12 @@ class Normalized:
     def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether the image says that it equals the row above it in these columns; see `RepeatingSource`."""
         return image_equal_rows(self.image, columns)
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of the image; None for an image without one."""
+        georeference: Georeference | None = getattr(self.image, "georeference", None)
+        return georeference
 
     def forget(self) -> None:
         """Drop the blocks kept for the next interval: after a pass, when their memory has a better use."""

@@ -26,11 +26,11 @@ from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
 from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
 from sft.sources.image import Raster
-from sft.sources.openslide import Slide
+from sft.sources.readers.openslide import Slide
+from sft.sources.readers.zarr import ZarrImage
 from sft.sources.resample import at_mpp
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import WithMpp
-from sft.sources.zarr import ZarrImage
 
 __all__ = ["Reader", "open_image"]
 

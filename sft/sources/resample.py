@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from sft.common.errors import InputError
 from sft.common.interval import Interval
+from sft.sources.georeference import Georeference
 from sft.sources.image import Image, Pixels, Raster, Size
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.views import AtLevel, OneLevelView, RasterView, resolve_mpp
@@ -156,6 +157,12 @@ class Resampled(OneLevelView):
         """Micrometres per px, (x, y), by the exact scale."""
         mpp = super().mpp
         return None if mpp is None else (mpp[0] * float(self.scale[0]), mpp[1] * float(self.scale[1]))
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform by the exact scale."""
+        georeference = super().georeference
+        return None if georeference is None else georeference.scaled(float(self.scale[0]), float(self.scale[1]))
 
     def close(self) -> None:
         """Let go of the file below, and of rows kept for the next read."""

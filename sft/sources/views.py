@@ -11,6 +11,7 @@ from typing import Any
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, typed
 from sft.common.interval import Interval
+from sft.sources.georeference import Georeference
 from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, valid_mpp
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
@@ -100,6 +101,12 @@ class RasterView(LevelledImage):
         """Value of pixels without data, as the file has it; None where it has none."""
         nodata: float | None = getattr(self.image, "nodata", None)
         return nodata
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of level 0; None for an image without one."""
+        georeference: Georeference | None = getattr(self.image, "georeference", None)
+        return georeference
 
     @property
     def bad_tiles(self) -> tuple[Any, ...]:
@@ -205,6 +212,12 @@ class AtLevel(RasterView):
         mpp = super().mpp
         return None if mpp is None else (mpp[0] * self._downsample[0], mpp[1] * self._downsample[1])
 
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of the level."""
+        georeference = super().georeference
+        return None if georeference is None else georeference.scaled(*self._downsample)
+
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         return self.image.read(x, y, w, h, self.level)
 
@@ -268,6 +281,12 @@ class Cropped(OneLevelView):
 
     def _tile_px(self) -> None:
         """None: tiles do not begin where the rectangle does, and need not be known above it."""
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of the rectangle."""
+        georeference = super().georeference
+        return None if georeference is None else georeference.shifted(self.x, self.y)
 
     def close(self) -> None:
         """Let go of the file below, and of rows kept for the next read."""

@@ -15,7 +15,7 @@ import torch
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import NiftiVolume
-from sft.sources import nifti as volume
+from sft.sources.readers import nifti as volume
 
 nibabel: Any = pytest.importorskip("nibabel")
 

@@ -16,8 +16,8 @@ import torch
 
 from sft.common.errors import InputError, SourceError
 from sft.sources import Image, Slide, load_tensor, read_strips
-from sft.sources import openslide as slide_module
 from sft.sources.image import Pixels
+from sft.sources.readers import openslide as slide_module
 
 pytest.importorskip("openslide")
 PIL_Image = pytest.importorskip("PIL.Image")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sft import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import Normalized, Slide, StripReader, load_tensor
-from sft.sources import openslide as slide_module
 from sft.sources.image import Pixels
+from sft.sources.readers import openslide as slide_module
 
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small-Region.svs"

@@ -20,7 +20,7 @@ from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.common.interval import Interval
 from sft.sources import Normalized, NotTiledError, Raster, Slide, StripReader, TiffImage, load_tensor, open_image, read_strips
 from sft.sources.open import Reader
-from sft.sources.thread_pool import for_each, resolve_threads
+from sft.sources.readers.thread_pool import for_each, resolve_threads
 from tests.helpers.slides import SLIDE, SLIDE_SIZE, decode_threads, open_files, overwrite_tile, tissue_like, write_slide
 
 pytest.importorskip("tifffile")

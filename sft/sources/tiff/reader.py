@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from sft.common.errors import SourceError
 from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, StatedResolution, missing_extra
-from sft.sources.jpeg import jpeg_decoder
-from sft.sources.thread_pool import for_each, resolve_threads
+from sft.sources.readers.jpeg import jpeg_decoder
+from sft.sources.readers.thread_pool import for_each, resolve_threads
 from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_resolution
 
 __all__ = ["NotTiledError", "TiffImage"]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sft.common.array_types import BoolArray, Float32Array
 from sft.common.interval import Interval
+from sft.sources.georeference import Georeference
 from sft.sources.image import Image, Pixels, Size
 from sft.sources.source import image_equal_rows
 from sft.sources.views import OneLevelView, RasterView
@@ -60,6 +61,21 @@ class Turned(OneLevelView):
         """Micrometres per px, (x, y)."""
         mpp = super().mpp
         return mpp if mpp is None or self.quarters % 2 == 0 else (mpp[1], mpp[0])
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of the turned image."""
+        georeference = super().georeference
+        if georeference is None:
+            return None
+        (c, f), (x1, y1), (x2, y2) = (georeference.point(*self._image_point(x, y)) for x, y in ((0, 0), (1, 0), (0, 1)))
+        return Georeference(crs_wkt=georeference.crs_wkt, transform=(x1 - c, x2 - c, c, y1 - f, y2 - f, f))
+
+    def _image_point(self, x: int, y: int) -> tuple[int, int]:
+        """Position in the image of a position in the view, in px from the top left corners."""
+        width, height = self.image.width_px, self.image.height_px
+        x, y = ((x, y), (width - y, x), (width - x, height - y), (y, height - x))[self.quarters]
+        return (width - x if self.mirrored else x), y
 
     def _turned(self, size: Size) -> Size:
         return (size[1], size[0]) if self.quarters % 2 else size

@@ -1,0 +1,1 @@
+"""Readers: file formats as images, one module for each format."""

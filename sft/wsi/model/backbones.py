@@ -18,16 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sft.common.errors import InputError, SourceError
+import sft
+from sft.common.errors import InputError, SftError, SourceError
 from sft.common.model_zoo import ModelName
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.common.untrusted.trusted_code import Trust, TrustedCode
+from sft.wsi.model.position_resize import AxisResize, axis_resizes
 
-__all__ = ["backbone_library", "check_backbone", "cut_before_pooling", "feature_shapes", "load_backbone", "load_weights", "num_features"]
+__all__ = [
+    "backbone_library",
+    "check_backbone",
+    "cut_before_pooling",
+    "feature_resizes",
+    "feature_shapes",
+    "load_backbone",
+    "load_weights",
+    "num_features",
+]
 
 _SIZES_PX = (128, 192)
 _MAX_DEPTH = 3
+#: Budget of a network that is captured and not run.
+_UNLIMITED_BYTES = 2**62
 
 
 def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> nn.Module:
@@ -104,6 +117,27 @@ def feature_shapes(backbone: nn.Module, name: str) -> tuple[tuple[int, ...], ...
             'follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
         )
     return tuple(small[1:]), tuple(large[1:])
+
+
+def feature_resizes(backbone: nn.Module) -> tuple[AxisResize, ...] | None:
+    """Resizes of the rows and columns of the feature map to the pixels of the image, by the grid of its positions.
+
+    Returns:
+        None for a backbone whose positions are no grid, or another grid at another image size: they divide the image into equal cells.
+    """
+    with _EvalMode(backbone):
+        try:
+            net = sft.compile(backbone, (1, 3, None, None), budget=_UNLIMITED_BYTES)
+            grids = [sft.position_grids(net, (1, 3, size_px, size_px))[0] for size_px in _SIZES_PX]
+        except SftError:  # of operators without an exact rule, which the compilation of the whole model reports
+            return None
+    axes = []
+    for size_px, of_size in zip(_SIZES_PX, grids, strict=True):
+        if of_size is None or len(of_size) != 2:
+            return None
+        axes.append(axis_resizes(of_size, size_px, tuple(_run(backbone, size_px, type(backbone).__name__).shape[2:])))
+    small, large = axes
+    return large if small == large else None
 
 
 def load_weights(backbone: nn.Module, path: Path) -> None:

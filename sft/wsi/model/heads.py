@@ -14,13 +14,16 @@ whole slide, exactly; every such norm then keeps its input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from sft.wsi.model.position_resize import AxisResize, resize_positions
 
 __all__ = [
     "AttentionHead",
@@ -102,16 +105,56 @@ class AttentionHead(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """A linear layer for each position, interpolated to the size of the image."""
+    """A linear layer for each position, interpolated linearly between the centres of positions to the pixels of the image.
 
-    def __init__(self, num_features: int, num_outputs: int) -> None:
+    The resizes are in the state dict (buffer ``resizes``): weights compute what they were trained for. Weights of earlier versions have
+    none; they were trained with equal cells, and load so.
+
+    Args:
+        num_features: channels of the feature map.
+        num_outputs: number of classes.
+        axes: resizes of rows and columns (`sft.wsi.model.backbones.feature_resizes`). Default: `None` (positions divide the image into
+            equal cells)
+    """
+
+    resizes: Tensor
+    _axes: tuple[AxisResize, ...] | None = None  # models pickled by earlier versions have no such attribute
+
+    def __init__(self, num_features: int, num_outputs: int, *, axes: Sequence[AxisResize] | None = None) -> None:
         super().__init__()
         self.classifier = nn.Conv2d(num_features, num_outputs, 1)
+        self.register_buffer("resizes", _resizes_tensor(axes))
+        self._axes = None if axes is None else tuple(axes)
 
     def forward(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         """Map ``[N, C, h, w]`` to ``[N, K, *size]``."""
         scores: Tensor = self.classifier(features)
+        if self._axes is not None:
+            return resize_positions(scores, size, self._axes)
         return scores if tuple(scores.shape[2:]) == size else F.interpolate(scores, size, mode="bilinear", align_corners=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}classifier.weight" in state_dict:
+            state_dict.setdefault(f"{prefix}resizes", _resizes_tensor(None))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not self.resizes.is_meta:
+            self._axes = _resizes_of(self.resizes)
+
+
+def _resizes_tensor(axes: Sequence[AxisResize] | None) -> Tensor:
+    """Resizes of rows and columns as the bits of numbers ``[2, 6]``, which no change of precision rounds; zeros for equal cells."""
+    rows = [[0.0] * len(fields(AxisResize))] * 2 if axes is None else [[float(value) for value in astuple(axis)] for axis in axes]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(torch.int64)
+
+
+def _resizes_of(bits: Tensor) -> tuple[AxisResize, ...] | None:
+    rows = bits.view(torch.float64).tolist()
+    if not rows[0][0]:
+        return None
+    return tuple(
+        AxisResize(stride_px=stride, on_pixels=bool(on), before=int(before), after=int(after), blend=blend, start_px=int(start))
+        for stride, on, before, after, blend, start in rows
+    )
 
 
 class SlideModel(nn.Module):
@@ -188,15 +231,16 @@ def build_model(
     head: Literal["gap", "max", "attention", "segmentation"],
     attention_dim: int = 128,
     dropout: float = 0.0,
+    axes: Sequence[AxisResize] | None = None,
 ) -> SlideModel:
-    """Put a head on a backbone; its initial weights come from torch's generator."""
+    """Put a head on a backbone; its initial weights come from torch's generator. ``axes`` are of the segmentation head."""
     if head == "gap":
         return SlideModel(backbone, PooledHead(num_features, num_outputs, dropout=dropout))
     if head == "max":
         return SlideModel(backbone, MaximumHead(num_features, num_outputs, dropout=dropout))
     if head == "attention":
         return SlideModel(backbone, AttentionHead(num_features, num_outputs, hidden=attention_dim, dropout=dropout))
-    return SlideModel(backbone, SegmentationHead(num_features, num_outputs))
+    return SlideModel(backbone, SegmentationHead(num_features, num_outputs, axes=axes))
 
 
 def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> None:

@@ -26,7 +26,7 @@ from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
 from sft.wsi.errors import DatasetError
 from sft.wsi.eval.metrics import is_measurable
-from sft.wsi.model.backbones import check_backbone, feature_shapes, load_backbone, load_weights
+from sft.wsi.model.backbones import check_backbone, feature_resizes, feature_shapes, load_backbone, load_weights
 from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms, set_training
 from sft.wsi.model.layers import freeze_modules
 from sft.wsi.model.tasks import Task, make_task
@@ -125,6 +125,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
         head=settings.head,
         attention_dim=settings.attention_dim,
         dropout=settings.dropout,
+        axes=feature_resizes(backbone) if settings.head == "segmentation" else None,
     )
     freeze_modules(model, config.train.freeze)
     return Experiment(

@@ -23,11 +23,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from sft.common.errors import InputError, SftError
+from sft.common.errors import SftError
 from sft.common.interval import Interval
 from sft.sources import BadTile, Cached, Cropped, LabelSource, Normalized, Raster, Source
 from sft.sources.image import Image
@@ -36,7 +34,7 @@ from sft.tissue import Masked
 from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
-from sft.wsi.data.label_maps import IGNORED_LABEL, count_values, label_problem
+from sft.wsi.data.label_maps import IGNORED_LABEL, LabelMap, align_labels, count_values, label_problem
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
 from sft.wsi.data.table import SlideRecord
@@ -133,25 +131,27 @@ class SlideDataset:
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
     def labels(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> LabelSource:
-        """The label map of a slide, cropped and turned with it.
+        """The label map of a slide, cropped and turned with it; of any resolution (`sft.wsi.data.label_maps`).
 
         Raises:
-            InputError: it has another size than the slide.
+            InputError: its sides have another ratio than the slide's.
             SourceError: it cannot be read.
         """
-        mask = self._label_map(record)
-        turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
-        return LabelSource(turned, values=self._config.data.mask_values)
+        labels = self._label_map(record).turned(mirrored=augmentation.mirrored, quarters=augmentation.quarters)
+        return LabelSource(labels.values, values=self._config.data.mask_values, cells=labels.cells)
 
-    def _label_map(self, record: SlideRecord) -> npt.NDArray[Any]:
+    def _label_map(self, record: SlideRecord) -> LabelMap:
         assert record.mask is not None  # the table was read for segmentation
-        mask, (image, box) = read_mask(record.mask), self._view(record)
-        if mask.shape != (image.height_px, image.width_px):
-            raise InputError(
-                f"label map {record.mask} has {mask.shape[1]} x {mask.shape[0]} px, its slide {image.width_px} x {image.height_px} at this "
-                "resolution. Give one label for each pixel."
-            )
-        return mask if box is None else mask[box.y : box.y + box.h, box.x : box.x + box.w]
+        slide = self._open(record)
+        image, box = self._view_of(record, slide)
+        labels = align_labels(
+            read_mask(record.mask),
+            slide_size=(slide.whole.width_px, slide.whole.height_px),
+            image_size=(image.width_px, image.height_px),
+            scale=slide.scale,
+            name=str(record.mask),
+        )
+        return labels if box is None else labels.cropped(box)
 
     @property
     def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import ArrayImage, LabelSource
 from sft.tissue import Regions
-from sft.wsi.data.label_maps import absent_classes, count_values, label_problem, values_text
+from sft.tissue.mask import Box
+from sft.wsi.data.label_maps import absent_classes, align_labels, count_values, label_problem, values_text
 from sft.wsi.data.tissue import area_bounding_box, read_mask
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
 from tests.helpers.wsi import run_wsi as main
@@ -182,3 +184,65 @@ def test_polygons_smaller_than_a_pixel_are_no_tissue() -> None:
     with pytest.raises(InputError, match="the mask has none there"):
         area_bounding_box(Regions([[ring]]), slide)
     assert area_bounding_box(Regions([[np.array([[11.0, 11.0], [15.0, 11.0], [15.0, 15.0]])]]), slide).w == 4
+
+
+def _labels_under_centres(values: Any, size: tuple[int, int], scale: float, label_px: tuple[float, float]) -> Any:
+    """The rule, pixel by pixel: the label under the centre of a pixel, in px of the slide's largest level."""
+    rows, columns = (
+        [min(int((index + 0.5) * scale // px), count - 1) for index in range(extent)]
+        for extent, px, count in zip(size, label_px, values.shape, strict=True)
+    )
+    return values[rows][:, columns]
+
+
+@pytest.mark.parametrize(
+    ("shape", "label_px"),
+    [
+        ((101, 75), (1, 1)),  # the slide's own size, at half of its resolution
+        ((50, 37), (2, 2)),  # that of the image
+        ((51, 38), (2, 2)),
+        ((26, 19), (4, 4)),
+        ((25, 18), (4, 4)),
+        ((404, 300), (0.25, 0.25)),
+        ((34, 25), (101 / 34, 3)),
+        ((7, 5), (15, 15)),
+    ],
+)
+def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], label_px: tuple[float, float]) -> None:
+    values = np.random.default_rng(0).integers(0, 250, shape).astype(np.uint8)
+    labels = align_labels(values, slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+    expected = _labels_under_centres(values, (50, 37), 2.0, label_px)
+    assert labels.shape == (50, 37) and np.array_equal(labels.rows(0, 50), expected)
+    assert count_values(labels) == count_values(expected)
+    box = Box(x=3, y=5, w=21, h=30)
+    for mirrored in (False, True):
+        for quarters in range(4):
+            turned = labels.cropped(box).turned(mirrored=mirrored, quarters=quarters)
+            crop = expected[5:35, 3:24]
+            truth = np.rot90(crop[:, ::-1] if mirrored else crop, quarters)
+            source = pickle.loads(pickle.dumps(LabelSource(turned.values, cells=turned.cells)))
+            out = torch.empty(1, 1, 9, truth.shape[1], dtype=torch.int64)
+            source.rows(Interval(7, 16), out)
+            assert np.array_equal(out[0, 0].numpy(), truth[7:16]) and source.shape[2:] == truth.shape
+            same = [False, *(truth[1:] == truth[:-1]).all(1)]
+            assert source.repeated_rows(Interval(0, truth.shape[1])).tolist() == same
+
+
+@pytest.mark.parametrize("shape", [(101, 37), (37, 50), (26, 26), (1, 75), (12, 7)])
+def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="the sides have another ratio"):
+        align_labels(np.zeros(shape, np.uint8), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+
+
+def test_cells_outside_of_the_array_are_refused() -> None:
+    with pytest.raises(InputError, match="cells name rows and columns"):
+        LabelSource(np.zeros((2, 3), np.uint8), cells=(np.array([0, 2]), np.array([0])))
+
+
+def test_a_run_takes_label_maps_of_a_lower_resolution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = _maps(tmp_path, {"train": (0, 1), "val": (0, 1)}, ".npy")
+    np.save(tmp_path / "m0.npy", np.array([[0, 0, 1, 1]] * 4, np.uint8))  # 64 px of the slide
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 0
+    np.save(tmp_path / "m0.npy", np.array([[0, 0, 1, 1]] * 8, np.uint8))
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
+    assert "4 x 8 px, its slide 64 x 64 px, and 64 x 64 px at this resolution: the sides have another ratio" in capsys.readouterr().err

@@ -7,8 +7,9 @@ argument                                  resolved to
 ========================================  ====================================================================================
 tensor on the model's device              itself: resident, and counted with its full size
 tensor on the host, model on a device     a source: exact, rows are copied to the device when needed
-NumPy array or memmap                     a source: uint8 pixels divided by 255, floats unchanged; axes as in `sft.sources.ArraySource`
-`sft.sources.Raster` (a slide, a crop)    a source: pixels divided by 255
+NumPy array, memmap, Zarr or dask array   a source: integers divided by 255, 65535 or 32767, floats unchanged; axes as in
+                                          `sft.sources.ArraySource`
+`sft.sources.Raster` (a slide, a crop)    a source: the same normalisation
 `sft.sources.LabelSource`                 itself: integers unchanged, for a loss inside the model
 any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` define the normalisation of pixels
 ========================================  ====================================================================================
@@ -38,6 +39,7 @@ from sft.analysis.ir.axes import Axes
 from sft.common.byte_units import is_integer
 from sft.common.errors import InputError, typed
 from sft.sources.arrays import ArraySource
+from sft.sources.chunked_arrays import is_chunked_array
 from sft.sources.host_arrays import as_host_array
 from sft.sources.image import Image, Raster
 from sft.sources.normalize import Normalized
@@ -147,7 +149,7 @@ class ResolvedInput:
 
 def is_streamable_input(value: object) -> bool:
     """True for inputs that are read in strips: arrays, slides and sources, but not tensors."""
-    return not isinstance(value, Tensor) and isinstance(value, (np.ndarray, Image, Source))
+    return not isinstance(value, Tensor) and (isinstance(value, (np.ndarray, Image, Source)) or is_chunked_array(value))
 
 
 def resolve_inputs(
@@ -288,10 +290,10 @@ def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> ResolvedInput:
 
 def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     try:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) or is_chunked_array(value):
             return ArraySource(value, dtype=dtype)
         if isinstance(value, Raster):
-            return Normalized(value, mean=(0.0,) * value.num_channels, std=(1.0,) * value.num_channels, dtype=dtype)
+            return Normalized(value, dtype=dtype)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if isinstance(value, Source):

@@ -56,7 +56,7 @@ _MOVED: dict[str, dict[str, str]] = {
     "sft.sources.nifti": {"sft.sources.readers.nifti": "NiftiVolume"},
     "sft.sources.normalized": {"sft.sources.normalize": "Normalized"},
     "sft.sources.openslide": {"sft.sources.readers.openslide": "Slide _SlideFacts"},
-    "sft.sources.raster": {"sft.sources.image": "FileImage ImageFacts Raster"},
+    "sft.sources.raster": {"sft.sources.file_image": "FileImage", "sft.sources.image": "ImageFacts Raster"},
     "sft.sources.repeating": {"sft.sources.source": "RepeatingImage"},
     "sft.sources.slide": {"sft.sources.readers.openslide": "Slide _Facts=_SlideFacts"},
     "sft.sources.strips": {"sft.sources.strip_reader": "StripReader"},

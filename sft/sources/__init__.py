@@ -4,9 +4,10 @@ from sft.common.errors import SkipSlideError
 from sft.sources.arrays import ArrayImage, ArraySource
 from sft.sources.cached import Cached
 from sft.sources.error_policy import BadTile, OnError, Tolerant
+from sft.sources.file_image import FileImage
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import Layout
-from sft.sources.image import FileImage, Image, ImageFacts, Raster, check_region, read_strips
+from sft.sources.image import Image, ImageFacts, Raster, check_region, read_strips
 from sft.sources.labels import LabelSource
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
@@ -18,6 +19,7 @@ from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import RepeatingImage, RepeatingSource, Source, check_rows, select_samples
 from sft.sources.strip_reader import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
+from sft.sources.value_range import percentile_range
 from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "check_rows",
     "load_tensor",
     "open_image",
+    "percentile_range",
     "read_strips",
     "select_samples",
 ]

@@ -1,7 +1,4 @@
-"""Images that are arrays already: in memory, or mapped from a file so that only the rows in use are.
-
-Arrays as images: pixels in memory, or in a mapped ``.npy`` file of which only the rows in use are.
-"""
+"""Arrays as images and sources: pixels in memory, in a mapped ``.npy`` file, or in a chunked array that is read in rows."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ from torch import Tensor
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
+from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
-from sft.sources.image import Pixels, Size, check_level, check_region
-from sft.sources.normalize import Normalizer
+from sft.sources.image import Pixels, Size, check_level, check_region, dtype_range
+from sft.sources.normalize import PIXEL_DTYPES, Normalizer, ValueRange
 from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.views import resolve_mpp
 
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]
 
-_PIXEL_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-
 
 class ArraySource:
-    """A host tensor, a NumPy array, a memmap or a ``.npy`` file as a `sft.sources.Source`. It is never copied as a whole.
+    """A host tensor, a NumPy array, a memmap, a ``.npy`` file or a chunked array as a `sft.sources.Source`. It is never copied as a whole.
 
-    uint8 pixels become ``(pixel / 255 - mean) / std``, floats ``(x - mean) / std``. Without `mean` and `std` floats stay
-    unchanged and uint8 pixels become 0..1. The array must not change between the forward and the backward pass.
+    Pixels of integer types become ``(pixel / largest - mean) / std``, where ``largest`` is 255 (uint8), 65535 (uint16) or 32767 (int16);
+    floats become ``(x - mean) / std``. Without `mean` and `std` floats stay unchanged and unsigned pixels become 0..1. With `value_range`
+    both become ``((x - low) / (high - low) - mean) / std``. The array must not change between the forward and the backward pass.
 
     >>> source = ArraySource(np.full((2, 5, 3), 255, np.uint8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
     >>> out = torch.empty(1, 3, 1, 5)
@@ -41,15 +38,18 @@ class ArraySource:
     ((1, 3, 2, 5), [1.0, 2.0, 4.0])
 
     Args:
-        array: uint8 or floating point, three or four axes; or the path of a ``.npy`` file, which is mapped and not loaded.
+        array: uint8, uint16, int16 or floating point, three or four axes; or the path of a ``.npy`` file, which is mapped and not loaded;
+            or a chunked array (``zarr.Array``, ``dask.array.Array``, ``h5py.Dataset``), which is read in blocks of full chunks.
         layout: names of the axes in order. None infers them, and refuses arrays that can be read in more than one way.
             Default: `None`
         mean: of each channel. Default: `None` (0)
         std: standard deviation of each channel. Default: `None` (1)
         dtype: floating-point type that the network gets. Default: `torch.float32`
+        value_range: ``(low, high)`` of all channels, or one pair a channel; these values become 0 and 1. Default: `None`
+        clip: True to limit pixels to the value range (of integers: of their type). Default: `False`
 
     Raises:
-        InputError: wrong type, rank, dtype, extent, layout, mean or std.
+        InputError: wrong type, rank, dtype, extent, layout, mean, std or value range.
         SourceError: the file cannot be mapped.
     """
 
@@ -61,21 +61,27 @@ class ArraySource:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         dtype: torch.dtype = torch.float32,
+        value_range: ValueRange | None = None,
+        clip: bool = False,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        self._given: HostArray = as_host_array(array if self.path is None else map_npy_file(self.path), "read rows from")
+        is_chunked = is_chunked_array(array)
+        pixels: Any = array if self.path is None else map_npy_file(self.path)
+        self._given: Any = pixels if is_chunked else as_host_array(pixels, "read rows from")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
         pixel_dtype = _pixel_dtype(self._given, self._name)
         self.dtype = dtype
         self.layout: Layout = resolve_layout(self._name, tuple(self._given.shape), layout)
-        order = axis_order(self.layout, "NHWC")
-        whole = self._given if len(self.layout) == 4 else self._given[None]
-        # Views: rows of one batch element are [rows, width, channels], whatever lies in memory.
-        self._pixels: HostArray = whole.permute(order) if isinstance(whole, Tensor) else whole.transpose(order)
-        num, height_px, width_px, channels = self._pixels.shape
-        self.shape: tuple[int, int, int, int] = (num, channels, height_px, width_px)
-        self._normalizer = Normalizer(mean, std, num_channels=channels, width_px=width_px, pixel_dtype=pixel_dtype)
+        self._chunks = ChunkedRows(self._given, self.layout) if is_chunked else None
+        # A view: rows of one batch element are [rows, width, channels], whatever lies in memory.
+        self._pixels: HostArray | None = None if is_chunked else _samples_last(self._given, self.layout)
+        by_axis = dict(zip(self.layout, self._given.shape, strict=True))
+        self.shape: tuple[int, int, int, int] = (by_axis.get("N", 1), by_axis["C"], by_axis["H"], by_axis["W"])
+        self._value_range, self._clip = value_range, clip
+        self._normalizer = Normalizer(
+            mean, std, num_channels=by_axis["C"], width_px=by_axis["W"], pixel_dtype=pixel_dtype, value_range=value_range, clip=clip
+        )
 
     def __repr__(self) -> str:
         return f"ArraySource({self._name}, shape={self.shape}, layout={self.layout!r})"
@@ -83,7 +89,12 @@ class ArraySource:
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapped file travels as its path: pickling a memmap would read all of it.
         array = self._given if self.path is None else self.path
-        return _rebuild_source, (array, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
+        return _rebuild_source, (array, *self._settings)
+
+    @property
+    def _settings(self) -> tuple[Any, ...]:
+        """Arguments of `_rebuild_source` after the array."""
+        return self.layout, self._normalizer.mean, self._normalizer.std, self.dtype, self._value_range, self._clip
 
     @property
     def _name(self) -> str:
@@ -94,13 +105,17 @@ class ArraySource:
 
         Raises:
             InputError: the interval or ``out`` does not fit; `out` is unchanged.
-            SourceError: the mapped file was cut short.
+            SourceError: the mapped file was cut short, or chunks cannot be read.
         """
         check_rows(self._name, self.shape, interval, out)
         if not interval:
             return
-        check_mapping(self._given, self._name)
         for sample in range(self.shape[0]):
+            if self._pixels is None:
+                assert self._chunks is not None
+                self._normalizer.fill(self._chunks.rows(sample, interval), out[sample])
+                continue
+            check_mapping(self._given, self._name)
             pixels = self._pixels[sample, interval.start : interval.stop]
             self._normalizer.fill(pixels, out[sample])
             release_pages(pixels)
@@ -108,9 +123,13 @@ class ArraySource:
     def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
 
+        A chunked array makes no claim.
+
         Raises:
             SourceError: the mapped file was cut short.
         """
+        if self._pixels is None:
+            return np.zeros(self.shape[2], np.bool_)
         check_mapping(self._given, self._name)
         same: BoolArray = np.logical_and.reduce([equal_rows(self._pixels[sample], columns) for sample in range(self.shape[0])])
         return same
@@ -123,14 +142,26 @@ class ArraySource:
         """
         check_samples(self, batch)
         given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
-        part = _rebuild_source(given, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
-        return part
+        return _rebuild_source(given, *self._settings)
 
 
 def _rebuild_source(
-    array: HostArray | Path, layout: Layout, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+    array: HostArray | Path,
+    layout: Layout,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype,
+    value_range: ValueRange | None = None,
+    clip: bool = False,
 ) -> ArraySource:
-    return ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype)
+    return ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype, value_range=value_range, clip=clip)
+
+
+def _samples_last(array: HostArray, layout: Layout) -> HostArray:
+    """A view ``[samples, rows, width, channels]`` of an array."""
+    order = axis_order(layout, "NHWC")
+    full = array if len(layout) == 4 else array[None]
+    return full.permute(order) if isinstance(full, Tensor) else full.transpose(order)
 
 
 def map_npy_file(path: Path) -> AnyArray:
@@ -156,30 +187,30 @@ def map_npy_file(path: Path) -> AnyArray:
 def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
     if isinstance(array, Tensor):
         return array.dtype  # bfloat16, see as_host_array
-    dtype = _PIXEL_DTYPES.get(array.dtype.name)
+    dtype = PIXEL_DTYPES.get(array.dtype.name)
     if dtype is None or array.dtype.fields is not None:
         raise InputError(
-            f"cannot read pixels of {array.dtype} from {name}: supported are {', '.join(_PIXEL_DTYPES)} and torch.bfloat16. "
+            f"cannot read pixels of {array.dtype} from {name}: supported are {', '.join(PIXEL_DTYPES)} and torch.bfloat16. "
             "Convert it, strip by strip if it is large; labels of whole numbers want a sft.sources.LabelSource."
         )
     return dtype
 
 
 class ArrayImage:
-    """uint8 pixels as a `sft.sources.Raster`: for views that need rectangles (resolution, crops, masks).
+    """An array as a `sft.sources.Raster`: for views that need rectangles (resolution, crops, masks).
 
-    A network that reads the array unchanged needs `sft.sources.ArraySource` only, which takes floats, too.
+    A network that reads the array unchanged needs `sft.sources.ArraySource` only.
 
     >>> image = ArrayImage(np.zeros((5, 7, 3), np.uint8), mpp=0.5)
     >>> image.level_dimensions, image.mpp, image.read(6, 4, 1, 1).shape
     (((7, 5),), (0.5, 0.5), (1, 1, 3))
 
     Args:
-        array: uint8, ``[height, width, channels]`` or ``[channels, height, width]``; ``[height, width]`` is grey. Or the path of a
-            ``.npy`` file of one, which is mapped and not loaded.
+        array: uint8, uint16, int16 or floating point, ``[height, width, channels]`` or ``[channels, height, width]``;
+            ``[height, width]`` is grey. Or the path of a ``.npy`` file of one, which is mapped and not loaded.
         layout: one of the first two. Default: `None` (inferred if only one is possible)
         mpp: micrometres per px; one number, or (x, y). Default: `None`
-        background: colour, one number a channel. Default: `None` (white)
+        background: colour, one number a channel. Default: `None` (white for uint8, otherwise 0)
 
     Raises:
         InputError: wrong type, rank, layout or background.
@@ -192,15 +223,15 @@ class ArrayImage:
         *,
         layout: Layout | None = None,
         mpp: float | tuple[float, float] | None = None,
-        background: tuple[int, ...] | None = None,
+        background: tuple[Any, ...] | None = None,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         given = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
         self._name = "array" if self.path is None else str(self.path)
-        if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
+        if not isinstance(given, np.ndarray) or given.dtype.name not in PIXEL_DTYPES:
             raise InputError(
-                f"cannot use {self._name} of {getattr(given, 'dtype', type(given).__name__)} as an image: pixels are uint8. Convert it, or "
-                "use sft.sources.ArraySource."
+                f"cannot use {self._name} of {getattr(given, 'dtype', type(given).__name__)} as an image: pixels are "
+                f"{', '.join(PIXEL_DTYPES)}. Convert it, or use sft.sources.ArraySource."
             )
         self._given = given
         whole = given[..., None] if given.ndim == 2 else given
@@ -211,9 +242,12 @@ class ArrayImage:
         self._pixels: AnyArray = whole.transpose([axis - 1 for axis in axis_order(self.layout, "NHWC")[1:]])
         self.height_px, self.width_px, self.num_channels = self._pixels.shape
         self.mpp = None if mpp is None else resolve_mpp(mpp, "mpp")
-        self.background = (255,) * self.num_channels if background is None else tuple(background)
-        if len(self.background) != self.num_channels or not all(0 <= value <= 255 for value in self.background):
-            raise InputError(f"cannot use background {self.background}: give {self.num_channels} numbers of 0 to 255.")
+        self.dtype: np.dtype[Any] = self._pixels.dtype.newbyteorder("=")
+        default = 255 if self.dtype == np.uint8 else 0
+        self.background: tuple[Any, ...] = (default,) * self.num_channels if background is None else tuple(background)
+        low, high = dtype_range(self.dtype)
+        if len(self.background) != self.num_channels or any(value < low or value > high for value in self.background):
+            raise InputError(f"cannot use background {self.background}: give {self.num_channels} numbers of {low} to {high}.")
 
     def __repr__(self) -> str:
         return f"ArrayImage({self._name}, {self.width_px} x {self.height_px} px)"
@@ -258,12 +292,12 @@ class ArrayImage:
         check_region(self._name, x, y, w, h, self.width_px, self.height_px)
         check_mapping(self._given, self._name)
         part = self._pixels[y : y + h, x : x + w]
-        pixels: Pixels = part.copy(order="C")
+        pixels: Pixels = part.astype(self.dtype, order="C")
         release_pages(part)
         return pixels
 
 
 def _rebuild_image(
-    given: AnyArray | Path, layout: Layout | None, mpp: tuple[float, float] | None, background: tuple[int, ...]
+    given: AnyArray | Path, layout: Layout | None, mpp: tuple[float, float] | None, background: tuple[Any, ...]
 ) -> ArrayImage:
     return ArrayImage(given, layout=layout, mpp=mpp, background=background)

@@ -104,7 +104,7 @@ class Tolerant(RasterView):
         """Read tile by tile, so that only damaged tiles are lost."""
         width_px, height_px = self.level_dimensions[level]
         tile_w, tile_h = self.level_tiles_px[level] or (_FALLBACK_TILE_PX, _FALLBACK_TILE_PX)
-        out = np.empty((h, w, self.num_channels), np.uint8)
+        out = np.empty((h, w, self.num_channels), self.dtype)
         for top in _tile_edges(y, h, tile_h):
             for left in _tile_edges(x, w, tile_w):
                 part = (slice(max(top, y) - y, min(top + tile_h, y + h) - y), slice(max(left, x) - x, min(left + tile_w, x + w) - x))

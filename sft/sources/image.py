@@ -1,4 +1,4 @@
-"""Image interfaces, and a base class for image files.
+"""Image interfaces: rectangles of pixels, levels, resolution.
 
 An `Image` is any object with a size and a ``read`` that returns one rectangle of pixels. Slides, arrays and a user's own reader plug in
 alike, without inheritance. Two rules hold for all of them:
@@ -10,30 +10,22 @@ is not inside the image raises ``InputError``.
 *Full rows in order.* An image is read in strips of full rows from the top, the order of the strip sweep, so each compressed tile is
 decoded once (twice at a strip boundary, unless the reader's cache still has it).
 
-A `Raster` is an `Image` that also knows its levels, its resolution, its background and its compressed tiles. `FileImage` is the base of
-readers and keeps the promises that are easy to break:
-
-- *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be read from
-  several threads: a read holds a reference to its handle, and closing the reader only drops another one.
-- *Every failure is a* ``SourceError`` *that names the file and the place.*
+A `Raster` is an `Image` that also knows its levels, its resolution, its background and its compressed tiles.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from operator import index
-from pathlib import Path
+from math import inf, isfinite
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.common.errors import InputError, SftError, SourceError
+from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
 from sft.common.legacy_names import restore_fields
 from sft.sources.georeference import Georeference
@@ -41,7 +33,6 @@ from sft.sources.georeference import Georeference
 __all__ = [
     "MAX_SLIDE_MPP",
     "WHITE",
-    "FileImage",
     "Image",
     "ImageFacts",
     "LevelledImage",
@@ -51,14 +42,16 @@ __all__ = [
     "StatedResolution",
     "check_level",
     "check_region",
+    "dtype_range",
     "missing_extra",
+    "pixel_dtype",
     "read_strips",
     "rectangle_text",
     "valid_mpp",
 ]
 
-#: Pixels of one rectangle: uint8, height x width x channels.
-Pixels = npt.NDArray[np.uint8]
+#: Pixels of one rectangle, height x width x channels, of the image's element type (`pixel_dtype`).
+Pixels = npt.NDArray[Any]
 
 
 @runtime_checkable
@@ -79,13 +72,23 @@ class Image(Protocol):
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
 
         Returns:
-            uint8 array of shape ``[h, w, channels]``.
+            Array of shape ``[h, w, channels]``: uint8, or of the type that the image states in its attribute ``dtype``.
 
         Raises:
             InputError: the rectangle is not inside the image.
             SourceError: the pixels cannot be read.
         """
         ...
+
+
+def pixel_dtype(image: object) -> np.dtype[Any]:
+    """Element type of an image's pixels: its attribute ``dtype``, uint8 without one.
+
+    >>> pixel_dtype(object())
+    dtype('uint8')
+    """
+    stated = getattr(image, "dtype", None)
+    return stated if isinstance(stated, np.dtype) else np.dtype(np.uint8)
 
 
 def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, height_px: int) -> None:
@@ -127,11 +130,21 @@ def _strips(image: Image, rows: int) -> Iterator[Pixels]:
         yield image.read(0, top, image.width_px, min(rows, image.height_px - top))
 
 
+def dtype_range(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Smallest and largest value of a pixel type; infinities for floating-point types.
+
+    >>> dtype_range(np.dtype("int16")), dtype_range(np.dtype("float32"))
+    ((-32768, 32767), (-inf, inf))
+    """
+    if dtype.kind == "f":
+        return -inf, inf
+    limits = np.iinfo(dtype)
+    return int(limits.min), int(limits.max)
+
+
 #: (width, height) in px.
 Size = tuple[int, int]
 WHITE = (255, 255, 255)
-Handle = TypeVar("Handle")
-Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -159,7 +172,7 @@ class Raster(Image, Protocol):
         ...
 
     @property
-    def background(self) -> tuple[int, ...]:
+    def background(self) -> tuple[Any, ...]:
         """Colour of pixels that were not recorded."""
         ...
 
@@ -186,10 +199,13 @@ class ImageFacts:
     tiles_px: tuple[Size | None, ...]  #: (width, height) of a compressed tile of each level
     num_channels: int
     mpp: tuple[float, float] | None = None  #: micrometres per px of level 0, (x, y)
-    background: tuple[int, ...] = WHITE  #: of pixels that are not stored, one number a channel
+    background: tuple[Any, ...] = WHITE  #: of pixels that are not stored, one number a channel
     nodata: float | None = None  #: value of pixels without data, as the file has it
     mpp_note: str = ""  #: reason against a resolution that the file states
     georeference: Georeference | None = None  #: of level 0
+    dtype: str = "uint8"  #: element type of the pixels
+    channel_names: tuple[str, ...] = ()  #: one name a channel, where the file has names
+    cost_note: str = ""  #: what a read costs, where that is more than its pixels
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
@@ -244,140 +260,6 @@ class LevelledImage(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-class FileImage(LevelledImage, Generic[Handle]):
-    """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
-
-    Args:
-        path: of the file (of some formats: the folder).
-
-    Raises:
-        SourceError: the file does not exist.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._facts: ImageFacts | None = None
-        # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
-        # inherited, held for ever, by a process forked at the wrong moment.
-        self._opened: tuple[int, Handle] | None = None
-        if not self.path.exists():
-            raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
-
-    @abstractmethod
-    def _open(self) -> Handle:
-        """A new handle. It closes itself when its last reference goes."""
-
-    @abstractmethod
-    def _describe(self, handle: Handle) -> ImageFacts:
-        """Read the metadata of the file."""
-
-    @abstractmethod
-    def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        """A rectangle inside the level, into a new array."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
-
-    def close(self) -> None:
-        """Let go of the file; a later read opens it again."""
-        self._opened = None
-
-    @property
-    def facts(self) -> ImageFacts:
-        """Metadata of the file.
-
-        Raises:
-            SourceError: it cannot be opened.
-        """
-        if self._facts is None:
-            self._facts = self._guarded(lambda: self._describe(self._handle()), f"open {self.path}")
-        return self._facts
-
-    @property
-    def level_dimensions(self) -> tuple[Size, ...]:
-        """(width, height) of each level, in px."""
-        return self.facts.level_dimensions
-
-    @property
-    def level_downsamples(self) -> tuple[float, ...]:
-        """Px of level 0 per px of each level. Not powers of two in general."""
-        return self.facts.level_downsamples
-
-    @property
-    def num_channels(self) -> int:
-        """Numbers of a pixel."""
-        return self.facts.num_channels
-
-    @property
-    def mpp(self) -> tuple[float, float] | None:
-        """Micrometres per px, (x, y); None where the file does not say."""
-        return self.facts.mpp
-
-    @property
-    def mpp_note(self) -> str:
-        """Reason against a resolution that the file states; empty if it states a credible one, or none."""
-        return self.facts.mpp_note
-
-    @property
-    def background(self) -> tuple[int, ...]:
-        """Colour of pixels that are not stored: missing tiles of a TIFF, missing chunks of a Zarr array."""
-        return self.facts.background
-
-    @property
-    def nodata(self) -> float | None:
-        """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
-        return self.facts.nodata
-
-    @property
-    def georeference(self) -> Georeference | None:
-        """Coordinate system and transform of level 0; None where the file has none."""
-        return self.facts.georeference
-
-    @property
-    def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """(width, height) of a compressed tile of each level."""
-        return self.facts.tiles_px
-
-    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
-
-        Returns:
-            uint8 array of shape ``[h, w, num_channels]``.
-
-        Raises:
-            InputError: the level does not exist or the rectangle is not inside it.
-            SourceError: the file cannot be read there.
-        """
-        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
-        check_level(repr(self), level, len(self.level_dimensions))
-        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-        return self._guarded(
-            lambda: self._read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}"
-        )
-
-    def _handle(self) -> Handle:
-        opened = self._opened
-        if opened is None or opened[0] != os.getpid():
-            if not self.path.exists():
-                raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
-            opened = self._opened = os.getpid(), self._open()
-        return opened[1]
-
-    def _guarded(self, work: Callable[[], Result], purpose: str) -> Result:
-        try:
-            return work()
-        except SftError:
-            raise
-        except Exception as error:  # libraries raise almost anything for a damaged file
-            self._opened = None
-            raise SourceError(
-                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
-            ) from error
 
 
 def rectangle_text(x: int, y: int, w: int, h: int, level: int) -> str:

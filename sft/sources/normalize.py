@@ -1,4 +1,7 @@
-"""Normalised sources: ``(pixel / 255 - mean) / std``, strip by strip, into memory of the caller.
+"""Normalised sources: ``((pixel - low) / (high - low) - mean) / std``, strip by strip, into memory of the caller.
+
+``low`` and ``high`` are the value range of each channel. By default it begins at 0 and ends at the largest value of an integer type (255,
+65535, 32767), and pixels of floating-point types stay in their own units. `sft.sources.percentile_range` measures a range.
 
 `Normalized` makes any ``Image`` a ``Source``. A compressed file can only be decoded by full tiles, and strips rarely end at tile borders,
 so each strip would decode the tiles at its two edges a second time: twice the work for strips as high as a tile. Rows are therefore read
@@ -8,15 +11,16 @@ reverse sweep: at most two blocks of raw pixels, and a third while it is used.
 `load_tensor` reads a full image. Reading everything at once, then converting, permuting and dividing, would need the image four or five
 times over; at 20,000 x 20,000 px each float copy has 4.8 GB. The result is allocated once and filled in place, one strip at a time.
 
-Both have the same bits: subtract ``255 * mean``, divide by ``255 * std``, in float32 or the wider requested type, one rounding each. NumPy
-does it, since torch would start a second team of OpenMP threads in the reader thread, which competes with the network's for the cores.
+Both have the same bits: subtract ``low + span * mean``, divide by ``span * std``, where ``span`` is ``high - low``, in float32 or the wider
+requested type, one rounding each. NumPy does it, since torch would start a second team of OpenMP threads in the reader thread, which
+competes with the network's for the cores.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,16 +31,29 @@ from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray
-from sft.sources.image import Image, Pixels, read_strips
+from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.source import check_rows, image_equal_rows
 
-__all__ = ["Normalized", "Normalizer", "load_tensor"]
+__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "ValueRange", "load_tensor"]
 
 #: Numbers are converted, shifted and scaled in pieces of this size: three passes over memory that stays in the cache, and the bound
 #: of the scratch where the result has another type or layout.
 _PIECE_BYTES = 1 << 18
 
 _NUMPY_DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+#: Integer types of pixels, and the value that becomes 1.
+_UNITS: dict[torch.dtype, int] = {torch.uint8: 255, torch.uint16: 65535, torch.int16: 32767}
+#: torch's types of pixels by NumPy's names.
+PIXEL_DTYPES: dict[str, torch.dtype] = {
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "int16": torch.int16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+#: ``(low, high)`` of all channels, or one pair a channel.
+ValueRange: TypeAlias = tuple[float, float] | Sequence[tuple[float, float]]
 
 
 class Normalizer:
@@ -47,17 +64,40 @@ class Normalizer:
         std: standard deviation of each channel, in the units of `mean`. None: 1.
         num_channels: of the image.
         width_px: of the image.
-        pixel_dtype: uint8 or a floating-point type.
+        pixel_dtype: uint8, uint16, int16 or a floating-point type.
+        value_range: ``(low, high)`` of all channels, or one pair a channel. None: that of the type.
+        clip: True to limit pixels to the value range.
 
     Raises:
-        InputError: wrong numbers of values, a mean that is not finite, a std that is not a positive float32, a wrong dtype.
+        InputError: wrong numbers of values, a mean that is not finite, a std that is not a positive float32, a wrong dtype, an empty range.
     """
 
+    #: subtrahend and divisor of each channel that bring pixels to 0..1; None for those of the type (as in pickles of older releases)
+    _low: tuple[float, ...] | None = None
+    _span: tuple[float, ...] | None = None
+    clip: bool = False
+
     def __init__(
-        self, mean: Sequence[float] | None, std: Sequence[float] | None, *, num_channels: int, width_px: int, pixel_dtype: torch.dtype
+        self,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        *,
+        num_channels: int,
+        width_px: int,
+        pixel_dtype: torch.dtype,
+        value_range: ValueRange | None = None,
+        clip: bool = False,
     ) -> None:
-        if pixel_dtype is not torch.uint8 and not pixel_dtype.is_floating_point:
-            raise InputError(f"cannot normalise pixels of {pixel_dtype}: only uint8 and floating-point types are supported. Convert them.")
+        if pixel_dtype not in _UNITS and not pixel_dtype.is_floating_point:
+            raise InputError(
+                f"cannot normalise pixels of {pixel_dtype}: supported are {', '.join(map(str, _UNITS))} and floating-point types. "
+                "Convert them."
+            )
+        if value_range is not None:
+            self._low, self._span = _low_and_span(value_range, num_channels)
+        elif clip and pixel_dtype.is_floating_point:
+            raise InputError(f"cannot clip pixels of {pixel_dtype}: the type has no range. Give value_range=(low, high).")
+        self.clip = clip
         self.mean = _values("mean", mean, 0.0, num_channels)
         self.std = _values("std", std, 1.0, num_channels)
         limits = torch.finfo(torch.float32)
@@ -89,11 +129,16 @@ class Normalizer:
         direct = target.dtype is work_dtype and target.is_contiguous()
         scratch = None if direct else np.empty((step, width_px, num_channels), _NUMPY_DTYPES[work_dtype])
         # float - 0 and / 1 would change no bit, so they are left out.
-        changes = self._pixel_dtype is torch.uint8 or any(self.mean) or any(value != 1 for value in self.std)
+        changes = (
+            not self._pixel_dtype.is_floating_point or self._span is not None or any(self.mean) or any(value != 1 for value in self.std)
+        )
         for top in range(0, num_rows, step):
             bottom = min(top + step, num_rows)
             piece: AnyArray = target[top:bottom].numpy() if scratch is None else scratch[: bottom - top]
             _convert(pixels[top:bottom], piece)
+            if self.clip:
+                low, high = self._limits(work_dtype)
+                np.clip(piece, low, high, out=piece)
             if changes:
                 shift, scale = self._shift_and_scale(work_dtype)
                 numbers = piece.reshape(bottom - top, row_numbers)  # a view: the piece is contiguous
@@ -106,10 +151,38 @@ class Normalizer:
         """Subtrahend and divisor for a full row: a row is one long vector loop, three channels are a short one."""
         if work_dtype not in self._tables:
             dtype = _NUMPY_DTYPES[work_dtype]
-            unit = np.asarray(255 if self._pixel_dtype is torch.uint8 else 1, dtype)
-            shift, scale = (np.tile(np.asarray(values, dtype) * unit, self._width_px) for values in (self.mean, self.std))
-            self._tables[work_dtype] = shift, scale
+            span = np.asarray(_UNITS.get(self._pixel_dtype, 1) if self._span is None else self._span, dtype)
+            shift, scale = (np.asarray(values, dtype) * span for values in (self.mean, self.std))
+            if self._low is not None:
+                shift = shift + np.asarray(self._low, dtype)
+            self._tables[work_dtype] = np.tile(shift, self._width_px), np.tile(scale, self._width_px)
         return self._tables[work_dtype]
+
+    def _limits(self, work_dtype: torch.dtype) -> tuple[AnyArray, AnyArray]:
+        """Smallest and largest value of each channel."""
+        dtype = _NUMPY_DTYPES[work_dtype]
+        low = np.asarray(0 if self._low is None else self._low, dtype)
+        span = np.asarray(_UNITS.get(self._pixel_dtype, 1) if self._span is None else self._span, dtype)
+        return low, low + span
+
+
+def _low_and_span(value_range: ValueRange, num_channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Lower ends and extents of the value range of each channel.
+
+    >>> _low_and_span((100, 600), 2), _low_and_span([(0, 1), (2, 4)], 2)
+    (((100.0, 100.0), (500.0, 500.0)), ((0.0, 2.0), (1.0, 2.0)))
+    """
+    try:
+        pairs = np.asarray(value_range, np.float64)
+        pairs = np.broadcast_to(pairs, (num_channels, 2)) if pairs.shape == (2,) else pairs
+    except (TypeError, ValueError):
+        pairs = np.empty(0)
+    if pairs.shape != (num_channels, 2) or not np.isfinite(pairs).all() or not (pairs[:, 1] > pairs[:, 0]).all():
+        raise InputError(
+            f"cannot normalise with value_range={value_range!r}: give (low, high) with low < high, or one such pair for each of the "
+            f"{num_channels} channels."
+        )
+    return tuple(pairs[:, 0].tolist()), tuple((pairs[:, 1] - pairs[:, 0]).tolist())
 
 
 def _values(name: str, values: Sequence[float] | None, default: float, num_channels: int) -> tuple[float, ...]:
@@ -139,39 +212,69 @@ def _convert(pixels: HostArray, piece: AnyArray) -> None:
 
 #: Some formats have tiles of eight rows. A block is a multiple of the tile height of at least so many rows, since each read costs.
 _MIN_BLOCK_ROWS = 64
+_NUM_CHANNELS = 3
 
 
 class Normalized:
-    """Image as ``(pixel / 255 - mean) / std``: a `sft.sources.Source` with one batch element.
+    """Image as ``((pixel - low) / (high - low) - mean) / std``: a `sft.sources.Source` with one batch element.
+
+    >>> from sft.sources import ArrayImage
+    >>> image = ArrayImage(np.array([[0, 500], [1000, 65535]], np.uint16))
+    >>> out = torch.empty(1, 1, 2, 2)
+    >>> Normalized(image, value_range=(0, 1000), clip=True).rows(Interval(0, 2), out)
+    >>> out.flatten().tolist()
+    [0.0, 0.5, 1.0, 1.0]
 
     Args:
         image: a `Slide`, or an object with ``width_px``, ``height_px`` and ``read``. If it also has ``tile_height_px`` (rows of its
             compressed tiles, or None), rows are read in blocks of full tiles.
-        mean: of each channel, in units of 0..1.
-        std: standard deviation of each channel, in units of 0..1.
+        mean: of each channel, in units of the value range (floats without one: in their own units). Default: `None` (0)
+        std: standard deviation of each channel, in the same units. Default: `None` (1)
         dtype: floating-point type of the network's input. Default: `torch.float32`
+        value_range: ``(low, high)`` of all channels, or one pair a channel, such as `sft.sources.percentile_range` measures; these values
+            become 0 and 1. Default: `None` (0 and the largest value of an integer type; floats are unchanged)
+        clip: True to limit pixels to the value range. Default: `False`
 
     Raises:
-        InputError: an argument is wrong, or the image is empty.
+        InputError: an argument is wrong, the image is empty, or its element type is not supported.
         SourceError: the image cannot be opened.
     """
 
-    def __init__(self, image: Image, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        image: Image,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        dtype: torch.dtype = torch.float32,
+        value_range: ValueRange | None = None,
+        clip: bool = False,
+    ) -> None:
         if not isinstance(image, Image):
             raise InputError(f"cannot read rows of {typed(image)}: expected width_px, height_px and read(). See sft.sources.Image.")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {image} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
-        for name, given in (("mean", mean), ("std", std)):
-            if not isinstance(given, Sized):
-                raise InputError(f"cannot normalise with {name} {given!r}: give a number for every channel.")
-        if len(mean) < 1 or len(mean) != len(std):
+        for name, values in (("mean", mean), ("std", std)):
+            if values is not None and not isinstance(values, Sized):
+                raise InputError(f"cannot normalise with {name} {values!r}: give a number for every channel.")
+        if mean is not None and std is not None and (len(mean) < 1 or len(mean) != len(std)):
             raise InputError(f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: give one of each for every channel.")
+        stated = mean if mean is not None else std
+        num_channels = int(getattr(image, "num_channels", _NUM_CHANNELS)) if stated is None else len(stated)
+        pixel_type = PIXEL_DTYPES.get(pixel_dtype(image).name)
+        if pixel_type is None:
+            raise InputError(
+                f"cannot read {image} of {pixel_dtype(image)}: pixels are {', '.join(PIXEL_DTYPES)}. Convert it; labels are read by "
+                "sft.sources.LabelSource."
+            )
         self.image = image
         self.dtype = dtype
-        self.shape: tuple[int, int, int, int] = (1, len(mean), image.height_px, image.width_px)
+        self.shape: tuple[int, int, int, int] = (1, num_channels, image.height_px, image.width_px)
         if min(self.shape) < 1:
             raise InputError(f"cannot read {image}: it is {image.width_px} px wide and {image.height_px} px high. Give one with pixels.")
-        self._normalizer = Normalizer(mean, std, num_channels=len(mean), width_px=image.width_px, pixel_dtype=torch.uint8)
+        self._normalizer = Normalizer(
+            mean, std, num_channels=num_channels, width_px=image.width_px, pixel_dtype=pixel_type, value_range=value_range, clip=clip
+        )
         tile_rows = getattr(image, "tile_height_px", None)
         if tile_rows is not None and tile_rows < 1:
             raise InputError(f"cannot read {image} in tiles of {tile_rows} rows: a tile has at least one. Set tile_height_px to None.")
@@ -237,9 +340,10 @@ class Normalized:
     def _read_pixels(self, rows: Interval) -> Pixels:
         _, num_channels, _, width_px = self.shape
         pixels = self.image.read(0, rows.start, width_px, len(rows))
-        if pixels.ndim != 3 or pixels.shape[2] != num_channels or pixels.dtype != np.uint8:
+        expected = pixel_dtype(self.image)
+        if pixels.ndim != 3 or pixels.shape[2] != num_channels or pixels.dtype.name != expected.name:
             raise InputError(
-                f"cannot use pixels of shape {pixels.shape} and {pixels.dtype} from {self.image}: expected uint8 [height, width, "
+                f"cannot use pixels of shape {pixels.shape} and {pixels.dtype} from {self.image}: expected {expected} [height, width, "
                 f"{num_channels}], a channel for each mean. Convert the source, or give as many means as it has channels."
             )
         if pixels.shape[:2] != (len(rows), width_px):
@@ -248,9 +352,6 @@ class Normalized:
                 f"instead of {len(rows)} x {width_px}. Its read() must return the rectangle that it is asked for."
             )
         return pixels
-
-
-_NUM_CHANNELS = 3
 
 
 def load_tensor(
@@ -296,9 +397,10 @@ def load_tensor(
     tensor = torch.empty(1, _NUM_CHANNELS, height_px, width_px, dtype=dtype, device="cpu")
     top = 0
     for pixels in read_strips(image, rows):
-        if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS:
+        if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS or pixels.dtype != np.uint8:
             raise InputError(
-                f"cannot load pixels of shape {pixels.shape}: expected [height, width, {_NUM_CHANNELS}]. Convert the source to RGB."
+                f"cannot load {pixels.dtype} pixels of shape {pixels.shape}: expected uint8 [height, width, {_NUM_CHANNELS}]. Convert the "
+                "source to RGB, or read it through sft.sources.Normalized."
             )
         bottom = top + pixels.shape[0]
         strip = torch.from_numpy(pixels).permute(2, 0, 1).to(work_dtype)

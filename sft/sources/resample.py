@@ -18,6 +18,9 @@ of
 point adds without rounding (float32 below 2^24, float64 below 2^53) in any order: a rectangle read alone equals that part of the full
 image.
 
+Floating-point pixels are added in float64 in the order of their rows and columns, and rounded once, so their bits do not depend on the
+rectangle either.
+
 Writers round the sizes of levels. A level of floor or ceil(size / n) px counts as reduced by exactly n, any other by the quotient of the
 sizes. Pixels that are not square (another resolution in x than in y) become square.
 """
@@ -35,7 +38,7 @@ import numpy.typing as npt
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.image import Image, Pixels, Raster, Size
+from sft.sources.image import Image, Pixels, Raster, Size, dtype_range
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.views import AtLevel, OneLevelView, RasterView, resolve_mpp
 
@@ -139,7 +142,7 @@ class Resampled(OneLevelView):
                 f"cannot reduce {image} ({image.width_px} x {image.height_px} px) by {scale_x} x {scale_y}: scales are at least 1, and "
                 "at least one pixel must be left. Change them."
             )
-        if 255 * scale_x.numerator * scale_y.numerator > _MAX_SUM:
+        if _largest_value(self.dtype) * scale_x.numerator * scale_y.numerator > _MAX_SUM:
             raise InputError(f"cannot reduce {image} by {scale_x} x {scale_y}: the sums are too large to be exact. Use rounder scales.")
         self._blocks = RowBlocks(image, Interval(0, image.width_px))
 
@@ -175,9 +178,10 @@ class Resampled(OneLevelView):
         is_whole = (x, w) == (0, self.width_px)
         # Beside the whole width, rows are shared within this call only.
         blocks = self._blocks if is_whole else RowBlocks(self.image, columns)
-        out = np.empty((h, w, self.num_channels), np.uint8)
+        out = np.empty((h, w, self.num_channels), self.dtype)
         weight = scale_x.numerator * scale_y.numerator
-        dtype = np.float32 if 255 * 2 * weight < _MAX_SUM_32 else np.float64
+        is_integer = out.dtype.kind != "f"
+        dtype = np.float32 if is_integer and _largest_value(out.dtype) * 2 * weight < _MAX_SUM_32 else np.float64
         piece_rows = max(1, _PIECE_BYTES // (len(columns) * self.num_channels))
         step = max(1, int(piece_rows / scale_y))
         for top in range(y, y + h, step):
@@ -185,10 +189,15 @@ class Resampled(OneLevelView):
             rows = _covered(wanted, scale_y)
             pixels = blocks.rows(rows, within=_covered(Interval(y, y + h), scale_y))[:, : len(columns)]
             sums = _sum_columns(_sum_rows(pixels, rows.start, wanted, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
-            # Half up: the cast rounds down, and no quotient is so near to a whole number that the division could reach it.
-            means = (2 * sums + weight) / (2 * weight)
-            out[top - y : wanted.stop - y] = means.astype(np.uint8)
+            # Half up: no quotient is so near to a whole number that the division could reach it.
+            means = np.floor((2 * sums + weight) / (2 * weight)) if is_integer else sums / weight
+            out[top - y : wanted.stop - y] = means.astype(out.dtype)
         return out
+
+
+def _largest_value(dtype: np.dtype[Any]) -> int:
+    """Largest magnitude of an integer type; 1 for floating-point types, whose sums are rounded."""
+    return 1 if dtype.kind == "f" else max(abs(int(limit)) for limit in dtype_range(dtype))
 
 
 def _covered(wanted: Interval, scale: Fraction) -> Interval:
@@ -204,7 +213,9 @@ def _sum_rows(pixels: Pixels, first: int, wanted: Interval, scale: Fraction, dty
     for total, row in zip(sums, range(wanted.start, wanted.stop), strict=True):
         start, stop = row * p, (row + 1) * p
         inner = Interval(-(-start // q), stop // q)  # rows that are covered whole; start <= stop since the scale is at least 1
-        np.sum(numbers[inner.start - first : inner.stop - first], axis=0, out=total)
+        total[...] = 0
+        for number in range(inner.start - first, inner.stop - first):  # in this order, since sums of floating-point pixels are rounded
+            total += numbers[number]
         if q > 1:
             total *= q
         if start < inner.start * q:

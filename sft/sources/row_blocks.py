@@ -90,7 +90,7 @@ class RowBlocks:
             block = self._rows_of(number)
             pixels = self._block(number, edges, self.host_budget_bytes)
             if out is None:
-                out = np.empty((len(wanted), *pixels.shape[1:]), np.uint8)
+                out = np.empty((len(wanted), *pixels.shape[1:]), pixels.dtype)
             part = block.intersect(wanted)
             out[part.start - wanted.start : part.stop - wanted.start] = pixels[part.start - block.start : part.stop - block.start]
             edges = {known: edges[known] for known in edges if known > number or known in edge_numbers}

@@ -8,11 +8,13 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from sft.common.array_types import BoolArray
 from sft.common.errors import InputError, typed
 from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
-from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, valid_mpp
+from sft.sources.image import WHITE, Image, LevelledImage, Pixels, Size, check_level, check_region, pixel_dtype, valid_mpp
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import image_equal_rows
 
@@ -85,9 +87,20 @@ class RasterView(LevelledImage):
         return mpp
 
     @property
-    def background(self) -> tuple[int, ...]:
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the pixels."""
+        return pixel_dtype(self.image)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """Names of the channels; empty where the file has none."""
+        names: tuple[str, ...] = getattr(self.image, "channel_names", ())
+        return names
+
+    @property
+    def background(self) -> tuple[Any, ...]:
         """Colour of pixels that were not recorded."""
-        background: tuple[int, ...] = getattr(self.image, "background", (255,) * self.num_channels)
+        background: tuple[Any, ...] = getattr(self.image, "background", (255,) * self.num_channels)
         return background
 
     @property

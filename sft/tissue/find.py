@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError
-from sft.sources.image import Image, missing_extra, read_strips
+from sft.sources.image import Image, missing_extra, pixel_dtype, read_strips
 from sft.sources.resample import Resampled, level_scale
 from sft.sources.views import AtLevel, RasterView
 from sft.tissue.mask import TissueMask
@@ -53,6 +53,10 @@ def find_tissue(
     """
     if min(min_object_px, max_hole_px, closing_px) < 0:
         raise InputError(f"cannot clean a mask with sizes {(min_object_px, max_hole_px, closing_px)}: give 0 or more px of the mask.")
+    if pixel_dtype(image) != np.uint8:
+        raise InputError(
+            f"cannot find tissue on {image} of {pixel_dtype(image)}: its colour is compared, in RGB of uint8. Draw a mask (read_geojson)."
+        )
     try:
         from skimage import filters, morphology
     except ImportError as error:

@@ -21,7 +21,7 @@ from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
-from sft.sources.image import Image, Pixels, missing_extra
+from sft.sources.image import Image, Pixels, dtype_range, missing_extra
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.polygons import MaskArray, Regions
 
@@ -229,7 +229,7 @@ class Masked(OneLevelView):
         InputError: the mask is of another slide, or the colour has the wrong number of channels.
     """
 
-    def __init__(self, image: Image, mask: _HasRegion, *, background: tuple[int, ...] | None = None) -> None:
+    def __init__(self, image: Image, mask: _HasRegion, *, background: tuple[Any, ...] | None = None) -> None:
         super().__init__(image)
         if not isinstance(mask, _HasRegion):
             raise InputError(f"cannot mask {image} with {typed(mask)}: give a TissueMask or Regions.")
@@ -241,11 +241,12 @@ class Masked(OneLevelView):
         self.mask = mask
         self._known: dict[tuple[Interval, bool], BoolArray] = {}
         self._background = super().background if background is None else tuple(background)
-        if len(self._background) != self.num_channels or not all(0 <= value <= 255 for value in self._background):
-            raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of 0 to 255.")
+        low, high = dtype_range(self.dtype)
+        if len(self._background) != self.num_channels or any(value < low or value > high for value in self._background):
+            raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of {low} to {high}.")
 
     @property
-    def background(self) -> tuple[int, ...]:
+    def background(self) -> tuple[Any, ...]:
         """Colour outside the mask."""
         return self._background
 
@@ -270,7 +271,7 @@ class Masked(OneLevelView):
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         inside = self.mask.region(x, y, w, h)
-        out = np.empty((h, w, self.num_channels), np.uint8)
+        out = np.empty((h, w, self.num_channels), self.dtype)
         out[:] = self._background
         for left, right in self._runs(np.asarray(inside.any(axis=0)), x):
             part = inside[:, left - x : right - x]

@@ -140,7 +140,7 @@ def test_without_mean_and_std() -> None:
         (np.zeros((3, 0, 5)), {}, "at least 1"),
         (np.zeros((0, 3, 5, 5)), {"layout": "NCHW"}, "at least 1"),
         (np.zeros((3, 5, 5), np.int32), {}, "int32"),
-        (np.zeros((3, 5, 5), np.uint16), {}, "uint16"),
+        (np.zeros((3, 5, 5), np.uint32), {}, "uint32"),
         (np.zeros((3, 5, 5), np.bool_), {}, "bool"),
         (np.zeros((3, 5, 5), np.complex128), {}, "complex128"),
         (np.zeros((3, 5, 5), object), {}, "object"),

@@ -108,7 +108,7 @@ def test_arrays_are_images(tmp_path: Path) -> None:
     assert np.array_equal(pickle.loads(pickle.dumps(plain)).read(2, 3, 9, 8), pixels[3:11, 2:11])
     assert ArrayImage(pixels[..., 0]).read(2, 3, 9, 8).shape == (8, 9, 1)
     for wrong, message in (
-        ({"array": pixels.astype(np.float32)}, "uint8"),
+        ({"array": pixels.astype(np.int64)}, "uint8"),
         ({"array": np.zeros((3, 9, 3), np.uint8)}, "layout="),
         ({"array": pixels[None]}, "batch"),
         ({"array": pixels, "background": (1,)}, "3 numbers"),

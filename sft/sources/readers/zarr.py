@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from sft.common.errors import InputError, SourceError, some_names
+from sft.sources.file_image import FileImage
 from sft.sources.host_arrays import Layout, resolve_layout
-from sft.sources.image import FileImage, ImageFacts, Pixels, Size, missing_extra, valid_mpp
+from sft.sources.image import ImageFacts, Pixels, Size, missing_extra, valid_mpp
 
 __all__ = ["ZarrImage"]
 

@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import SourceError
-from sft.sources.image import WHITE, FileImage, ImageFacts, Pixels, StatedResolution, missing_extra
+from sft.sources.file_image import FileImage
+from sft.sources.image import WHITE, ImageFacts, Pixels, StatedResolution, missing_extra
 from sft.sources.readers.jpeg import jpeg_decoder
 from sft.sources.readers.thread_pool import for_each, resolve_threads
 from sft.sources.tiff.metadata import GeoTags, read_geo_tags, read_resolution

@@ -10,7 +10,7 @@ import numpy as np
 
 from sft.common.errors import InputError
 from sft.sources import OnError, Raster, at_mpp, open_image
-from sft.sources.image import Image, Pixels, read_strips
+from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.views import AtLevel, RasterView
 
 __all__ = ["OpenedSlide", "SlideInfo", "make_thumbnail", "open_slide", "slide_info"]
@@ -36,7 +36,7 @@ class SlideInfo:
     levels: tuple[tuple[int, int], ...]
     mpp: float | None
     level_mpp: tuple[float | None, ...]
-    background: tuple[int, ...]
+    background: tuple[float, ...]
     mpp_note: str = ""
     nodata: float | None = None
 
@@ -99,8 +99,8 @@ def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None 
         SourceError: it cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
     whole = open_image(path, slide_mpp=slide_mpp, on_error=on_error)
-    if whole.num_channels != 3:
-        raise InputError(f"cannot use {path}: it has {whole.num_channels} channels. Give RGB images.")
+    if whole.num_channels != 3 or pixel_dtype(whole) != np.uint8:
+        raise InputError(f"cannot use {path}: it has {whole.num_channels} channels of {pixel_dtype(whole)}. Give RGB images of uint8.")
     if mpp is not None and whole.mpp is None:
         note = RasterView(whole).mpp_note
         why = f"the file has no resolution ({note})" if note else "the file has no resolution"

@@ -150,7 +150,7 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
     return box
 
 
-def paint_outside(small: Pixels, area: TissueArea, factor: int, background: tuple[int, ...]) -> Pixels:
+def paint_outside(small: Pixels, area: TissueArea, factor: int, background: tuple[float, ...]) -> Pixels:
     """Thumbnail, smaller by ``factor``, with the pixels outside the area (in px of the largest level) painted over."""
     image = ArrayImage(small, layout="HWC", background=background)
     return Masked(image, rescale_area(area, image, (factor, factor))).read(0, 0, image.width_px, image.height_px)

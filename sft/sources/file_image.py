@@ -1,0 +1,177 @@
+"""Base class of image files: metadata, handles of each process, and errors that name the file and the place.
+
+`FileImage` keeps the promises that are easy to break:
+
+- *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be read from
+  several threads: a read holds a reference to its handle, and closing the reader only drops another one.
+- *Every failure is a* ``SourceError`` *that names the file and the place.*
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable
+from operator import index
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from sft.common.errors import SftError, SourceError
+from sft.sources.georeference import Georeference
+from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
+
+__all__ = ["FileImage"]
+
+Handle = TypeVar("Handle")
+Result = TypeVar("Result")
+
+
+class FileImage(LevelledImage, Generic[Handle]):
+    """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
+
+    Args:
+        path: of the file (of some formats: the folder).
+
+    Raises:
+        SourceError: the file does not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._facts: ImageFacts | None = None
+        # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
+        # inherited, held for ever, by a process forked at the wrong moment.
+        self._opened: tuple[int, Handle] | None = None
+        if not self.path.exists():
+            raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
+
+    @abstractmethod
+    def _open(self) -> Handle:
+        """A new handle. It closes itself when its last reference goes."""
+
+    @abstractmethod
+    def _describe(self, handle: Handle) -> ImageFacts:
+        """Read the metadata of the file."""
+
+    @abstractmethod
+    def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        """A rectangle inside the level, into a new array."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def close(self) -> None:
+        """Let go of the file; a later read opens it again."""
+        self._opened = None
+
+    @property
+    def facts(self) -> ImageFacts:
+        """Metadata of the file.
+
+        Raises:
+            SourceError: it cannot be opened.
+        """
+        if self._facts is None:
+            self._facts = self._guarded(lambda: self._describe(self._handle()), f"open {self.path}")
+        return self._facts
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of each level, in px."""
+        return self.facts.level_dimensions
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """Px of level 0 per px of each level. Not powers of two in general."""
+        return self.facts.level_downsamples
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a pixel."""
+        return self.facts.num_channels
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y); None where the file does not say."""
+        return self.facts.mpp
+
+    @property
+    def mpp_note(self) -> str:
+        """Reason against a resolution that the file states; empty if it states a credible one, or none."""
+        return self.facts.mpp_note
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the pixels."""
+        return np.dtype(self.facts.dtype)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """Names of the channels; empty where the file has none."""
+        return self.facts.channel_names
+
+    @property
+    def cost_note(self) -> str:
+        """Cost of a read, where a file is decoded in larger units than its pixels; empty otherwise."""
+        return self.facts.cost_note
+
+    @property
+    def background(self) -> tuple[Any, ...]:
+        """Colour of pixels that are not stored: missing tiles of a TIFF, missing chunks of a Zarr array."""
+        return self.facts.background
+
+    @property
+    def nodata(self) -> float | None:
+        """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
+        return self.facts.nodata
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of level 0; None where the file has none."""
+        return self.facts.georeference
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level."""
+        return self.facts.tiles_px
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
+
+        Returns:
+            Array of shape ``[h, w, num_channels]`` and type `dtype`.
+
+        Raises:
+            InputError: the level does not exist or the rectangle is not inside it.
+            SourceError: the file cannot be read there.
+        """
+        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
+        check_level(repr(self), level, len(self.level_dimensions))
+        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
+        return self._guarded(
+            lambda: self._read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}"
+        )
+
+    def _handle(self) -> Handle:
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            if not self.path.exists():
+                raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")
+            opened = self._opened = os.getpid(), self._open()
+        return opened[1]
+
+    def _guarded(self, work: Callable[[], Result], purpose: str) -> Result:
+        try:
+            return work()
+        except SftError:
+            raise
+        except Exception as error:  # libraries raise almost anything for a damaged file
+            self._opened = None
+            raise SourceError(
+                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
+            ) from error

@@ -153,7 +153,7 @@ def _compile(model: nn.Module, x: Any, mode: Mode) -> Any:
     if mode != "offload":
         return sft.compile(model, x, budget=budget, options=options)
     try:
-        sft.compile(copy.deepcopy(model), x, budget=1, options=options)
+        sft.compile(model, x, budget=1, options=options)
     except sft.BudgetError as error:
         return sft.compile(model, x, budget=error.needed_bytes, options=options)
     raise AssertionError("a budget of one byte has a plan")

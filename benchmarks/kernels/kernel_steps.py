@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_cases import StepCase, compiled, draw_input, file_input, make_network, step_cases, training_step
+from step_cases import StepCase, case_budget, compiled, draw_input, file_input, make_network, step_cases, training_step
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
@@ -151,7 +151,10 @@ def _time_step(
             record.note = "eager PyTorch runs out of memory"
         reserved_before += reserved_bytes(device) - without_plain
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
+    budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
     net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
+    if 1 < budget_bytes < net.plan.budget_bytes:
+        record.note = f"smallest budget with a plan, {format_bytes(net.plan.budget_bytes)} in place of {format_bytes(budget_bytes)}"
     step = functools.partial(training_step, net, x)
     step()  # plans if the input is new, and in a first step libraries select algorithms
     memory = measure_step_memory(step, device, reserved_before)

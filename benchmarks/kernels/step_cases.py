@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import sft
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.sources import ArraySource
 
-__all__ = ["AMPLE", "StepCase", "compiled", "draw_input", "file_input", "make_network", "step_cases", "training_step"]
+__all__ = ["AMPLE", "StepCase", "case_budget", "compiled", "draw_input", "file_input", "make_network", "step_cases", "training_step"]
 
 #: Budget of a case whose strips are forced.
 AMPLE = "1TiB"
@@ -138,7 +137,7 @@ def make_network(case: StepCase, dtype: torch.dtype, device: torch.device, seed:
 
 
 def compiled(case: StepCase, model: nn.Module, x: Any, options: sft.Options, plain_bytes: int | None = None) -> Any:
-    """The compiled network, within the case's budget.
+    """The compiled network, within the case's budget, or with the smallest budget that has a plan where that one has none.
 
     Args:
         case: the case.
@@ -147,20 +146,22 @@ def compiled(case: StepCase, model: nn.Module, x: Any, options: sft.Options, pla
         options: planner options.
         plain_bytes: peak of eager PyTorch's step, of which the case gets a part; ``None`` where it is unknown.
     """
-    budget: int | str = case.budget or AMPLE
-    if case.budget is None and options.tile is None and plain_bytes is not None:
+    budget, shape = case_budget(case, model, x, options, plain_bytes), x if case.reads_file else tuple(x.shape)
+    try:
+        return sft.compile(model, shape, budget=budget, options=options)
+    except sft.BudgetError as error:
+        if case.budget is not None:
+            raise
+        return sft.compile(model, shape, budget=error.needed_bytes, options=options)
+
+
+def case_budget(case: StepCase, model: nn.Module, x: Any, options: sft.Options, plain_bytes: int | None = None) -> int | str:
+    """The budget of a case; arguments as of :func:`compiled`. A strategy without strips gets one byte where eager PyTorch is unknown."""
+    if case.budget is not None:
+        return case.budget
+    if options.tile is None and plain_bytes is not None:
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         activation_bytes = max(0, plain_bytes - weight_bytes)  # the step's new gradients take as much as the weights
-        budget = 3 * weight_bytes + x.numel() * x.element_size() + math.ceil(activation_bytes / case.share_of_plain)
-    elif case.budget is None and case.strategy != "auto":
-        budget = _smallest_budget(model, x, options)
-    return sft.compile(model, x if case.reads_file else tuple(x.shape), budget=budget, options=options)
-
-
-def _smallest_budget(model: nn.Module, x: Any, options: sft.Options) -> int:
-    """The smallest budget for which a strategy without strips has a plan."""
-    try:
-        sft.compile(copy.deepcopy(model), tuple(x.shape), budget=1, options=options)
-    except sft.BudgetError as error:
-        return error.needed_bytes
-    raise AssertionError("a budget of one byte has a plan")
+        num_bytes: int = 3 * weight_bytes + x.numel() * x.element_size() + math.ceil(activation_bytes / case.share_of_plain)
+        return num_bytes
+    return AMPLE if case.strategy == "auto" else 1

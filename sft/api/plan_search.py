@@ -7,7 +7,8 @@ decisions, the region that executes them, and the projection of its memory. An a
 :class:`FittedPlan`, a problem with its plan.
 
 *On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.allocator_overhead`). If the allocator's
-rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved.
+rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved. If no plan fits, the
+smallest one is tried, too: the error names its bytes with the overhead, and a budget of that size works.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import OverheadEstimator, warn_about_allocator
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
-from sft.planner.planner import check_device, check_host, plan_segments
+from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
@@ -133,10 +134,14 @@ class PlanSearch:
     ) -> FittedPlan:
         """Find a plan that fits with its overhead, which is known only of complete plans.
 
-        If none of the plans that fit by their projection does, others are searched for in so much less than the budget.
+        If none of the plans that fit by their projection does, others are searched for in so much less than the budget. In the end the
+        smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
         """
         if estimator is None:
-            return fit(problem, lambda _problem, _plan: True)
+            try:
+                return fit(problem, lambda _problem, _plan: True)
+            except SmallestPlanError as error:
+                raise error.with_overhead(0) from None
         known: dict[int, tuple[ProjectedPlan, FittedPlan]] = {}  # the reference keeps the id unique
 
         def with_overhead(problem: PlanningProblem, plan: ProjectedPlan) -> FittedPlan:
@@ -148,8 +153,14 @@ class PlanSearch:
         while True:
             try:
                 fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
-            except BudgetError as error:
-                raise error if overhead_bytes else _unmeasured_error(error) from None
+            except SmallestPlanError as error:
+                try:
+                    smallest = with_overhead(error.planning_problem, error.plan)
+                except BudgetError:
+                    raise _unmeasured_error(error) from None
+                if self._fits_budget(smallest):
+                    return smallest
+                raise error.with_overhead(smallest.projected.projection.overhead_bytes) from None
             fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
@@ -330,7 +341,7 @@ def _has_device_overhead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _unmeasured_error(error: BudgetError) -> BudgetError:
-    """The error of a search in which no plan fits even without overhead."""
-    note = " On a GPU the allocator's segments and libraries' workspaces come on top: they are determined when a plan fits without them."
-    return with_remedies(error, (), note)
+def _unmeasured_error(error: SmallestPlanError) -> BudgetError:
+    """The error of a search whose smallest plan does not fit into the free memory of the device, without its overhead."""
+    note = " The allocator's segments and libraries' workspaces come on top: the device has too little free memory to measure them."
+    return with_remedies(error.with_overhead(0), (), note)

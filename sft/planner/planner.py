@@ -1,7 +1,7 @@
 """Planner entry point: from a byte budget and options to segments with strip heights and state policies.
 
 Every returned plan has an exact projection. If no plan fits, the error names the peak of the smallest known plan, and a budget of that size
-works.
+works. The error is a :class:`SmallestPlanError` with that plan, so that a caller can add the plan's overhead on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,26 @@ from sft.planner.search.published import RECOMPUTE_STRATEGIES, solve_staged
 from sft.planner.search.staged import scheduled_plan
 from sft.planner.stages import StagedModel
 
-__all__ = ["check_device", "check_host", "plan_segments"]
+__all__ = ["SmallestPlanError", "check_device", "check_host", "plan_segments"]
+
+
+class SmallestPlanError(BudgetError):
+    """A budget error with the smallest known plan; internal, as :meth:`with_overhead` makes the error that users catch.
+
+    Args:
+        problem: the problem of the plan.
+        plan: the plan of smallest peak, independent of the budget.
+        describe: makes the error for a problem with another device overhead.
+    """
+
+    def __init__(self, problem: PlanningProblem, plan: ProjectedPlan, describe: Callable[[PlanningProblem], BudgetError]) -> None:
+        error = describe(problem)
+        super().__init__(str(error), needed_bytes=error.needed_bytes, problem=error.problem, remedies=error.remedies)
+        self.planning_problem, self.plan, self._describe = problem, plan, describe
+
+    def with_overhead(self, num_bytes: int) -> BudgetError:
+        """The error with the device overhead of the smallest plan."""
+        return self._describe(self.planning_problem.with_overhead(num_bytes))
 
 
 def plan_segments(
@@ -42,7 +61,8 @@ def plan_segments(
         accepts: a further condition. On a GPU the fastest plan that meets it is taken if one of the fastest few does.
 
     Raises:
-        BudgetError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
+        SmallestPlanError: no known plan fits; names the segment with the largest peak and the smallest budget known to work.
+        BudgetError: the plan exceeds the host budget.
     """
     room_bytes = budget_bytes - problem.resources.occupied_bytes
     if options.strategy == "sft":
@@ -60,7 +80,7 @@ def plan_segments(
         plan = searches[0].fastest(room_bytes) or searches[0].smallest()
     if plan.projection.peak_bytes <= room_bytes:
         return plan
-    raise _budget_error(problem, plan, budget_bytes, options)
+    raise _smallest_plan_error(problem, plan, budget_bytes, options)
 
 
 def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) -> ProjectedPlan:
@@ -84,7 +104,7 @@ def _fused_tiled(problem: PlanningProblem, budget_bytes: int, options: Options) 
         return best
     if smallest is None:
         raise UnsupportedError(["strategy 'sft': no segment of the model can run in tiles; choose strategy 'auto'"])
-    raise _budget_error(problem, smallest, budget_bytes, options)
+    raise _smallest_plan_error(problem, smallest, budget_bytes, options)
 
 
 def _published_plan(problem: PlanningProblem, budget_bytes: int, options: Options, rates: DeviceRates) -> ProjectedPlan:
@@ -99,7 +119,7 @@ def _published_plan(problem: PlanningProblem, budget_bytes: int, options: Option
         plan = scheduled_plan(staged, schedule)
     if not fits:
         check_host(plan, problem.resources.host_budget_bytes)
-        raise _budget_error(problem, plan, budget_bytes, options)
+        raise _smallest_plan_error(problem, plan, budget_bytes, options)
     return plan
 
 
@@ -123,16 +143,24 @@ def check_device(problem: PlanningProblem, plan: ProjectedPlan, budget_bytes: in
     """Check a plan that the user passed in against the device budget.
 
     Raises:
-        BudgetError: the plan needs more device memory.
+        SmallestPlanError: the plan needs more device memory.
     """
-    needed = problem.resources.occupied_bytes + plan.projection.peak_bytes
-    if needed > budget_bytes:
-        raise BudgetError(
+
+    def describe(problem: PlanningProblem) -> BudgetError:
+        needed = problem.resources.occupied_bytes + plan.projection.peak_bytes
+        return BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "
             f"({_occupied_text(problem)}). Raise the budget to {size_at_least(needed)} ({needed} bytes), or leave plan "
             "out and have one made for this budget.",
             needed_bytes=needed,
         )
+
+    if problem.resources.occupied_bytes + plan.projection.peak_bytes > budget_bytes:
+        raise SmallestPlanError(problem, plan, describe)
+
+
+def _smallest_plan_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int, options: Options) -> SmallestPlanError:
+    return SmallestPlanError(problem, smallest, lambda problem: _budget_error(problem, smallest, budget_bytes, options))
 
 
 def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_bytes: int, options: Options) -> BudgetError:

@@ -63,6 +63,20 @@ def test_each_mode_of_execution_is_verified_and_timed(bench: Any, name: str, tmp
     assert 0 < record.allocated_bytes <= record.projected_peak_bytes
 
 
+@pytest.mark.parametrize(("share", "note"), [(1, ""), (10**6, "smallest budget with a plan, ")])
+def test_a_case_without_a_plan_gets_the_smallest_budget(
+    bench: Any, share: int, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workspaces of a GPU may exceed the case's part of the memory of eager PyTorch's activations."""
+    monkeypatch.setattr(bench, "verify_step", lambda *_: (1e-6, 1e-6))
+    case = replace(_small(bench, "vgg block 1"), tile=None, share_of_plain=share)
+    parsed = bench.parse(["--dry-run", "--out", str(tmp_path)])
+    parsed.dry_run = False
+    record = bench.run_step(case, "fp32", "aten", torch.device("cpu"), parsed)
+    assert record.status == "ok" and record.note.startswith(note) and bool(record.note) == bool(note)
+    assert 0 < record.allocated_bytes <= record.projected_peak_bytes
+
+
 def test_all_networks_and_modes_have_a_case(bench: Any) -> None:
     cases = bench.step_cases()
     words = " ".join(case.name for case in cases)

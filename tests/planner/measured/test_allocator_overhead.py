@@ -22,8 +22,9 @@ from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAlloc
 from sft.torch_runtime.device_pool import DevicePool
 from sft.torch_runtime.profiling import CACHE_VARIABLE, ProgramBenchmark, run_on_autograd_thread
 from tests.helpers.exactness import assert_exact
-from tests.helpers.models import ConvNet, Residual, image, seeded
+from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
 from tests.helpers.planned_networks import PLANNED_NETWORKS
+from tests.helpers.streamed_weights import Vgg
 
 #: A small workspace of cuBLAS, so that it does not hide all else.
 _BLAS_BYTES = 3 * 4 * 1024
@@ -186,13 +187,41 @@ def test_the_plan_leaves_room_for_device_overhead(gpu: None) -> None:
     assert_exact(seeded(ConvNet), x, budget=budget_bytes)
 
 
-def test_refusals_name_device_overhead(gpu: None) -> None:
-    with pytest.raises(sft.BudgetError, match="On a GPU the allocator's segments and libraries' workspaces come on top") as first:
-        sft.compile(seeded(ConvNet), _SHAPE, budget=1)
-    with pytest.raises(sft.BudgetError, match=r"for segments and workspaces of the device") as second:
-        sft.compile(seeded(ConvNet), _SHAPE, budget=first.value.needed_bytes)
-    net: Any = sft.compile(seeded(ConvNet), _SHAPE, budget=second.value.needed_bytes)
-    assert first.value.needed_bytes < net.plan.total_bytes <= second.value.needed_bytes
+#: One case for each source of a refusal: the planner with its strategies, repeats of a search with streamed weights, a tile of the options.
+_REFUSALS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+    (TinyUNet, {"strategy": "offload-dp", "host_budget": "1GiB"}),
+    (TinyUNet, {"strategy": "revolve"}),
+    (Residual, {"cuda_graphs": True, "tile": (8, None)}),
+]
+_SLOW_REFUSALS = [
+    *PLANNED_NETWORKS,
+    (ConvNet, {}),
+    (ConvNet, {"strategy": "sft"}),
+    (TinyUNet, {}),
+    (TinyUNet, {"host_budget": "1GiB"}),
+    (Vgg, {"weights": "auto"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [*_REFUSALS, *(pytest.param(*case, marks=pytest.mark.slow) for case in _SLOW_REFUSALS)], ids=str
+)
+def test_a_refusal_names_a_budget_that_works(make: Callable[[], nn.Module], options: dict[str, Any], gpu: None) -> None:
+    model, chosen, shape = seeded(make), sft.Options(**options), (1, 3, 32, 24)
+    with pytest.raises(sft.BudgetError, match=r"for segments and workspaces of the device") as refusal:
+        sft.plan(copy.deepcopy(model), shape, budget=1, options=chosen)
+    assert type(refusal.value) is sft.BudgetError
+    needed = refusal.value.needed_bytes
+    assert f"({needed} bytes)" in str(refusal.value)
+    net: Any = sft.compile(copy.deepcopy(model), shape, budget=needed, options=chosen)
+    assert net.plan.overhead_bytes and net.plan.total_bytes <= needed
+    with _measured(net) as meter:
+        _step(net, image(*shape))
+    assert meter.reserved_bytes <= net.plan.total_bytes
+    try:  # another plan may fit less
+        assert sft.plan(copy.deepcopy(model), shape, budget=needed - 1, options=chosen).total_bytes < needed
+    except sft.BudgetError as error:
+        assert error.needed_bytes == needed
 
 
 def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
@@ -201,8 +230,10 @@ def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
     handed_in = sft.Plan.from_json(net.plan.to_json())
     again: Any = sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes)
     assert again.plan.overhead_bytes == net.plan.overhead_bytes
-    with pytest.raises(sft.BudgetError, match="the plan that was given needs"):
-        sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=net.plan.total_bytes - 1)
+    for budget_bytes in (net.plan.total_bytes - 1, 1):
+        with pytest.raises(sft.BudgetError, match="the plan that was given needs") as refusal:
+            sft.compile(copy.deepcopy(model), _SHAPE, plan=handed_in, budget=budget_bytes)
+        assert refusal.value.needed_bytes == net.plan.total_bytes
 
 
 def test_timed_alternatives_have_their_overhead(gpu: None) -> None:
@@ -264,6 +295,9 @@ def test_a_device_filled_by_other_processes(gpu: None, monkeypatch: pytest.Monke
     monkeypatch.setenv(CACHE_VARIABLE, "")
     with pytest.raises(sft.BudgetError, match=r"cpu has less free.*Tried to allocate 2\.00 GiB.*lower the budget to what is free"):
         sft.compile(seeded(Residual), _SHAPE)
+    with pytest.raises(sft.BudgetError, match=r"step needs .* too little free memory to measure them") as refusal:
+        sft.compile(seeded(Residual), _SHAPE, budget=1)
+    assert type(refusal.value) is sft.BudgetError
 
 
 def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,15 @@ Values that cross between stages have their samples in the first dimension; an o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator
 from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleTracker
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS, SAMPLE_IMAGE_RULES, SAMPLE_RULES
 
-__all__ = ["SampleRuns", "SampleStage", "find_sample_runs"]
+__all__ = ["SampleRuns", "SampleStage", "find_sample_runs", "sort_into_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ def find_sample_runs(
         prologue: operators that depend on no input.
         num_samples: number of samples, more than one.
     """
-    excluded: set[str] = set()
-    while True:
+
+    def tracker_without(excluded: frozenset[str]) -> SampleTracker:
         tracker = SampleTracker(
             graph=graph,
             rows=rows,
@@ -79,29 +79,48 @@ def find_sample_runs(
             num_samples=num_samples,
             rules=SAMPLE_RULES,
             image_rules=SAMPLE_IMAGE_RULES,
-            excluded=frozenset(excluded),
+            excluded=excluded,
         )
         tracker.axes |= {name: SampleAxis(dim=0) for name in graph.inputs if name in streamed or name in per_sample}
-        inside = {node.name for node in graph.operators if tracker.track(node)} | tracker.uniform
-        stage_of = _stages(graph, inside, frozenset(prologue))
+        return tracker
+
+    return sort_into_runs(graph, graph.operators, frozenset(prologue), tracker_without)
+
+
+def sort_into_runs(
+    graph: Graph, operators: Sequence[Node], prologue: frozenset[str], tracker_without: Callable[[frozenset[str]], SampleTracker]
+) -> SampleRuns:
+    """Sort some operators of a graph into runs and exchanges.
+
+    Args:
+        graph: the graph at one input size.
+        operators: the operators in execution order.
+        prologue: operators that depend on no input.
+        tracker_without: a new tracker that must leave these operators out of runs.
+    """
+    excluded: set[str] = set()
+    while True:
+        tracker = tracker_without(frozenset(excluded))
+        inside = {node.name for node in operators if tracker.track(node)} | tracker.uniform
+        stage_of = _stages(operators, inside, prologue)
         runs: dict[int, list[str]] = {}
-        for node in graph.operators:
+        for node in operators:
             runs.setdefault(stage_of[node.name], []).append(node.name)
         before = len(excluded)
         for stage, names in runs.items():
             if stage >= 0 and stage % 2 == 0:
                 no_work = not any(graph[name].target in PRODUCT_TARGETS for name in names)
-                crossing = [name for name in graph.live_out(names) if not tracker.axes[name].is_leading]
+                crossing = [name for name in graph.live_out(names) if not tracker.is_sliceable(name, tracker.axes[name])]
                 excluded.update(names if no_work else crossing)
         if len(excluded) == before:
             stages = (SampleStage(names=tuple(runs[stage]), is_run=stage >= 0 and stage % 2 == 0) for stage in sorted(runs))
             return SampleRuns(stages=tuple(stages), axes=tracker.axes)
 
 
-def _stages(graph: Graph, inside: set[str], prologue: frozenset[str]) -> dict[str, int]:
+def _stages(operators: Sequence[Node], inside: set[str], prologue: frozenset[str]) -> dict[str, int]:
     """Stage of each operator: even for those inside of runs, odd for other ones; -1 for the prologue."""
     stage_of: dict[str, int] = {}
-    for node in graph.operators:
+    for node in operators:
         first = max((stage_of[name] for name in node.operands if name in stage_of), default=0)
         first = max(first, 0)
         is_inside = node.name in inside

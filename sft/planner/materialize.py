@@ -67,7 +67,9 @@ def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]
     """Split untiled segments into stages; tiled segments, those of some samples at a time and single stages stay as they are."""
     num_batch = problem.sized.num_batch
     groups = (
-        _stage_groups(problem, choice) if choice.mode == "whole" and choice.batch_tile in (0, num_batch) else (choice,)
+        _stage_groups(problem, choice)
+        if choice.mode == "whole" and choice.batch_tile in (0, num_batch) and not choice.strip_rows
+        else (choice,)
         for choice in choices
     )
     return tuple(segment for group in groups for segment in group)

@@ -34,13 +34,13 @@ class SegmentChoice:
 
     Attributes:
         nodes: operators in execution order.
-        mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept; with fewer
-            samples at a time than the batch has, also recomputed).
-        strip_rows: rows of the segment's tallest source per strip.
+        mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept; with some
+            samples or windows at a time, recomputed).
+        strip_rows: rows of the segment's tallest source per strip; in an untiled segment rows of windows at a time, 0 without windows.
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve).
         batch_tile: batch elements per sweep; in an untiled segment samples at a time, 0 or the batch for all of them.
-        panel_cols: columns of the widest source per panel; 0 is the full width.
+        panel_cols: columns of the widest source per panel; in an untiled segment windows of a row at a time; 0 is the full width.
         halo: source of the halo rows of a strip: carried from its neighbour, or recomputed.
         restart: of several sweeps (panels, batch elements) only the last keeps its states in the forward pass; every earlier one runs
             forward once more before its backward pass.
@@ -68,15 +68,15 @@ class SegmentPlan:
         layers: readable names of the first and the last operator.
         mode: ``"tiled"`` or ``"whole"``.
         placement: memory of its outputs: ``"device"``; ``"host"`` if all of them leave strip by strip, ``"device and host"`` if some do.
-        strip_rows: rows of the tallest source per strip (0 if untiled).
-        panel_cols: columns of the widest source per panel.
+        strip_rows: rows of the tallest source per strip; in an untiled segment rows of windows at a time, 0 without windows.
+        panel_cols: columns of the widest source per panel; in an untiled segment windows of a row at a time.
         num_panels: panels side by side.
         halo: source of the halo rows of a strip.
         restart: true if sweeps run forward once more before their backward pass, instead of keeping their states.
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept instead (Revolve).
         batch_tile: batch elements per sweep; in an untiled segment samples at a time.
-        num_steps: strips per sweep; of an untiled segment that takes some samples at a time, the number of these chunks.
+        num_steps: strips per sweep; of an untiled segment that takes some samples, or rows of windows, at a time, the number of chunks.
         num_forwards: forward runs of the segment in the plan; more than one if its outputs are recomputed.
         state_bytes: bytes of all states kept at once, for all sweeps.
         working_bytes: peak bytes that one strip's program adds.
@@ -125,7 +125,12 @@ class SegmentPlan:
     @property
     def takes_samples(self) -> bool:
         """True for an untiled segment that runs some samples at a time."""
-        return self.mode == "whole" and self.num_steps > 1
+        return self.mode == "whole" and self.num_steps > 1 and not self.strip_rows
+
+    @property
+    def takes_windows(self) -> bool:
+        """True for an untiled segment that runs some rows of windows at a time."""
+        return self.mode == "whole" and self.strip_rows > 0
 
     @property
     def choice(self) -> SegmentChoice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -44,13 +46,20 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         order=_schedule_text(projected.region),
         host_bytes=projected.projection.host_bytes + projected.projection.staging_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in projected.region.segments),
-        notes=(*dict.fromkeys(problem.sized.phases.whole_reasons.values()), *_repeat_lines(problem)),
+        notes=(*dict.fromkeys(_whole_reasons(problem, projected)), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.resources.weights is None else len(problem.resources.weights.num_bytes),
         weights_peak_bytes=projected.projection.weights_peak_bytes,
         overhead_bytes=projected.projection.overhead_bytes,
         search_limits=problem.limits,
     )
+
+
+def _whole_reasons(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:
+    """Reasons of the operators that run untiled although they read an image; none of those that take some samples or windows at a time."""
+    segments = (segment for segment in projected.region.segments if isinstance(segment, SampleSegment))
+    in_chunks = {name for segment in segments for name in segment.scope.names}
+    return (reason for name, reason in problem.sized.phases.whole_reasons.items() if name not in in_chunks)
 
 
 def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
@@ -99,14 +108,15 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         panel_cols = choice.panel_cols if num_panels > 1 else problem.sized.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
     elif isinstance(segment, SampleSegment):
-        num_steps = len(segment.chunks)
+        num_steps, num_panels = len(segment.levels[0].chunks), math.prod(len(level.chunks) for level in segment.levels[1:])
+        panel_cols = segment.levels[1].chunk_samples if len(segment.levels) > 1 else 0
     working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.sized.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
         layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
         mode=choice.mode,
         placement=_placement(segment, makes),
-        strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else 0,
+        strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else choice.strip_rows,
         panel_cols=panel_cols,
         num_panels=num_panels,
         halo=choice.halo,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import product
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import window_of
-from sft.analysis.ir.ops.sample_axis import SampleAxis
-from sft.analysis.ir.ops.sample_rules import with_num_samples
+from sft.analysis.ir.ops.sample_axis import SampleLevel
+from sft.analysis.ir.ops.sample_rules import graph_of_samples
 from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
 from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, StripStep, build_schedule
 from sft.common.errors import InputError
@@ -18,7 +19,7 @@ from sft.lower.context import SegmentInfo
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
-from sft.runtime.sample_segment import SampleSegment
+from sft.runtime.sample_segment import ChunkLevel, SampleSegment
 from sft.runtime.skip_constant import SkipConstantStrips
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
@@ -167,8 +168,10 @@ def _build_segment(
     from_source = problem.resources.from_source.intersection(sources)
     if not tiled:
         step = full_extent_step(problem, choice.nodes, sources)
+        if choice.strip_rows:
+            return _window_segment(problem, choice, scope, from_source)
         if 0 < choice.batch_tile < problem.sized.num_batch:
-            return _sample_segment(problem, choice, scope, step, from_source)
+            return _batch_segment(problem, choice, scope, from_source)
         return WholeSegment(scope=scope, step=step, sides=sides, from_source=from_source)
     panels: tuple[StripStep, ...] = (full_width,)
     if choice.panel_cols and choice.panel_cols < problem.sized.run_width(choice.nodes):
@@ -188,10 +191,8 @@ def _build_segment(
     )
 
 
-def _sample_segment(
-    problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, step: StripStep, from_source: frozenset[str]
-) -> SampleSegment:
-    """Segment that runs some samples at a time.
+def _batch_segment(problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, from_source: frozenset[str]) -> SampleSegment:
+    """Segment that runs some elements of the batch at a time.
 
     Raises:
         InputError: its operators exchange samples.
@@ -205,30 +206,73 @@ def _sample_segment(
             f"a segment of {len(choice.nodes)} operators cannot take {choice.batch_tile} of {sized.num_batch} samples at a time: {named}; "
             "make a new plan with sft.plan(...)"
         )
-    touched = {*choice.nodes, *(operand for name in choice.nodes for operand in sized.graph[name].operands)}
-    axes = {name: runs.axes[name] for name in sorted(touched) if name in runs.axes}
-    last = sized.num_batch % choice.batch_tile or choice.batch_tile
+    samples = SampleLevel(num_samples=sized.num_batch, axes=runs.axes)
+    return _sample_segment(problem, choice, scope, from_source, [ChunkLevel(samples=samples, chunk_samples=choice.batch_tile)])
+
+
+def _window_segment(problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, from_source: frozenset[str]) -> SampleSegment:
+    """Segment that runs some rows of windows at a time.
+
+    Raises:
+        InputError: its operators exchange rows of windows.
+    """
+    sized = problem.sized
+    stages = [stage for windows in sized.window_runs.values() for stage in windows.stages if stage.rows is not None]
+    stage = next((stage for stage in stages if set(stage.names).issuperset(choice.nodes)), None)
+    if stage is None or (choice.panel_cols and stage.columns is None):
+        inside = {name for stage in stages for name in stage.names} if stage is None else set()
+        exchange = next((name for name in choice.nodes if name not in inside), choice.nodes[-1])
+        windows = f"{choice.panel_cols} windows" if choice.panel_cols else f"{choice.strip_rows} rows of windows"
+        raise InputError(
+            f"a segment of {len(choice.nodes)} operators cannot take {windows} at a time: "
+            f"{sized.graph[exchange].label} exchanges them; make a new plan with sft.plan(...)"
+        )
+    assert stage.rows is not None
+    levels = [ChunkLevel(samples=stage.rows, chunk_samples=min(choice.strip_rows, stage.rows.num_samples))]
+    if choice.panel_cols and stage.columns is not None:
+        levels = [ChunkLevel(samples=stage.rows, chunk_samples=1)]
+        levels.append(ChunkLevel(samples=stage.columns, chunk_samples=min(choice.panel_cols, stage.columns.num_samples)))
+    return _sample_segment(problem, choice, scope, from_source, levels)
+
+
+def _sample_segment(
+    problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, from_source: frozenset[str], levels: Sequence[ChunkLevel]
+) -> SampleSegment:
+    graph = problem.sized.graph
+    touched = {*choice.nodes, *(operand for name in choice.nodes for operand in graph[name].operands)}
+    levels = [replace(level, samples=_among(level.samples, touched)) for level in levels]
+    scopes = {
+        sizes: _scope_of_samples(problem, scope, levels, sizes)
+        for sizes in product(*(sorted({len(chunk) for chunk in level.chunks}) for level in levels))
+    }
     return SampleSegment(
         scope=scope,
-        scopes={num_samples: _scope_of_samples(scope, axes, num_samples) for num_samples in {choice.batch_tile, last}},
-        step=step,
-        num_batch=sized.num_batch,
-        chunk_samples=choice.batch_tile,
-        axes=axes,
+        scopes=scopes,
+        steps={sizes: _full_extent_step(each.graph, each.names, each.sources, each.streamed, ROWS) for sizes, each in scopes.items()},
+        levels=tuple(levels),
         from_source=from_source,
     )
 
 
-def _scope_of_samples(scope: SegmentInfo, axes: Mapping[str, SampleAxis], num_samples: int) -> SegmentInfo:
+def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:
+    """The samples, with their positions in these values alone."""
+    return replace(samples, axes={name: axis for name, axis in sorted(samples.axes.items()) if name in names})
+
+
+def _scope_of_samples(problem: PlanningProblem, scope: SegmentInfo, levels: Sequence[ChunkLevel], sizes: Sequence[int]) -> SegmentInfo:
     """The scope of a segment for some samples: its graph with the shapes of these."""
-    nodes = tuple(with_num_samples(node, axes[node.name], num_samples) if node.name in axes else node for node in scope.graph.nodes)
+    graph = scope.graph
+    for level, num_samples in zip(levels, sizes, strict=True):
+        graph = graph_of_samples(graph, level.samples.axes, num_samples)
+    columns = _full_extent_step(graph, scope.names, scope.sources, scope.streamed, COLUMNS)
     return replace(
         scope,
-        graph=replace(scope.graph, nodes=nodes),
-        shapes={node.name: node.shape for node in nodes},
-        full_shapes={name: scope.shapes[name] for name in axes},
-        batch=num_samples,
-        per_sample=scope.per_sample.intersection(axes),
+        graph=graph,
+        shapes={node.name: node.shape for node in graph.nodes},
+        full_shapes={name: scope.shapes[name] for level in levels for name in level.samples.axes},
+        batch=sizes[0] if problem.sized.num_batch > 1 else 1,
+        columns={node.name: node for node in columns.nodes},
+        per_sample=scope.per_sample.intersection(levels[0].samples.axes),
     )
 
 
@@ -265,20 +309,23 @@ def full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Se
 
 
 def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], axis: int) -> StripStep:
+    return _full_extent_step(problem.sized.graph, names, sources, problem.sized.phases.streamed, axis)
+
+
+def _full_extent_step(graph: Graph, names: Sequence[str], sources: Sequence[str], streamed: frozenset[str], axis: int) -> StripStep:
     nodes = []
     for name in (*sources, *names):
-        streamed = name in problem.sized.phases.streamed
-        rows = Interval(0, problem.sized.extent(name, axis) if streamed else 0)
-        reads = () if name in sources else _whole_reads(problem, problem.sized.graph[name], axis)
+        rows = Interval(0, graph.axes.extent(graph[name].shape, axis) if name in streamed else 0)
+        reads = () if name in sources else _full_reads(graph, graph[name], streamed, axis)
         nodes.append(NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=rows, reads=reads))
     return StripStep(index=0, nodes=tuple(nodes))
 
 
-def _whole_reads(problem: PlanningProblem, node: Node, axis: int) -> tuple[OperandRead, ...]:
+def _full_reads(graph: Graph, node: Node, streamed: frozenset[str], axis: int) -> tuple[OperandRead, ...]:
     window = window_of(node, axis)
     low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
     return tuple(
-        OperandRead(operand=name, rows=Interval(0, problem.sized.extent(name, axis)), pad_low=low, pad_high=high)
+        OperandRead(operand=name, rows=Interval(0, graph.axes.extent(graph[name].shape, axis)), pad_low=low, pad_high=high)
         for name in dict.fromkeys(node.operands)
-        if name in problem.sized.phases.streamed
+        if name in streamed
     )

@@ -17,6 +17,7 @@ from sft.analysis.passes.positional_rng import SEED_NAME
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 from sft.analysis.tiling.sample_runs import SampleRuns, find_sample_runs
 from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
+from sft.analysis.tiling.window_runs import PhaseWindows, find_window_runs
 from sft.common.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
 from sft.planner.memo import Memo
@@ -122,6 +123,11 @@ class SizedGraph:
             prologue=phases.prologue,
             num_samples=self.num_batch,
         )
+
+    @cached_property
+    def window_runs(self) -> Mapping[int, PhaseWindows]:
+        """Window runs by index of the phase; empty for a batch of several images."""
+        return find_window_runs(self.phases)
 
     def batch_tile(self, requested: int | None) -> int:
         """Batch elements per sweep for a requested number (``None``: one)."""

@@ -70,7 +70,7 @@ def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     traffic = []
     for choice, (reads, makes) in zip(choices, segment_borders(problem.sized.graph, choices), strict=True):
         inputs, outputs = (streamed.intersection(names) for names in (reads, makes))
-        num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols)
+        num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols) if choice.mode == "tiled" else 1
         up_bytes = num_panels * sum(map(problem.sized.value_bytes, inputs))
         traffic.append(
             HostTraffic(

@@ -1,8 +1,8 @@
 """Sample segment: runs operators that compute every sample on its own, for some samples at a time.
 
-The batch is the streamed axis: no halo, no carried state, and no FLOP more than one recomputation. Forward, a few samples run through all
+Samples are the streamed axis: no halo, no carried state, and no FLOP more than one recomputation. Forward, a few samples run through all
 operators, and only the outputs remain. Backward, they are recomputed and differentiated, a few at a time; the gradients of parameters are
-sums over all of them.
+sums over all of them. A sample is an element of the batch, or a row of windows of one image (:mod:`sft.analysis.tiling.window_runs`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
 
-from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.ops.sample_axis import SampleAxis
+from sft.analysis.ir.axes import COLUMNS, ROWS, Axes
+from sft.analysis.ir.ops.sample_axis import SampleLevel
 from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
@@ -25,7 +27,35 @@ from sft.lower.lower_samples import SampleProgramKind, lower_samples
 from sft.lower.program import Port, Program
 from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
 
-__all__ = ["SampleSegment"]
+__all__ = ["ChunkLevel", "SampleSegment"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLevel:
+    """Division of samples into chunks.
+
+    Attributes:
+        samples: the samples, and their position in the values that are taken, or made, sample by sample.
+        chunk_samples: samples of a chunk; the last one may have fewer.
+    """
+
+    samples: SampleLevel
+    chunk_samples: int
+
+    @property
+    def chunks(self) -> tuple[Interval, ...]:
+        """Samples of each chunk."""
+        size, total = self.chunk_samples, self.samples.num_samples
+        return tuple(Interval(start, min(start + size, total)) for start in range(0, total, size))
+
+    def indices(self, name: str, chunk: Interval) -> Interval:
+        """Indices of a value's dimension of samples that hold the samples of a chunk."""
+        inner = self.samples.axes[name].inner
+        return Interval(chunk.start * inner, chunk.stop * inner)
+
+
+#: Samples of a chunk at each level.
+Chunk = tuple[Interval, ...]
 
 
 @dataclass(kw_only=True)
@@ -34,12 +64,10 @@ class SampleSegment:
 
     Attributes:
         scope: input of the lowering, for all samples.
-        scopes: the same, by number of samples of a chunk.
-        step: one strip that covers the image.
-        num_batch: number of samples.
-        chunk_samples: samples of a chunk; the last one may have fewer.
-        axes: position of the samples in the values that are taken, or made, sample by sample.
-        from_source: inputs, and cuts on the host, that are not resident; a chunk of them is read at a time.
+        scopes: the same, by numbers of samples of a chunk at each level.
+        steps: one strip that covers the images of a chunk, by these numbers.
+        levels: the samples; at a second level the windows of a row, of which the first level then takes one at a time.
+        from_source: inputs, and cuts on the host, that are not resident; a chunk of the first level is read at a time.
     """
 
     #: its gradients are added to existing buffers
@@ -52,30 +80,27 @@ class SampleSegment:
     to_host: ClassVar[frozenset[str]] = frozenset()
 
     scope: SegmentInfo
-    scopes: Mapping[int, SegmentInfo]
-    step: StripStep
-    num_batch: int
-    chunk_samples: int
-    axes: Mapping[str, SampleAxis]
+    scopes: Mapping[tuple[int, ...], SegmentInfo]
+    steps: Mapping[tuple[int, ...], StripStep]
+    levels: tuple[ChunkLevel, ...]
     from_source: frozenset[str] = frozenset()
-    _programs: dict[tuple[SampleProgramKind, int], Program] = field(default_factory=dict, repr=False)
+    _programs: dict[tuple[SampleProgramKind, tuple[int, ...]], Program] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def chunks(self) -> tuple[Interval, ...]:
-        """Samples of each chunk."""
-        size = self.chunk_samples
-        return tuple(Interval(start, min(start + size, self.num_batch)) for start in range(0, self.num_batch, size))
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks in order."""
+        return tuple(product(*(level.chunks for level in self.levels)))
 
-    def program(self, kind: SampleProgramKind, num_samples: int) -> Program:
-        """Program of a chunk of so many samples."""
-        key = (kind, num_samples)
-        if key not in self._programs:
-            self._programs[key] = lower_samples(self.scopes[num_samples], self.step, kind)
-        return self._programs[key]
+    def program(self, kind: SampleProgramKind, chunk: Chunk) -> Program:
+        """Program of a chunk; chunks of as many samples share it."""
+        sizes = tuple(map(len, chunk))
+        if (kind, sizes) not in self._programs:
+            self._programs[kind, sizes] = lower_samples(self.scopes[sizes], self.steps[sizes], kind)
+        return self._programs[kind, sizes]
 
     def chunk_programs(self, kind: SampleProgramKind) -> tuple[Program, ...]:
         """Program of each chunk."""
-        return tuple(self.program(kind, len(chunk)) for chunk in self.chunks)
+        return tuple(self.program(kind, chunk) for chunk in self.chunks)
 
     @property
     def lowered_programs(self) -> tuple[Program, ...]:
@@ -101,62 +126,112 @@ class SampleSegment:
 
     def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> None:
         """Run all chunks; nothing remains but the outputs."""
-        for chunk in self.chunks:
-            program = self.program("forward", len(chunk))
-            with self._bound_values(machine, program, values, chunk) as bindings:
-                for port in program.ports:
-                    if port.role == "out":
-                        bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
-                machine.run(program, bindings)
+        for first, chunks in groupby(self.chunks, key=itemgetter(0)):
+            with self._inputs(machine, values, first) as inputs:
+                for chunk in chunks:
+                    program = self.program("forward", chunk)
+                    bindings = self._bound_values(machine, program, values, inputs, chunk)
+                    for port in program.ports:
+                        if port.role == "out":
+                            bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
+                    machine.run(program, bindings)
+                    bindings.clear()
 
     def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None:
         """Recompute and differentiate all chunks, in reverse order."""
-        for chunk in reversed(self.chunks):
-            program = self.program("joint", len(chunk))
+        for first, chunks in groupby(reversed(self.chunks), key=itemgetter(0)):
             sink_grads: dict[str, Buffer] = {}
-            with self._bound_values(machine, program, values, chunk) as bindings:
-                for port in program.ports:
-                    if port.role == "grad_source" and port.name in grads.sinks:
-                        shape, dtype = self.scopes[len(chunk)].shapes[port.name], self._sink_dtype(port.name)
-                        sink_grads[port.name] = bindings[port] = machine.allocate(shape, dtype, zero=True)
-                    elif port.role in ("grad_out", "grad_source", "grad_side"):
-                        bindings[port] = self._samples(machine, grads.by_name[port.name], port.name, chunk)
-                machine.run(program, bindings)
+            with self._inputs(machine, values, first) as inputs:
+                for chunk in chunks:
+                    program = self.program("joint", chunk)
+                    bindings = self._bound_values(machine, program, values, inputs, chunk)
+                    for port in program.ports:
+                        if port.role == "grad_source" and port.name in grads.sinks:
+                            if port.name not in sink_grads:
+                                sink_grads[port.name] = self._zero_gradient(machine, port.name, first)
+                            bindings[port] = self._samples(machine, sink_grads[port.name], port.name, chunk, is_read=True)
+                        elif port.role in ("grad_out", "grad_source", "grad_side"):
+                            bindings[port] = self._samples(machine, grads.by_name[port.name], port.name, chunk)
+                    machine.run(program, bindings)
+                    bindings.clear()
             for name in list(sink_grads):
                 gradient = sink_grads.pop(name)
-                machine.add_to_sink(grads.sinks[name], chunk, Interval(0, self.scope.extent(name, ROWS)), gradient)
+                machine.add_to_sink(grads.sinks[name], *self._region(name, first), gradient)
                 del gradient
 
     @contextmanager
-    def _bound_values(self, machine: Machine, program: Program, values: ValueBindings, chunk: Interval) -> Iterator[dict[Port, Buffer]]:
-        """Bindings of the values that a program reads; an input that is not resident is read for the chunk, and dropped at the end."""
-        bindings: dict[Port, Buffer] = {}
+    def _inputs(self, machine: Machine, values: ValueBindings, first: Interval) -> Iterator[dict[str, Buffer]]:
+        """Inputs that are not resident, read for a chunk of the first level, and dropped at the end."""
+        inputs: dict[str, Buffer] = {}
         with ExitStack() as stack:
-            for port in program.ports:
-                if port.role == "source" and port.name in self.from_source:
-                    rows = Interval(0, self.scope.extent(port.name, ROWS))
-                    loader = machine.open_input(values.by_name[port.name], chunk, (rows,), self._row_bytes(port.name, chunk))
+            for name in self.scope.sources:
+                if name in self.from_source:
+                    batch, rows = self._region(name, first)
+                    loader = machine.open_input(values.by_name[name], batch, (rows,), self._row_bytes(name, batch))
                     stack.enter_context(closing(loader))
-                    bindings[port] = loader.take(rows)
-                elif port.role in ("source", "side"):
-                    bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
-                elif port.role == "origin":
-                    bindings[port] = (self._indices(port.name, chunk).start, 0, 0)
-            yield bindings
-            bindings.clear()
+                    inputs[name] = loader.take(rows)
+            yield inputs
+            inputs.clear()
 
-    def _samples(self, machine: BufferOps, buffer: Buffer, name: str, chunk: Interval) -> Buffer:
-        """View of the samples of a chunk; the full buffer of a value that all samples share."""
-        return machine.view(buffer, self._indices(name, chunk), None) if name in self.axes else buffer
+    def _bound_values(
+        self, machine: Machine, program: Program, values: ValueBindings, inputs: Mapping[str, Buffer], chunk: Chunk
+    ) -> dict[Port, Buffer]:
+        """Bindings of the values that a program reads."""
+        bindings: dict[Port, Buffer] = {}
+        for port in program.ports:
+            if port.role == "source" and port.name in inputs:
+                bindings[port] = self._samples(machine, inputs[port.name], port.name, chunk, is_read=True)
+            elif port.role in ("source", "side"):
+                bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
+            elif port.role == "origin":
+                bindings[port] = self._origin(port.name, chunk)
+        return bindings
 
-    def _indices(self, name: str, chunk: Interval) -> Interval:
-        """Indices of the first dimension that hold the samples of a chunk."""
-        inner = self.axes[name].inner
-        return Interval(chunk.start * inner, chunk.stop * inner)
+    def _samples(self, machine: BufferOps, buffer: Buffer, name: str, chunk: Chunk, *, is_read: bool = False) -> Buffer:
+        """View of the samples of a chunk; the full buffer of a value that all samples share.
 
-    def _row_bytes(self, name: str, chunk: Interval) -> int:
+        Args:
+            machine: the machine.
+            buffer: the value, or its gradient.
+            name: its name.
+            chunk: samples at each level.
+            is_read: True if the buffer has the samples of the chunk of the first level alone.
+        """
+        for position, (level, samples) in enumerate(zip(self.levels, chunk, strict=True)):
+            axis = level.samples.axes.get(name)
+            if axis is None or (is_read and position == 0):
+                continue
+            indices = level.indices(name, samples)
+            if axis.dim == 0:
+                buffer = machine.view(buffer, indices, None)
+            else:
+                buffer = machine.view(buffer, None, indices, axes=Axes(len(self.scope.shapes[name]) - axis.dim))
+        return buffer
+
+    def _origin(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
+        """Batch element (index of the first dimension), row and column of the first element of a chunk."""
+        origin, axes = [0, 0, 0], self.scope.axes
+        dims = [0, *(axes.dim(len(self.scope.shapes[name]), axis) for axis in (ROWS, COLUMNS))]
+        for level, samples in zip(self.levels, chunk, strict=True):
+            axis = level.samples.axes.get(name)
+            if axis is not None:
+                origin[dims.index(axis.dim)] += level.indices(name, samples).start
+        return origin[0], origin[1], origin[2]
+
+    def _region(self, name: str, first: Interval) -> tuple[Interval, Interval]:
+        """Batch elements and rows of an image that hold the samples of a chunk of the first level."""
+        level = self.levels[0]
+        if level.samples.axes[name].dim == 0:
+            return first, Interval(0, self.scope.extent(name, ROWS))
+        return Interval(0, self.scope.shapes[name][0]), level.indices(name, first)
+
+    def _row_bytes(self, name: str, batch: Interval) -> int:
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
-        return len(chunk) * math.prod(shape[1:]) * self.scope.dtype_of(name).itemsize
+        return len(batch) * math.prod(shape[1:]) * self.scope.dtype_of(name).itemsize
+
+    def _zero_gradient(self, machine: BufferOps, name: str, first: Interval) -> Buffer:
+        shape = self.levels[0].samples.axes[name].resize(self.scope.shapes[name], len(first))
+        return machine.allocate(shape, self._sink_dtype(name), zero=True)
 
     def _sink_dtype(self, name: str) -> torch.dtype:
         """Element type in which a sink receives gradients: for a cut that of its gradient, for an input the input's."""

@@ -13,8 +13,9 @@ from sft.planner.options import Options
 from sft.planner.problem import PlanningProblem
 from sft.planner.search import auto
 from sft.planner.search.samples import SamplePlans
+from sft.planner.search.windows import WindowPlans, has_window_runs
 
-__all__ = ["AttentionBag", "VisionTransformer", "take_samples"]
+__all__ = ["AttentionBag", "VisionTransformer", "take_samples", "take_windows"]
 
 
 class _Block(nn.Module):
@@ -71,5 +72,16 @@ def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int) -> None:
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         problem: PlanningProblem = search._problem
         return SamplePlans(problem, Options(), DeviceRates("cpu")).plan(num_samples)
+
+    monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)
+
+
+def take_windows(monkeypatch: pytest.MonkeyPatch, num_windows: int, height: int = 0) -> None:
+    """Let every search return the plan that takes so many windows at a time, with strips of this height of the candidate grid."""
+
+    def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
+        assert has_window_runs(search._problem), "the model has no windows"
+        grid = next(auto.candidate_grids(search._problem, Options(), DeviceRates("cpu")))
+        return WindowPlans(grid, DeviceRates("cpu")).plan(num_windows, min(height, len(grid.axes.strip_rows) - 1), 0)
 
     monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)

@@ -17,7 +17,7 @@ from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator
 from sft.analysis.ir.targets import RANDOM_TARGETS
 
-__all__ = ["SampleAxis", "SampleRule", "SampleTracker"]
+__all__ = ["SampleAxis", "SampleLevel", "SampleRule", "SampleTracker"]
 
 #: Operators that make a value of a given shape from nothing, or from an operand that is equal for all samples.
 _UNIFORM_TARGETS = frozenset(
@@ -51,6 +51,19 @@ class SampleAxis:
     def resize(self, shape: Sequence[int], num_samples: int) -> tuple[int, ...]:
         """The shape for a number of samples."""
         return (*shape[: self.dim], self.extent(num_samples), *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLevel:
+    """Samples of a run: the elements of the batch, the rows of windows of an image, or the windows of a row.
+
+    Attributes:
+        num_samples: number of samples.
+        axes: position of the samples in the values of the run, and in those from outside that it takes sample by sample.
+    """
+
+    num_samples: int
+    axes: Mapping[str, SampleAxis]
 
 
 @dataclass(kw_only=True)
@@ -119,6 +132,10 @@ class SampleTracker:
                 return None
         return leading if not reduces or node.name in self.per_sample else None
 
+    def is_sliceable(self, name: str, axis: SampleAxis) -> bool:
+        """True if the samples of a value are contiguous blocks, so that it may cross the border of a run."""
+        return axis.is_leading
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a value."""
         return self.graph[name].shape
@@ -132,7 +149,7 @@ class SampleTracker:
         if name in self.shared or not 0 <= axis.dim < len(shape) or shape[axis.dim] != axis.extent(self.num_samples):
             return None
         is_uniform = self._is_uniform(self.graph[name], axis)
-        if not is_uniform and not axis.is_leading:
+        if not is_uniform and not self.is_sliceable(name, axis):
             return None
         self.axes[name] = axis
         self._taken.append(name)

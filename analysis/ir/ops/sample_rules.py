@@ -7,15 +7,15 @@ arguments are replaced (:func:`with_num_samples`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.ir.graph import Node, refs_in
+from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleRule, SampleTracker
 from sft.analysis.ir.ops.table import DIMENSION_ARGUMENTS, ELEMENTWISE, DimensionArgument
 
-__all__ = ["PRODUCT_TARGETS", "SAMPLE_IMAGE_RULES", "SAMPLE_RULES", "with_num_samples"]
+__all__ = ["PRODUCT_TARGETS", "SAMPLE_IMAGE_RULES", "SAMPLE_RULES", "graph_of_samples", "with_num_samples"]
 
 _SPATIAL_SIDE_INPUT = "sft.spatial_side_input"
 #: Arguments that hold the shape of the result.
@@ -134,6 +134,17 @@ def _along_dims(tracker: SampleTracker, node: Node) -> SampleAxis | None:
         return None
     drops = named.drops and not node.argument("keepdim", False)
     return replace(axis, dim=axis.dim - sum(dim < axis.dim for dim in dims)) if drops else axis
+
+
+def _slice(tracker: SampleTracker, node: Node) -> SampleAxis | None:
+    """Slices of dimensions without samples, and those with a stride that take the same elements of each sample."""
+    (name,) = node.operands
+    axis, shape = tracker.axes[name], tracker.shape(name)
+    if node.argument("dim", 0) % len(shape) != axis.dim:
+        return axis
+    start, end, step = node.argument("start") or 0, node.argument("end"), node.argument("step", 1)
+    is_full = 0 <= start < step and (end is None or end >= shape[axis.dim])
+    return replace(axis, inner=axis.inner // step) if is_full and axis.inner % step == 0 else None
 
 
 def _dims(value: Any) -> set[int] | None:
@@ -293,6 +304,7 @@ SAMPLE_RULES: dict[str, SampleRule] = {
     "aten.contiguous.default": _reshape,
     "aten.flatten.using_ints": _reshape,
     "sft.restore_dims": _restore_dims,
+    "aten.slice.Tensor": _slice,
     "aten.expand.default": _expand,
     "aten.repeat.default": _repeat,
     "aten.pad.default": _pad,
@@ -317,6 +329,12 @@ SAMPLE_RULES: dict[str, SampleRule] = {
 }
 #: The same, of operators that need a rule on images, too.
 SAMPLE_IMAGE_RULES: dict[str, SampleRule] = {_SPATIAL_SIDE_INPUT: _spatial_side_input}
+
+
+def graph_of_samples(graph: Graph, axes: Mapping[str, SampleAxis], num_samples: int) -> Graph:
+    """The graph with the values of a run for another number of samples."""
+    nodes = (with_num_samples(node, axes[node.name], num_samples) if node.name in axes else node for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def with_num_samples(node: Node, axis: SampleAxis, num_samples: int) -> Node:

@@ -92,6 +92,8 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         strips = f"{segment.num_steps} strips of {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
         if segment.takes_samples:
             strips = f"{segment.num_steps} times {segment.batch_tile} samples"
+        if segment.takes_windows:
+            strips = f"{segment.num_steps} times {segment.strip_rows} window rows"
         again = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
         times: tuple[str, ...] = ("-",) * 4
         if (cost := costs.get(number)) is not None:

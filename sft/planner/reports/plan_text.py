@@ -267,6 +267,10 @@ def _pieces(segment: SegmentPlan) -> str:
     """Number and size of the pieces in which a segment runs."""
     if segment.takes_samples:
         return f"{segment.num_steps} x {segment.batch_tile} samples"
+    if segment.takes_windows and segment.num_panels > 1:
+        return f"{segment.num_steps} x {segment.panel_cols} windows"
+    if segment.takes_windows:
+        return f"{segment.num_steps} x {segment.strip_rows} window rows"
     return f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
 
 
@@ -279,6 +283,11 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
     ]
     if segment.takes_samples:
         lines += _row("samples", segment.batch_tile, "at a time, recomputed in the backward pass")
+    if segment.takes_windows:
+        is_row, times = segment.num_panels == 1, "at a time, recomputed in the backward pass"
+        lines += _row(
+            "windows", segment.strip_rows if is_row else segment.panel_cols, f"{'rows of them' if is_row else 'of a row'} {times}"
+        )
     if segment.mode == "tiled":
         size = f"of {segment.strip_rows} rows, {segment.panel_cols} columns, batch {segment.batch_tile}"
         lines += [

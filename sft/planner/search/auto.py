@@ -34,6 +34,7 @@ from sft.planner.search.staged import (
 )
 from sft.planner.search.tiled import Candidate, CandidateGrid
 from sft.planner.search.tiled_head import TiledHeadRecompute
+from sft.planner.search.windows import WindowPlans, has_window_runs
 from sft.planner.stages import StagedModel
 from sft.planner.streamed_cuts import minimize_streamed_cuts, stream_seconds, streamable_values
 
@@ -78,6 +79,8 @@ class AutoSearch:
         plans = [*_smallest_projected(problem, grids), *_smallest_projected(problem, self._streaming_grids(grids))]
         if self._samples is not None:
             plans.append(self._samples.smallest())
+        if self._windows is not None:
+            plans += self._windows.smallest()
         heads = self._tiled_heads(grids, 0)
         if heads is not None:
             plans += smallest_staged_plans(heads, min(plan.projection.peak_bytes for plan in plans))
@@ -100,6 +103,9 @@ class AutoSearch:
         if self._samples is not None:
             in_samples = self._samples.cheapest(room_bytes, _least_cost(fitting))
             fitting += [in_samples] if in_samples is not None else []
+        if self._windows is not None:
+            in_windows = self._windows.cheapest(room_bytes, _least_cost(fitting))
+            fitting += [in_windows] if in_windows is not None else []
         for grid in self._grids():
             tries_tiles, expected = self._may_tile and not grids, grid.min_cost_within(room_bytes)
             if tries_tiles:
@@ -212,6 +218,13 @@ class AutoSearch:
             return None
         plans = SamplePlans(self._problem, options, self._rates)
         return plans if plans.exist else None
+
+    @cached_property
+    def _windows(self) -> WindowPlans | None:
+        """Plans that take some rows of windows at a time; ``None`` if options or the model exclude them."""
+        options = self._options
+        is_constrained = not self._may_tile or options.state_every is not None or options.state_slots is not None or options.batch_tile
+        return None if is_constrained or not has_window_runs(self._problem) else WindowPlans(next(self._grids()), self._rates)
 
     @cached_property
     def _staged(self) -> StagedModel:

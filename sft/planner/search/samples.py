@@ -7,16 +7,19 @@ of the bag, run untiled between the runs. Runs of images alone are left to strip
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 
-__all__ = ["SamplePlans"]
+__all__ = ["MIN_UNTILED_SHARE", "SamplePlans", "cost_of", "largest_chunk"]
 
 #: Least share of the bytes of all values that untiled operators of runs make; below it strips hold nearly all of the model.
-_MIN_UNTILED_SHARE = 0.25
+MIN_UNTILED_SHARE = 0.25
 
 
 class SamplePlans:
@@ -42,7 +45,7 @@ class SamplePlans:
             return False
         in_runs = (name for stage in runs.stages if stage.is_run for name in stage.names)
         untiled_bytes = sum(sized.value_bytes(name) for name in in_runs if sized.phases.rows[name].role == "whole")
-        return untiled_bytes > _MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
+        return untiled_bytes > MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
 
     def smallest(self) -> ProjectedPlan:
         """The plan of fewest samples at a time."""
@@ -51,30 +54,9 @@ class SamplePlans:
     def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
         """The plan of most samples at a time that fits and costs less than ``worse_than``, with its cost."""
         least, most = self._requested or 1, self._requested or self._problem.sized.num_batch // 2
-        plan = self.plan(least)
-        if plan.projection.peak_bytes > room_bytes:
-            return None
-        upper = most
-        for _ in range(self._problem.limits.max_projections):
-            if least == upper:
-                break
-            # Peaks grow by nearly equal bytes with each sample.
-            second = self.plan(least + 1)
-            slope = max(1, second.projection.peak_bytes - self.plan(least).projection.peak_bytes)
-            proposed = least + (room_bytes - self.plan(least).projection.peak_bytes) // slope
-            proposed = self._even(max(least + 1, min(upper, proposed)))
-            if self.plan(proposed).projection.peak_bytes <= room_bytes:
-                least = proposed
-            else:
-                upper = proposed - 1
-        plan = self.plan(least)
-        cost = self._cost(plan)
-        return (cost, plan) if cost < worse_than else None
-
-    def _even(self, num_samples: int) -> int:
-        """The least number of samples that takes as few chunks."""
-        num_batch = self._problem.sized.num_batch
-        return -(-num_batch // -(-num_batch // num_samples))
+        plan = largest_chunk(self.plan, least, most, self._problem.sized.num_batch, room_bytes, self._problem.limits.max_projections)
+        cost = math.inf if plan is None else cost_of(plan, self._rates)
+        return (cost, plan) if plan is not None and cost < worse_than else None
 
     def plan(self, num_samples: int) -> ProjectedPlan:
         """The plan of so many samples at a time."""
@@ -87,7 +69,39 @@ class SamplePlans:
             self._plans[num_samples] = materialize(self._problem, choices)
         return self._plans[num_samples]
 
-    def _cost(self, plan: ProjectedPlan) -> float:
-        """FLOPs and overheads of a step, in FLOPs."""
-        runs = (run for record in plan.projection.op_records for run in record.runs)
-        return sum(self._rates.seconds(program) * count for program, count in runs) * self._rates.flops_per_second
+
+def largest_chunk(
+    plan_of: Callable[[int], ProjectedPlan], least: int, most: int, num_samples: int, room_bytes: int, max_projections: int
+) -> ProjectedPlan | None:
+    """The plan of most samples at a time that fits; ``None`` if none does.
+
+    Args:
+        plan_of: the plan of a number of samples at a time.
+        least: least number.
+        most: largest number.
+        num_samples: number of all samples.
+        room_bytes: bytes that a step may take.
+        max_projections: plans to try, about.
+    """
+    if plan_of(least).projection.peak_bytes > room_bytes:
+        return None
+    upper = most
+    for _ in range(max_projections):
+        if least >= upper:
+            break
+        # Peaks grow by nearly equal bytes with each sample.
+        peak_bytes = plan_of(least).projection.peak_bytes
+        slope = max(1, plan_of(least + 1).projection.peak_bytes - peak_bytes)
+        proposed = max(least + 1, min(upper, least + (room_bytes - peak_bytes) // slope))
+        proposed = max(least + 1, -(-num_samples // -(-num_samples // proposed)))  # the least number that takes as few chunks
+        if plan_of(proposed).projection.peak_bytes <= room_bytes:
+            least = proposed
+        else:
+            upper = proposed - 1
+    return plan_of(least)
+
+
+def cost_of(plan: ProjectedPlan, rates: DeviceRates) -> float:
+    """FLOPs and overheads of a step, in FLOPs."""
+    runs = (run for record in plan.projection.op_records for run in record.runs)
+    return sum(rates.seconds(program) * count for program, count in runs) * rates.flops_per_second

@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sft import nn as nn
+    from sft import prediction as prediction
     from sft import sources as sources
     from sft import tissue as tissue
     from sft.analysis.tiling.position_grid import PositionGrid as PositionGrid
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from sft.planner.plan import SegmentPlan as SegmentPlan
     from sft.planner.timeline import Timeline as Timeline
     from sft.planner.timeline import TimelineEntry as TimelineEntry
+    from sft.prediction.predict import predict as predict
     from sft.torch_runtime.pass_statistics import PassReading as PassReading
     from sft.torch_runtime.pass_statistics import PassSkipping as PassSkipping
     from sft.torch_runtime.pass_statistics import Reading as Reading
@@ -71,10 +73,11 @@ else:
             "sft.planner.options": "Options",
             "sft.planner.plan": "Plan SegmentPlan",
             "sft.planner.timeline": "Timeline TimelineEntry",
+            "sft.prediction.predict": "predict",
             "sft.torch_runtime.pass_statistics": "PassReading PassSkipping Reading Skipping",
             "sft.weights.disk_store": "WeightsFile",
         },
-        submodules=("nn", "sources", "tissue"),
+        submodules=("nn", "prediction", "sources", "tissue"),
         internal=(
             "analysis", "api", "backends", "common", "distributed", "kernels", "lower", "optim", "planner", "repeat", "runtime", "solvers",
             "torch_runtime", "weights",

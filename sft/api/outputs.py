@@ -5,10 +5,12 @@ output                          each output of a call
 ==============================  ==============================================================================================
 ``"device"``                    a tensor on the model's device
 ``"host"``                      a CPU tensor in host memory
-``"band"``                      with a mesh: this rank's rows of it, on its device (an output that is not an image is complete on every
-rank) a path that ends in ``.npy``    a CPU tensor that maps the file; the model must have one output a sequence of these paths       the
-same, a path for each output; ``"host"`` in place of a path for one without a file ==============================
-==============================================================================================
+``"band"``                      with a mesh: this rank's rows of it, on its device (an output that is not an image is complete
+                                on every rank)
+a path that ends in ``.npy``    a CPU tensor that maps the file; the model must have one output
+a sequence of these paths       the same, a path for each output; ``"host"`` in place of a path for one without a file
+an ``OutputSink``               an expanded number; the sink takes the strips, and the model must have one output
+==============================  ==============================================================================================
 
 The bytes of outputs off the device are neither in the budget, nor in the count of ``sft.measure_peak``.
 """
@@ -19,19 +21,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from sft.common.errors import InputError, typed
+from sft.common.legacy_names import restore_fields
 from sft.runtime.region import Region
 from sft.sources.sink import NpyFile, numpy_dtype
-from sft.torch_runtime.host_outputs import HostOutput, allocate_host_output, copy_to_host
+from sft.torch_runtime.host_outputs import HostOutput, OutputSink, allocate_host_output, copy_to_host
 
 __all__ = ["HostOutputs", "OutputArgument", "OutputDestination", "resolve_output"]
 
 _MAX_NAME_BYTES = 255
-OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | OutputSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,17 @@ class OutputDestination:
         on_host: whether they leave the device.
         paths: the file of each output, None for one without a file; empty if no output has one.
         in_bands: whether each rank of a mesh keeps its own rows of outputs that are images.
+        sink: consumer of the model's one output, in place of a tensor.
     """
 
     on_host: bool = False
     paths: tuple[Path | None, ...] = ()
     in_bands: bool = False
+    sink: OutputSink | None = None
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
         """Refuse outputs of element types that the destination cannot hold.
@@ -54,6 +63,8 @@ class OutputDestination:
         Raises:
             InputError: the number of paths differs from that of outputs, or NumPy lacks a type.
         """
+        if self.sink is not None and len(dtypes) != 1:
+            raise InputError(f"output is a sink, which takes one output, and the model has {len(dtypes)}; return one tensor from the model")
         if not self.paths:
             return
         if len(self.paths) != len(dtypes):
@@ -83,6 +94,8 @@ def resolve_output(output: object) -> OutputDestination:
     """
     if isinstance(output, str) and output in ("device", "host", "band"):
         return OutputDestination(output == "host", in_bands=output == "band")
+    if isinstance(output, OutputSink):
+        return OutputDestination(True, sink=output)
     if isinstance(output, (str, os.PathLike)):
         paths: tuple[Path | None, ...] = (_path(output),)
     elif isinstance(output, (list, tuple)) and output:
@@ -143,19 +156,21 @@ class HostOutputs:
         outputs = cls()
         if not destination.on_host:
             return outputs
-        if device.type == "meta" and any(destination.paths):
+        if device.type == "meta" and (any(destination.paths) or destination.sink is not None):
             raise InputError(
-                "output names a file, but a model on the meta device computes no values to write; give output='host' for a dry run"
+                "output names a file or a sink, but a model on the meta device has no values to write; give output='host' for a dry run"
             )
         try:
             for position, name in enumerate(names):
                 path = destination.path_of(position)
                 is_new = name in region.host_outputs and name not in outputs.by_name
                 needs_no_copy = name in outputs.by_name or (name not in region.host_outputs and device.type == "cpu")
-                if path is None and needs_no_copy:
+                if path is None and destination.sink is None and needs_no_copy:
                     continue
                 shape, dtype = region.shapes[name], region.dtypes[name]
-                if path is not None:
+                if destination.sink is not None:
+                    host = HostOutput.in_sink(destination.sink, shape, dtype)
+                elif path is not None:
                     host = HostOutput.in_file(NpyFile(path, shape, dtype))
                 else:
                     host = allocate_host_output(shape, dtype, channels_last=name not in region.contiguous, is_dry=device.type == "meta")

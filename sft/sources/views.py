@@ -200,6 +200,11 @@ class AtLevel(RasterView):
         return f"AtLevel({self.image!r}, {self.level})"
 
     @property
+    def downsample(self) -> tuple[float, float]:
+        """Px of the image's level 0 per px of the level, (x, y)."""
+        return self._downsample
+
+    @property
     def level_dimensions(self) -> tuple[Size, ...]:
         """(width, height) of the one level."""
         return (super().level_dimensions[self.level],)

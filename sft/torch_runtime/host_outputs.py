@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,7 +20,49 @@ from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.sink import NpyFile
 
-__all__ = ["HostOutput", "allocate_host_output", "copy_in_order", "copy_to_host"]
+__all__ = ["HostOutput", "OutputSink", "allocate_host_output", "copy_in_order", "copy_to_host"]
+
+
+@runtime_checkable
+class OutputSink(Protocol):
+    """Consumer of an output that is delivered strip by strip and never exists as a full tensor.
+
+    A call runs ``open``, then ``write`` for every strip, then ``publish``; a call that fails runs ``discard`` in place of ``publish``.
+    Rows arrive from the top in every sweep. A plan with panels delivers the columns of one panel after those of the previous one.
+    """
+
+    def open(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Begin an output.
+
+        Raises:
+            InputError: the sink cannot hold it.
+        """
+        ...
+
+    def write(self, block: Tensor, rows: Interval | None, columns: Interval | None) -> None:
+        """Take a block of the output: a CPU tensor that is valid during the call.
+
+        Args:
+            block: of the output's number of dimensions.
+            rows: its rows; ``None`` for all.
+            columns: its columns; ``None`` for all.
+
+        Raises:
+            SourceError: it cannot be written.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Complete the output.
+
+        Raises:
+            SourceError: it cannot be written.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Drop an incomplete output; no effect after ``publish``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,15 +72,27 @@ class HostOutput:
     Attributes:
         tensor: CPU tensor that the caller gets.
         file: file that is its memory; ``None`` for RAM.
+        sink: consumer of its strips; the tensor then is one number, expanded to the shape of the output.
     """
 
     tensor: Tensor
     file: NpyFile | None = None
+    sink: OutputSink | None = None
 
     @classmethod
     def in_file(cls, file: NpyFile) -> HostOutput:
         """Output in a file."""
         return cls(torch.from_numpy(file.array), file)
+
+    @classmethod
+    def in_sink(cls, sink: OutputSink, shape: tuple[int, ...], dtype: torch.dtype) -> HostOutput:
+        """Output that a sink consumes.
+
+        Raises:
+            InputError: the sink cannot hold it.
+        """
+        sink.open(shape, dtype)
+        return cls(_expanded_number(shape, dtype), sink=sink)
 
     def write(self, view: Tensor, source: Tensor, axes: Axes, batch: Interval | None = None, rows: Interval | None = None) -> None:
         """Copy a buffer on any device into a region of the tensor.
@@ -51,8 +105,11 @@ class HostOutput:
             rows: rows of the region.
 
         Raises:
-            SourceError: the file was cut short.
+            SourceError: the file was cut short, or the sink cannot write.
         """
+        if self.sink is not None:
+            self.sink.write(source.cpu(), rows, None)
+            return
         if self.file is not None:
             self.file.check()
         if source.device.type != "meta":
@@ -61,18 +118,22 @@ class HostOutput:
             self.file.release(axes.dim(self.tensor.dim(), ROWS), batch, rows)
 
     def publish(self) -> None:
-        """Rename the file to its final name.
+        """Rename the file to its final name; complete the output of a sink.
 
         Raises:
             SourceError: it cannot be renamed.
         """
         if self.file is not None:
             self.file.publish()
+        if self.sink is not None:
+            self.sink.publish()
 
     def discard(self) -> None:
         """Remove the file unless it is published."""
         if self.file is not None:
             self.file.discard()
+        if self.sink is not None:
+            self.sink.discard()
 
 
 def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool, is_dry: bool) -> HostOutput:
@@ -82,7 +143,7 @@ def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels
         InputError: the system has less memory.
     """
     if is_dry:
-        return HostOutput(torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype).expand(shape).detach())
+        return HostOutput(_expanded_number(shape, dtype))
     num_bytes = prod(shape) * dtype.itemsize
     try:
         data = np.empty(num_bytes, np.uint8)
@@ -94,6 +155,11 @@ def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels
     flat = torch.from_numpy(data).view(dtype)
     image = flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if channels_last else flat.view(shape)
     return HostOutput(image.detach())  # else autograd takes it for a view, which callers may not change in place
+
+
+def _expanded_number(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of a shape that has the memory of one number."""
+    return torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype).expand(shape).detach()
 
 
 def copy_in_order(target: Tensor, source: Tensor, dense: Tensor) -> None:

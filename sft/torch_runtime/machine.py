@@ -29,7 +29,7 @@ from sft.runtime.weight_prefetch import GradientTransfer
 from sft.sources.source import select_samples
 from sft.torch_runtime.cuda_graphs import GraphCache
 from sft.torch_runtime.host_memory import HostAllocator
-from sft.torch_runtime.host_outputs import copy_in_order
+from sft.torch_runtime.host_outputs import HostOutput, OutputSink, copy_in_order
 from sft.torch_runtime.host_transfers import HostTransfers, row_pieces
 from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
@@ -266,12 +266,25 @@ class TorchMachine:
         axes: Axes = DEFAULT_AXES,
     ) -> None:
         region, transfers = self.view(host.tensor, batch, rows, columns, axes=axes), self.host_transfers()
+        if isinstance(host, HostOutput) and host.sink is not None:
+            self._deliver(host.sink, source, rows, columns)
+            return
         if transfers is None:
             host.write(region, source, axes, batch, rows)
             return
         for start, piece in row_pieces(source, whole=rows is None):
             target = region if piece is source else region.narrow(2, start, piece.shape[2])
             transfers.download(piece, partial(_write_piece, host, target, axes, batch, rows), host)
+
+    def _deliver(self, sink: OutputSink, source: torch.Tensor, rows: Interval | None, columns: Interval | None) -> None:
+        """Pass a block of an output to its sink; on CUDA from the thread of the copies, in order."""
+        transfers = self.host_transfers()
+        for start, piece in row_pieces(source, whole=rows is None):
+            interval = rows if piece is source else Interval(start, start + piece.shape[2])
+            if transfers is None:
+                sink.write(piece, interval, columns)
+            else:
+                transfers.download(piece, partial(_write_block, sink, interval, columns), sink)
 
     def read_output_grad(
         self,
@@ -354,6 +367,11 @@ class TorchMachine:
         if self._transfers is not None:  # rows of cuts on the host are compared
             self._transfers.finish()
         return TorchStripOps(self.device, self.view, self.statistics.skipping)
+
+
+def _write_block(sink: OutputSink, rows: Interval | None, columns: Interval | None, copied: torch.Tensor) -> None:
+    """Pass a copy on the host to a sink."""
+    sink.write(copied, rows, columns)
 
 
 def _write_piece(host: Any, region: torch.Tensor, axes: Axes, batch: Interval | None, rows: Interval | None, copied: torch.Tensor) -> None:

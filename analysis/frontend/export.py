@@ -7,7 +7,9 @@ differently from eager PyTorch. A model that cannot be followed is refused with 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +31,7 @@ from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_unsharded_parameters
 from sft.analysis.ir.axes import Axes
-from sft.common.errors import UnsupportedError
+from sft.common.errors import SourceError, UnsupportedError
 from sft.common.torch_internals import FakeTensorMode
 
 __all__ = ["CHANNELS_LAST", "export_model", "memory_formats_of"]
@@ -46,6 +48,9 @@ _EXPORT_PATCHES = (
     *_DECOMPOSITION_PATCHES,
     *("batch_norm_shapes", "grid_sample_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache", "module_stack"),
 )
+
+#: Modules that the exporter imports on first use.
+_LAZY_MODULES = ("torch._dynamo", "torch.export._trace")
 
 
 def export_model(
@@ -69,8 +74,10 @@ def export_model(
     Raises:
         UnsupportedError: the model cannot be followed.
         InputError: an operator of the model refuses inputs of this shape.
+        SourceError: the exporter cannot be loaded, such as without a folder for temporary files.
         Exception: `forward` itself raises it.
     """
+    _load_exporter()
     axes = Axes.of_inputs(shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
@@ -99,6 +106,24 @@ def export_model(
         except Exception as error:  # without symbols the error is about the model
             exporter.raise_error_of_model(error)
             raise refusal_of(model, error, exporter.tracker.unknown_reads) from error
+
+
+def _load_exporter() -> None:
+    """Import the parts of torch that the exporter loads on first use; they write files.
+
+    Raises:
+        SourceError: they cannot be imported. The error of torch would look like one of the model.
+    """
+    try:
+        tempfile.gettempdir()  # first: a failed import cannot be repeated in the same process
+        for name in _LAZY_MODULES:
+            importlib.import_module(name)
+    except Exception as error:
+        raise SourceError(
+            f"cannot load torch's exporter, which captures the model ({type(error).__name__}: {str(error).rstrip('.')}). It writes "
+            "temporary files: name a folder that can be written with TMPDIR, make room on its disk, and raise the limit on file sizes "
+            "(`ulimit -f`)."
+        ) from error
 
 
 def _specializes_size_product(guard: sp.Basic) -> bool:

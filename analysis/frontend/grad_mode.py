@@ -146,6 +146,8 @@ class _DetachUnderNoGrad(TorchFunctionMode):
             func = Tensor.detach  # the exporter takes x.data for a constant
         operands = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         self._note_unregistered(operands)
+        if _function_name(func) == "set_" and torch.is_grad_enabled():
+            self._refuse_set(operands)
         destinations = _written_tensors(func, args, kwargs)
         if any(type(value) in (Tensor, nn.Parameter) for value in destinations):  # parameters and buffers are fake by now
             self._refuse(
@@ -193,6 +195,16 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         if func == _SET_DATA or name == "detach_":
             action = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
             self._refuse(f"{action} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
+
+    def _refuse_set(self, operands: list[Tensor]) -> None:
+        """Refuse ``set_``, which has no derivative; the exporter replaces it by its source, which has one."""
+        for value in operands:
+            is_tracked = storage_id(value) not in self._untracked and id(value) not in self._detached
+            if is_tracked and (value.is_floating_point() or value.is_complex()):
+                self._refuse(
+                    f"calls set_ with a tensor of shape {tuple(value.shape)} that may require a gradient, and PyTorch has no derivative of "
+                    "it (eager raises an error in backward); assign the tensor (y = x), or give it x.detach()"
+                )
 
     def _check_written(self, written: list[Tensor], func: Any) -> None:
         for value in written:

@@ -8,7 +8,6 @@ same budget, plan and bits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -18,10 +17,11 @@ from torch import nn
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.errors import BudgetError, InputError
 from sft.common.free_memory import FreeMemory, free_device_memory, free_disk, free_host_memory
+from sft.common.installation import environment_number
 from sft.distributed.fsdp import local_bytes
 from sft.planner.options import Options
 
-__all__ = ["AUTO", "MemoryLimits", "automatic_budget", "is_automatic", "planned_device_type", "resolve_limits"]
+__all__ = ["AUTO", "MemoryLimits", "automatic_budget", "host_limit", "is_automatic", "planned_device_type", "resolve_limits"]
 
 #: The budget that asks for the free memory of the device.
 AUTO = "auto"
@@ -107,7 +107,7 @@ def resolve_limits(
         budget_bytes, budget_note = parse_bytes(budget), ""
     if _is_meta(model) and device_type != "cpu" and not torch.cuda.is_available():
         return budget_bytes, MemoryLimits(budget_note=budget_note, device_type=device_type)  # for another machine, with its own host
-    host_bytes, host_note = _host_limit(options)
+    host_bytes, host_note = host_limit(options)
     return budget_bytes, MemoryLimits(budget_note=budget_note, host_bytes=host_bytes, host_note=host_note, device_type=device_type)
 
 
@@ -154,8 +154,8 @@ def _device_memory(device: torch.device) -> FreeMemory:
         raise InputError(f"budget 'auto': the free memory of {device} is unknown ({error}); give bytes, such as '11GiB'") from error
 
 
-def _host_limit(options: Options) -> tuple[int, str]:
-    """Bytes that a plan may use in addition to the device's budget: of the host, or of the disk of ``host_folder``."""
+def host_limit(options: Options) -> tuple[int, str]:
+    """Bytes that a plan may use in addition to the device's budget, of the host or of the disk of ``host_folder``, and their origin."""
     if options.host_folder is not None:
         memory, name = free_disk(options.host_folder), f"the disk of {options.host_folder}"
     else:
@@ -166,7 +166,7 @@ def _host_limit(options: Options) -> tuple[int, str]:
 
 def _shared(memory: FreeMemory) -> FreeMemory:
     """Part of a rank in the memory of a machine on which torchrun has started several."""
-    count = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    count = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
     return FreeMemory(free_bytes=memory.free_bytes // count, total_bytes=memory.total_bytes)
 
 

@@ -21,7 +21,7 @@ from sft.api.compiled_handle import of
 from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
 from sft.common.free_memory import FreeMemory, free_device_memory, free_host_memory
-from sft.common.installation import DISTRIBUTION, install_command
+from sft.common.installation import DISTRIBUTION, ENVIRONMENT_VARIABLES, install_command, unread_variables
 from sft.common.memory import measure_peak
 from sft.planner.options import Options
 
@@ -52,6 +52,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "imported": str(Path(sft.__file__ or "").resolve().parent),
         "shadowed": _shadowed(),
+        "unread_variables": unread_variables(),
         "verified": _VERIFIED,
         "devices": [_device(device) for device in _devices()],
     }
@@ -63,6 +64,10 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
     lines.append(f"{'imported from':18} {report['imported']}")
     if report["shadowed"]:
         lines.append(f"{'WARNING':18} {report['shadowed']}")
+    lines += [
+        f"{'WARNING':18} the environment variable {name} is not read; there is {', '.join(ENVIRONMENT_VARIABLES)}"
+        for name in report["unread_variables"]
+    ]
     for name, version in report["packages"].items():
         lines.append(f"{name:18} {version or _install_hint(name)}")
     lines += [f"{'tested on ' + name:18} {text}" for name, text in _VERIFIED.items()]

@@ -1,18 +1,50 @@
-"""Installation of this package: version, and the pip command that adds optional libraries."""
+"""Installation of this package (version, pip command of optional libraries), and numbers in environment variables."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["DISTRIBUTION", "clone_folder", "install_command"]
+from sft.common.errors import InputError
+
+__all__ = ["DISTRIBUTION", "ENVIRONMENT_VARIABLES", "clone_folder", "environment_number", "install_command", "unread_variables"]
 
 #: Name of the distribution; the name of the import is ``sft``.
 DISTRIBUTION = "sft-engine"
+
+#: Environment variables of this package.
+ENVIRONMENT_VARIABLES = ("SFT_CACHE_DIR",)
+_PREFIX = "SFT_"
+
+
+def environment_number(name: str, default: int, *, least: int) -> int:
+    """The number in an environment variable, or the default if it is unset or empty.
+
+    Raises:
+        InputError: it is no integer, or too small.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise InputError(
+            f"the environment variable {name} is {text!r}: set it to an integer of at least {least}, as torchrun does, or unset it"
+        )
+    return number
+
+
+def unread_variables() -> list[str]:
+    """Environment variables that begin as those of this package and are none of them, such as misspelt ones."""
+    return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in ENVIRONMENT_VARIABLES)
 
 
 def install_command(extras: str) -> str:

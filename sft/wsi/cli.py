@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debug, is_json = "--debug" in given, "--json" in given
     # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
-    world = World.here()
+    try:
+        world = World.here()
+    except InputError as error:
+        return _complain(error, EXIT_ERROR, is_debug=is_debug, is_json=is_json, is_quiet=False)
     # What people read goes to stderr when a program reads stdout.
     console = Console(stderr=is_json, quiet=world.rank > 0)
     if console.width < 20:  # COLUMNS=0 would print nothing
@@ -243,7 +246,7 @@ def _of_run(description: str) -> ArgumentParser:
     parser.add_argument("--slides", type=Path, help="folder that slides are relative to")
     parser.add_argument("--checkpoint", type=Literal["best", "last"], default="best", help="which weights")
     parser.add_argument("--device", type=str, help="cpu or cuda; default: that of the run")
-    parser.add_argument("--budget", type=str, help="bytes that the device may hold; default: those of the run")
+    parser.add_argument("--budget", type=str, help="bytes that the device may hold, or auto; default: those of the run")
     parser.add_argument("--out", type=Path, help="folder for the results; default: in the run's")
     return parser
 

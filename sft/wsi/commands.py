@@ -27,6 +27,7 @@ from sft.wsi.run.files import counted, write_csv, write_json, write_text
 from sft.wsi.run.folder import NullRunFolder, RunFolder
 from sft.wsi.run.progress import Reporter
 from sft.wsi.run.results import results_lock, staging_folder
+from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.checkpoint import restore_weights
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import Experiment, check_slides, load_experiment, plan_of_size
@@ -67,6 +68,8 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
         InputError, SourceError: the configuration is wrong.
     """
     experiment: Experiment | None = None
+    budgets = resolve_budgets(config, ranks)
+    config = budgets.config
     if size is not None:
         plan = plan_of_size(experiment_without_slides(config, trust=trust), (size[0], size[1]), ranks)
         console.print(f"Slide of {size[1]} x {size[0]} px (width x height), on {config.train.device}", markup=False, highlight=False)
@@ -76,6 +79,7 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         plan = _plans(experiment, trainer, failed)[0]
+    plan = budgets.noted(plan)
     console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
     if experiment is None:
         _say(console, step_text(plan, config))
@@ -105,6 +109,8 @@ def train(
     """
     available_device(config.train.device)
     ranks.use_device(config.train.device)
+    budgets = resolve_budgets(config, ranks, run=config.run)
+    config = budgets.config
     experiment = load_experiment(config, trust=trust)
     _check_same(experiment, ranks)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
@@ -115,13 +121,13 @@ def train(
         highlight=False,
         soft_wrap=True,
     )
-    for line in training_text(experiment):
+    for line in (*budgets.lines, *training_text(experiment)):
         _say(console, line)
     if is_dry:
         with Reporter(console, 0) as reporter:
             failed = check_slides(experiment, ranks, reporter)
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
-        plan = _plans(experiment, trainer, failed)[0]
+        plan = budgets.noted(_plans(experiment, trainer, failed)[0])
         console.print(plan.explain(), markup=False, highlight=False, soft_wrap=True)
         work = run_work(experiment, plan, ranks)
         _say(console, estimate_text(work, plan, config.train.device))
@@ -138,7 +144,7 @@ def train(
                 plans = _plans(experiment, trainer, failed)
                 trainer.restore()
                 if is_first:
-                    _describe(folder, experiment, plans[0])
+                    _describe(folder, experiment, budgets.noted(plans[0]))
                 _say(console, estimate_text(run_work(experiment, plans[0], ranks), plans[0], config.train.device))
                 progress = trainer.run(interruption, plan=plans[0])
         failed = dict(progress.failed)

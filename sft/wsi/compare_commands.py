@@ -30,6 +30,7 @@ from sft.wsi.run.files import counted, write_text
 from sft.wsi.run.overview import RunOverview, read_overview
 from sft.wsi.run.results import publish, read_weights_id, results_lock, staging_folder
 from sft.wsi.run.trained_record import read_task
+from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.checkpoint import CheckpointFolder
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.run_state import complete_settings, config_fingerprint
@@ -71,6 +72,7 @@ def folds(
         raise InputError("the number of folds is not given: add --folds 5, or data.num_folds to the configuration")
     if config.data.fold:
         raise InputError(f"data.fold {config.data.fold}: folds trains all folds; leave it out, or train this one with train")
+    config = resolve_budgets(config, ranks, run=_fold_config(config, count, 0).run).config
     configs = [_fold_config(config, count, number) for number in range(count)]
     if (config.run / "checkpoints").is_dir():
         raise RunFolderError(f"{config.run} is the folder of a run; give the folds another folder with --run")

@@ -41,7 +41,7 @@ class DataConfig:
         tissue: none; crop (to the bounding box of the tissue, found by colour or by the column mask); mask (also paints the
             background in the slide's background colour).
         host_budget: host memory in which the decoded rows of a slide are kept for its backward pass, and in the remainder, rows of
-            the next slide; default: none.
+            the next slide, or auto: a share of what the host has free; default: none.
         num_folds: number of patient-disjoint folds for a table without splits; one is for testing, the next for validation.
         fold: index of the test fold, from 0.
         val_fraction: share of the patients for validation without splits and folds.
@@ -142,7 +142,7 @@ class ModelConfig:
         dropout: probability, before the last layer.
         norm: frozen (the statistics of the backbone), calibrated (measured on the training slides, then frozen), train, or auto:
             frozen with weights (pretrained or a file), else calibrated.
-        budget: bytes that the device may hold.
+        budget: bytes that the device may hold, or auto: what it has free when the run starts, less a margin. A run that goes on keeps it.
         tile: rows and columns in px of a tile of the computation; default: the planner's choice. With columns, tiles of background
             need not run.
         mean: of the pixels' channels, in 0..1.
@@ -396,8 +396,8 @@ def _not_positive(config: TrainConfig, name: str) -> bool:
 
 
 def _not_bytes(name: str, text: int | str) -> list[str]:
-    if str(text).strip().lower() == "auto":
-        return [f"{name} auto: a resumed run needs the same plan, which free memory would change; give a size, such as '11GiB'"]
+    if text == "auto":
+        return []
     try:
         parse_bytes(text)
     except InputError as error:

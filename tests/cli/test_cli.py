@@ -19,6 +19,7 @@ from sft.cli import plans
 from sft.cli.main import escape_unencodable_output, main, output_problem
 from sft.cli.plans import load_model
 from sft.common.errors import SourceError
+from sft.common.installation import unread_variables
 from sft.planner.options import STRATEGIES
 
 _NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
@@ -47,7 +48,9 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return captured.out, captured.err
 
 
-def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in unread_variables():  # of the tests
+        monkeypatch.delenv(name)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["torch"] == torch.__version__
@@ -56,6 +59,14 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "nothing has run on a GPU yet" in text and set(found["verified"]) == {"cpu", "cuda"}
     assert "self-check" in text and " free of " in text and "imported from" in text and "WARNING" not in text
+
+
+def test_doctor_names_variables_that_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in unread_variables():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SFT_CACHE_DIR", "")
+    monkeypatch.setenv("SFT_CACHEDIR", "/tmp")
+    assert unread_variables() == ["SFT_CACHEDIR"]
 
 
 def test_doctor_names_a_folder_that_hides_the_package(

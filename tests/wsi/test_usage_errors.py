@@ -59,7 +59,6 @@ def test_missing_arguments_name_their_options(capsys: pytest.CaptureFixture[str]
         ('data: {csv: "t\\0.csv"}\n', "data.csv 't\\x00.csv': it has a zero byte"),
         ('data: {csv: t.csv}\nrun: "a\\0"\n', "run 'a\\x00': it has a zero byte"),
         ("data: {csv: t.csv}\nmodel: {mean: [.nan, 0, 0]}\n", "give three finite numbers each"),
-        ("data: {csv: t.csv}\nmodel: {budget: auto}\n", "model.budget auto: a resumed run needs the same plan"),
         ("data: {csv: t.csv}\ntask: {classes: [a, ' ']}\n", "a name is empty"),
         ("data: {csv: t.csv}\ntrain: {epochs: 9999999999}\n", "train.epochs 9999999999: give at least 1, and 1000000000 at most"),
         ("data: {csv: t.csv}\nmodel: {weights: none.pt, backbone: 'torch.nn:Flatten'}\n", "no slides"),

@@ -34,6 +34,7 @@ from sft.tissue import Masked
 from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
+from sft.wsi.data.cache_budget import cache_budget
 from sft.wsi.data.label_maps import IGNORED_LABEL, LabelMap, align_labels, count_values, label_problem
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
@@ -75,6 +76,7 @@ class SlideDataset:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._cache_bytes, _ = cache_budget(config)
         #: (width, height) in px of the slides that were checked and found good
         self.sizes: dict[str, tuple[int, int]] = {}
         #: of the label maps that were checked: pixels of each value
@@ -116,9 +118,8 @@ class SlideDataset:
         """
         normalised, stain = self._normalised(record)
         image = augmentation.apply(normalised, stain=stain)
-        budget = self._config.data.host_budget
-        if budget is not None:
-            image = Cached(image, host_budget_bytes=budget)
+        if self._cache_bytes is not None:
+            image = Cached(image, host_budget_bytes=self._cache_bytes)
         return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.get_default_dtype())
 
     def coloured(self, record: SlideRecord) -> Image:

@@ -36,6 +36,7 @@ from sft.wsi.run.trained_record import (
     read_task,
     recorded_state,
 )
+from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.checkpoint import WeightsId, restore_weights
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.experiment import (
@@ -290,6 +291,10 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
     config = _evaluation_config(selection)
     available_device(config.train.device)
     ranks.use_device(config.train.device)
+    budgets = resolve_budgets(config, ranks)
+    config = budgets.config
+    for line in budgets.lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
         table = _other_table(selection, settings)

@@ -33,6 +33,7 @@ from sft.wsi.model.tasks import Task, make_task
 from sft.wsi.run.estimate import PREDICTION_SHARE
 from sft.wsi.run.files import counted
 from sft.wsi.run.progress import Reporter
+from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
 from sft.wsi.train.optim import counter_seed, make_optimizer, philox_generator
 
@@ -103,10 +104,11 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
 
     Raises:
         DatasetError: the table is wrong.
-        InputError: the network cannot be made, or is of a module that is not trusted.
+        InputError: the network cannot be made, is of a module that is not trusted, or the free memory for an automatic budget is unknown.
         SourceError: weights cannot be read.
     """
     check_backbone(config.model.backbone, trust=trust)
+    config = resolve_budgets(config, run=config.run).config
     if table is None:
         table = read_table(config.data.csv, config.task, root=config.data.slides)
         table = assign_splits(table, config.data, config.task.kind, config.train.seed)

@@ -274,6 +274,9 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (_filled_and_scaled, r"writes in place \(mul_\), under torch.no_grad"),
         (_clamped_data, r"writes in place \(clamp_\) through x.detach\(\) or x.data"),
         (_set_data, r"sets x.data of a tensor of shape \(4, 1, 1\)"),
+        (lambda model, y: torch.zeros_like(y).set_(y), r"calls set_ with a tensor of shape .* that may require a gradient"),
+        (lambda model, y: torch.ops.aten.set_.source_Tensor(torch.empty(0), y), r"calls set_ with a tensor .* assign the tensor"),
+        (lambda model, y: y.view_as(y).set_(y.detach()), r"calls set_ with a tensor .* or give it x.detach\(\)"),
         (lambda model, y: y.detach_(), r"detach_.*write x = x.detach\(\)"),
         (_hooked, r"calls register_hook on a tensor"),
         (lambda model, y: _reversed(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
@@ -295,6 +298,23 @@ def test_writes_past_autograd_are_refused(change: Callable[[Parts, Tensor], Tens
         sft.compile(model, _SHAPE)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert _reversed(torch.ones(1, requires_grad=True)).requires_grad, "elsewhere it works as before"
+
+
+def test_set_of_detached_tensors_runs_as_in_eager() -> None:
+    """As eager does: ``set_`` has no derivative, and needs none for tensors without a gradient."""
+
+    class Replaced(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            out: Tensor = self.second(y * torch.empty(0, dtype=y.dtype).set_(y.detach()))
+            return out
+
+    model = seeded(Replaced)
+    net, x = sft.compile(copy.deepcopy(model), _SHAPE), image(*_SHAPE)
+    parameters = (model.first.weight, model.second.weight)
+    plain = torch.autograd.grad(model(x).square().sum(), parameters)
+    ours = torch.autograd.grad(net(x).square().sum(), (net.first.weight, net.second.weight))
+    assert all(relative_error(a, b) <= 1e-12 for a, b in zip(ours, plain, strict=True))
 
 
 def test_hooks_of_the_root_run_once() -> None:

@@ -338,6 +338,7 @@ class Engine:
             make_machine=TorchMachine if self.rank_context is None else self.rank_context.machine,
             cudnn_benchmark=self.settings.options.cudnn_benchmark,
             graphs=prepared.graphs,
+            pass_graphs=prepared.pass_graphs,
             active_graphs=self._active_graphs,
             pool=None if prepared.segments is None else BoundPool(self._device_pool, prepared.segments),
             backward_context=contextlib.nullcontext if sharding is None else sharding.backward_context(),

@@ -48,6 +48,7 @@ from sft.runtime.region import Region
 from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.pass_graphs import CudaPassRecorder, PassGraphs
 
 __all__ = ["PreparedPlan", "planning_context", "prepare", "prepare_on_mesh", "search"]
 
@@ -65,6 +66,7 @@ class PreparedPlan:
         staging_pool: page-locked memory for copies to a CUDA device; ``None`` if a step has none.
         graphs: programs that are replayed as CUDA graphs, if any.
         retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
+        pass_graphs: recordings of whole passes as CUDA graphs; ``None`` if passes are not recorded.
         segments: bytes of the segments of the steps' memory pool on a GPU; ``None`` for steps without a pool.
     """
 
@@ -77,6 +79,7 @@ class PreparedPlan:
     retain_check: RetainedGraphCheck | None = None
     staging_pool: HostSlabPool | None = None
     segments: tuple[int, ...] | None = None
+    pass_graphs: PassGraphs | None = None
 
 
 @contextlib.contextmanager
@@ -126,7 +129,8 @@ def prepare(
         plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
     has_copies = any(op.is_copy for op in region.schedule)
     slab_pool = HostSlabPool(fitted.projected.projection.slab_bytes, device, settings.host_allocator) if has_copies else None
-    graphs = _recordable_graphs(problem, region, plan, model, device, settings)
+    records_passes = fitted.projected.projection.records_passes and device.type == "cuda"
+    graphs = None if records_passes else _recordable_graphs(problem, region, plan, model, device, settings)
     if graphs is not None:
         plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
     if plan.device_type == "cuda":
@@ -141,6 +145,7 @@ def prepare(
         graphs=graphs,
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
         segments=fitted.projected.projection.segments if _has_pool(device) else None,
+        pass_graphs=_pass_graphs(problem, fitted, device) if records_passes else None,
     )
 
 
@@ -198,6 +203,12 @@ def _origin(plan: Plan, settings: CompileSettings, device: torch.device) -> dict
     }
 
 
+def _pass_graphs(problem: PlanningProblem, fitted: FittedPlan, device: torch.device) -> PassGraphs:
+    """Recordings of the passes of a plan, in a memory pool with the plan's segments."""
+    fixed = frozenset(node.name for node in problem.sized.graph.nodes if node.kind != "input")
+    return PassGraphs(fixed=fixed, recorder=CudaPassRecorder(device, fitted.projected.projection.segments))
+
+
 def _recordable_graphs(
     problem: PlanningProblem, region: Region, plan: Plan, model: nn.Module, device: torch.device, settings: CompileSettings
 ) -> GraphCache | None:
@@ -211,6 +222,6 @@ def _recordable_graphs(
         settings.budget_bytes - plan.total_bytes,
         CudaGraphRecorder(device),
         frozenset(weights),
-        overhead_estimator(model, problem, device, cuda_graphs=True).working_bytes,
+        overhead_estimator(model, problem, device, cuda_graphs="strips").working_bytes,
     )
     return graphs if graphs.programs else None

@@ -27,7 +27,7 @@ from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.materialize import ProjectedPlan, materialize
-from sft.planner.measured.allocator_overhead import OverheadEstimator, warn_about_allocator
+from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
 from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
@@ -123,8 +123,16 @@ class PlanSearch:
         return is_limited or limit is None or projection.host_bytes + projection.staging_bytes <= limit
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
-        """Find a plan that fits together with the memory that the device takes in addition to tensors."""
-        return self._with_room_for_overhead(problem, self._overhead_estimator(problem), self._fit_projected)
+        """Find a plan that fits together with the memory that the device takes in addition to tensors.
+
+        Recordings of whole passes take more memory than those of strips, which take none if there is none.
+        """
+        if not (self.settings.options.cuda_graphs and self._is_for_gpu):
+            return self._with_room_for_overhead(problem, self._overhead_estimator(problem), self._fit_projected)
+        try:
+            return self._with_room_for_overhead(problem, self._overhead_estimator(problem, "passes"), self._fit_projected)
+        except BudgetError:
+            return self._with_room_for_overhead(problem, self._overhead_estimator(problem, "strips"), self._fit_projected)
 
     def _with_room_for_overhead(
         self,
@@ -166,21 +174,21 @@ class PlanSearch:
                 return fitted
             overhead_bytes = max(fitted.projected.projection.overhead_bytes, overhead_bytes + 1)
 
-    def _overhead_estimator(self, problem: PlanningProblem) -> OverheadEstimator | None:
+    def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""
         device = self.signature.device
         if _has_device_overhead(device):
-            return overhead_estimator(self.model, problem, device, cuda_graphs=self.settings.options.cuda_graphs)
-        return self._remote_estimator(problem) if self._is_for_gpu else None
+            return overhead_estimator(self.model, problem, device, cuda_graphs=cuda_graphs)
+        return self._remote_estimator(problem, cuda_graphs) if self._is_for_gpu else None
 
     @property
     def _is_for_gpu(self) -> bool:
         """True if the plan is for a GPU, of this machine or of another one."""
         return _has_device_overhead(self.signature.device) or self.settings.device_type(self.signature.device) == "cuda"
 
-    def _remote_estimator(self, problem: PlanningProblem) -> OverheadEstimator:
+    def _remote_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator:
         """The estimator for a GPU of another machine, whose libraries' workspaces are unknown."""
-        return OverheadEstimator(None, is_training=problem.sized.training, has_pool=not self.settings.options.cuda_graphs)
+        return OverheadEstimator(None, is_training=problem.sized.training, cuda_graphs=cuda_graphs)
 
     def _with_overhead(self, estimator: OverheadEstimator, fitted: FittedPlan) -> FittedPlan:
         """The plan with its overhead in the projection."""
@@ -198,7 +206,8 @@ class PlanSearch:
         if self.settings.plan is None:
             timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
-        estimator = self._overhead_estimator(problem)
+        scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if options.cuda_graphs else None
+        estimator = self._overhead_estimator(problem, scope)
         with autocast_disabled(device):
             with self._algorithm_search(fitted.projected):
                 best_seconds = time_step(problem, fitted.projected.region, device, progress=options.progress)
@@ -320,7 +329,9 @@ def _check_order(problem: PlanningProblem, names: Sequence[str]) -> None:
             raise InputError(f"the plan runs {name} before {late[0]}, which it reads; make a new one with sft.plan(model, ...)")
 
 
-def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch.device, *, cuda_graphs: bool) -> OverheadEstimator:
+def overhead_estimator(
+    model: nn.Module, problem: PlanningProblem, device: torch.device, *, cuda_graphs: GraphScope | None
+) -> OverheadEstimator:
     """The estimator of device memory that plans of a problem take in addition to tensors."""
     nodes = [node for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer")]
     weights = {node.name: tensor_attribute(model, node.target) for node in nodes}
@@ -330,9 +341,8 @@ def overhead_estimator(model: nn.Module, problem: PlanningProblem, device: torch
         device,
         open_timing_cache(device),
         plain,
-        num_streams=2 if cuda_graphs else 1,
         is_training=problem.sized.training,
-        has_pool=not cuda_graphs,  # while a graph is recorded, allocations go to the graph's pool
+        cuda_graphs=cuda_graphs,
     )
 
 

@@ -167,6 +167,7 @@ class Projection:
         overhead_bytes: on a GPU, bytes that the device takes in addition (``sft.planner.measured.allocator_overhead``).
         segments: on a GPU, bytes of the segments of the step's memory pool; ``None`` for a step without a pool.
         staging_bytes: page-locked bytes on the host through which copies between the devices pass; not included in ``host_bytes``.
+        records_passes: true if the overhead has room for recording both passes as CUDA graphs (``sft.torch_runtime.pass_graphs``).
     """
 
     peak_bytes: int
@@ -178,6 +179,7 @@ class Projection:
     overhead_bytes: int = 0
     segments: tuple[int, ...] | None = None
     staging_bytes: int = 0
+    records_passes: bool = False
 
 
 def project_step(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -34,6 +35,7 @@ from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
+from sft.torch_runtime.pass_graphs import PassGraphs, RecordedCall
 from sft.torch_runtime.pass_statistics import CallStatistics
 from sft.torch_runtime.staging import HostStaging
 from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
@@ -66,6 +68,7 @@ class RegionInputs:
         host_allocator: allocates cuts on the host.
         make_machine: constructor of the machine of a pass.
         graphs: recorded programs of the region.
+        pass_graphs: recorded passes of the region; ``None`` if its passes are not recorded.
         active_graphs: the recordings that are alive, over all plans of the model.
         pool: memory pool of the passes; ``None`` for the device's default pool.
         backward_context: context in which a backward pass runs.
@@ -87,6 +90,7 @@ class RegionInputs:
     host_allocator: HostAllocator = field(default_factory=HostAllocator)
     make_machine: Callable[..., TorchMachine] = TorchMachine
     graphs: GraphCache | None = None
+    pass_graphs: PassGraphs | None = None
     active_graphs: ActiveGraphs = field(default_factory=ActiveGraphs)
     pool: BoundPool | None = None
     backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -109,7 +113,7 @@ class RegionInputs:
 
     def machine(self, *, backward: bool, offloader: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
         """Machine of one pass."""
-        self.active_graphs.activate(self.graphs)
+        self.active_graphs.activate(self.pass_graphs or self.graphs)
         return self.make_machine(
             self.device,
             statistics=self.statistics.backward if backward else self.statistics.forward,
@@ -136,6 +140,9 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     keep = torch.is_grad_enabled() and (bool(inputs.sinks) or any(tensor.requires_grad for tensor in tensors))
     leaves = dict(zip(inputs.names, tensors, strict=True))
     if not keep:
+        recorded = _replay_forward(region, inputs, leaves, keep=False)
+        if recorded is not None:
+            return {name: leaves[name] if name in leaves else recorded.outputs[name] for name in region.outputs}
         with (
             torch.no_grad(),
             _pass_settings(region, inputs),
@@ -153,6 +160,57 @@ def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOut
     return {**{name: leaves[name] for name in region.outputs if name in leaves}, **dict(zip(computed, results, strict=True))}
 
 
+def _replay_forward(region: Region, inputs: RegionInputs, leaves: dict[str, torch.Tensor], *, keep: bool) -> RecordedCall | None:
+    """Replay a recorded forward pass; ``None`` if the pass runs instruction by instruction."""
+    if inputs.pass_graphs is None:
+        return None
+    inputs.active_graphs.activate(inputs.pass_graphs)
+
+    def run(leaves: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Tape]:
+        with torch.no_grad(), _pass_settings(region, inputs), _running(inputs.machine(backward=False)) as machine:
+            return region.forward(machine, leaves, keep=keep)
+
+    release = (lambda: None) if inputs.pool is None else inputs.pool.pool.release
+    return inputs.pass_graphs.forward(leaves, run, keep=keep, release=release)
+
+
+def _forward_with_tape(
+    region: Region,
+    inputs: RegionInputs,
+    leaves: Mapping[str, torch.Tensor],
+    hosts: Mapping[str, HostOutput],
+    offloader: HostOffloader | None,
+) -> tuple[dict[str, Any], Tape]:
+    """Run a forward pass that a backward pass follows."""
+    with (
+        _pass_settings(region, inputs),
+        inputs.memory(),
+        _quiesce_on_error(offloader),
+        inputs.forward_weights() as weights,
+        _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
+    ):
+        outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
+        # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
+        tape.copies.wait(machine, tuple(tape.copies.by_target))
+    return outputs, tape
+
+
+def _detach_tape(
+    tape: Tape, outputs: Mapping[str, Any], computed: Sequence[str], given: Collection[str], hosts: Mapping[str, HostOutput]
+) -> dict[str, int]:
+    """Reduce a tape to the values that the region computed; the versions of those that the caller can change.
+
+    Leaves return through saved tensors, which autograd checks. Outputs on the tape become aliases, since a result would keep its own graph
+    alive. An alias shares the version, so a change in place is noticed. Of outputs on the host, and of outputs that are copies of a value
+    on the tape, the tape has its own value, which cannot change.
+    """
+    values = {name: value for name, value in tape.values.by_name.items() if name not in given}
+    watched = [name for name in computed if name in values and name not in hosts and values[name] is outputs[name]]
+    values.update({name: outputs[name].detach() for name in watched})
+    tape.values.by_name = values
+    return {name: values[name]._version for name in watched}
+
+
 def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
     return output.tensor if isinstance(output, HostOutput) else output
 
@@ -163,30 +221,18 @@ class _RegionFunction(torch.autograd.Function):
         ctx: Any, region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False)}
-        offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
-        with (
-            _pass_settings(region, inputs),
-            inputs.memory(),
-            _quiesce_on_error(offloader),
-            inputs.forward_weights() as weights,
-            _running(inputs.machine(backward=False, offloader=offloader, weights=weights)) as machine,
-        ):
-            outputs, tape = region.forward(machine, {**leaves, **inputs.sources}, keep=True, hosts=hosts)
-            # The graph may be dropped before its backward pass: until then, no copy may fill a buffer that is allocated again.
-            tape.copies.wait(machine, tuple(tape.copies.by_target))
         computed = [name for name in region.outputs if name not in leaves]
-        # The tape keeps only values that the region computed: leaves return through saved tensors, which autograd checks. Outputs on the
-        # tape are aliases, since a result would keep its own graph alive. An alias shares the version, so a change in place is noticed.
-        # Of outputs on the host, and of outputs that are copies of a value on the tape, the tape has its own value, which cannot change.
-        values = {name: value for name, value in tape.values.by_name.items() if name not in leaves and name not in inputs.sources}
-        watched = [name for name in computed if name in values and name not in hosts and values[name] is outputs[name]]
-        values.update({name: outputs[name].detach() for name in watched})
-        tape.values.by_name = values
-        ctx.versions = {name: values[name]._version for name in watched}
+        ctx.recorded, ctx.tape, ctx.offloader, ctx.versions = _replay_forward(region, inputs, leaves, keep=True), None, None, {}
+        if ctx.recorded is None:
+            offloader = ctx.offloader = None if inputs.slab_pool is None else HostOffloader(inputs.device, inputs.slab_pool.lease())
+            outputs, ctx.tape = _forward_with_tape(region, inputs, leaves, hosts, offloader)
+            ctx.versions = _detach_tape(ctx.tape, outputs, computed, {*leaves, *inputs.sources}, hosts)
+        else:
+            outputs, ctx.recorded.outputs = ctx.recorded.outputs, {}
         is_updated = [name in inputs.updated for name in inputs.names]
         ctx.save_for_backward(*(None if updated else tensor for updated, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.inputs, ctx.tape, ctx.offloader = region, inputs, tape, offloader
+        ctx.region, ctx.inputs = region, inputs
         ctx.computed, ctx.num_tensors = computed, len(tensors)
         results = tuple(_output_tensor(outputs[name]) for name in computed)
         constant = [result for name, result in zip(computed, results, strict=True) if name not in region.requires_grad]
@@ -237,22 +283,23 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     region: Region = ctx.region
     inputs: RegionInputs = ctx.inputs
     consume = not retains_graph()
-    tape: Tape = ctx.tape
-    refuse_after_failure(tape)
-    for name, version in ctx.versions.items():
-        check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
+    recorded: RecordedCall | None = ctx.recorded
+    tape: Tape | None = ctx.tape
+    if recorded is None:
+        refuse_after_failure(tape)
+    if tape is not None:
+        for name, version in ctx.versions.items():
+            check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
     if inputs.weights is not None:
         inputs.weights.check()
-    if not consume:
+    if not consume and recorded is None:
         inputs.check_retain_graph()
     offloader = ctx.offloader
     if consume:
-        ctx.tape = ctx.offloader = None
-    else:
+        ctx.tape = ctx.offloader = ctx.recorded = None
+    elif tape is not None:
         tape = tape.fork()
     leaves = {name: tensor.detach() for name, tensor in zip(inputs.names, tensors, strict=False) if tensor is not None}
-    tape.values.by_name.update(leaves)
-    tape.values.by_name.update(inputs.sources)
     by_output = {name: grad for name, grad in zip(ctx.computed, grads, strict=True) if name in region.requires_grad}
     reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
     output_grads = {
@@ -261,6 +308,15 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     }
     grads.clear()
     by_output.clear()
+    if recorded is not None:
+        leaf_grads = recorded.backward(output_grads, partial(_record_backward, region, inputs), is_last=consume)
+        if leaf_grads is not None:
+            return _grads_of_tensors(ctx, leaf_grads, reached)
+        ctx.recorded = None
+        tape = _recompute_tape(region, inputs, leaves)
+    assert tape is not None
+    tape.values.by_name.update(leaves)
+    tape.values.by_name.update(inputs.sources)
     sinks = {name: make() for name, make in inputs.sinks.items()}
     if offloader is not None:
         offloader.may_exceed_slab = not consume
@@ -283,8 +339,31 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         torch.cuda.current_stream(inputs.device).synchronize()
     if inputs.pool is not None:
         _move_lasting_grads(region, inputs, tensors, leaf_grads)
-    by_tensor = [leaf_grads.get(name) if name in reached else None for name in inputs.names]
+    return _grads_of_tensors(ctx, leaf_grads, reached)
+
+
+def _grads_of_tensors(ctx: Any, leaf_grads: Mapping[str, torch.Tensor], reached: Collection[str]) -> list[torch.Tensor | None]:
+    """Gradients in the order of the function's tensors."""
+    by_tensor = [leaf_grads.get(name) if name in reached else None for name in ctx.inputs.names]
     return [*by_tensor, *[None] * (ctx.num_tensors - len(by_tensor))]
+
+
+def _record_backward(region: Region, inputs: RegionInputs, tape: Tape, output_grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run a backward pass while it is recorded: in the memory pool of the recording."""
+    with _pass_settings(region, inputs), _running(inputs.machine(backward=True)) as machine:
+        return region.backward(machine, tape, output_grads)
+
+
+def _recompute_tape(region: Region, inputs: RegionInputs, leaves: Mapping[str, torch.Tensor]) -> Tape:
+    """Tape of another forward pass, for a backward pass that could not be recorded.
+
+    Buffers that the forward pass has updated are zeros in it: only their own updates depend on them.
+    """
+    updated = [name for name in inputs.names if name in inputs.updated]
+    zeros = {name: torch.zeros(region.shapes[name], dtype=region.dtypes[name], device=inputs.device) for name in updated}
+    outputs, tape = _forward_with_tape(region, inputs, {**leaves, **zeros}, {}, None)
+    _detach_tape(tape, outputs, (), {*leaves, *zeros}, {})
+    return tape
 
 
 def _move_lasting_grads(region: Region, inputs: RegionInputs, tensors: Sequence[torch.Tensor | None], grads: dict[str, Any]) -> None:

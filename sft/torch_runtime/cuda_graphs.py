@@ -31,7 +31,7 @@ from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.runtime.region import Region
 from sft.runtime.tiled_segment import TiledSegment
 
-__all__ = ["ActiveGraphs", "CudaGraphRecorder", "GraphCache", "GraphRecorder", "buffer_bytes", "recordable_programs"]
+__all__ = ["ActiveGraphs", "CudaGraphRecorder", "GraphCache", "GraphRecorder", "Recordings", "buffer_bytes", "recordable_programs"]
 
 #: Roles of ports whose tensors are written.
 _WRITTEN = frozenset({"out", "grad_source", "partial", "grad_side"})
@@ -261,21 +261,28 @@ class GraphCache:
                 buffer.copy_(bindings[port])
 
 
+class Recordings(Protocol):
+    """Recordings of one plan."""
+
+    def clear(self) -> None:
+        """Drop all recordings and free their memory."""
+
+
 @dataclass(slots=True)
 class ActiveGraphs:
     """The recordings that are alive: those of one plan at a time, since each plan's peak counts only its own.
 
     Attributes:
-        cache: recordings of the plan that ran last; ``None`` if it has none.
+        recordings: recordings of the plan that ran last; ``None`` if it has none.
     """
 
-    cache: GraphCache | None = None
+    recordings: Recordings | None = None
 
-    def activate(self, cache: GraphCache | None) -> None:
+    def activate(self, recordings: Recordings | None) -> None:
         """Begin a pass with these recordings; those of another plan are dropped."""
-        if self.cache is not None and self.cache is not cache:
-            self.cache.clear()
-        self.cache = cache
+        if self.recordings is not None and self.recordings is not recordings:
+            self.recordings.clear()
+        self.recordings = recordings
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -23,7 +23,7 @@ import torch
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 
-__all__ = ["BoundPool", "DevicePool"]
+__all__ = ["BoundPool", "DevicePool", "reserve_pool"]
 
 
 @dataclass(slots=True)
@@ -59,28 +59,39 @@ class DevicePool:
                 finally:
                     self._depth -= 1
 
+    def release(self) -> None:
+        """Free the pool; the next pass reserves another one."""
+        with self._lock:
+            self._pool, self._segments, self._place = None, (), None
+
     def _replace(self, place: tuple[torch.device, int], segments: tuple[int, ...]) -> None:
-        """Reserve segments in a new pool. Cached memory of the default pool returns to the device first, as programs were tried in it.
+        """Reserve segments in a new pool. After a failure the next pass reserves again."""
+        self.release()
+        self._pool = reserve_pool(place[0], segments)
+        self._segments, self._place = segments, place
 
-        After a failure the next pass reserves again.
 
-        Raises:
-            BudgetError: the device has too little free memory.
-        """
-        self._pool = None
-        torch.cuda.empty_cache()
-        pool, (device, _) = torch.cuda.MemPool(), place
-        try:
-            with torch.cuda.use_mem_pool(pool, device):
-                tensors = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in segments]
-                del tensors
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"the plan fits the budget, and {device} has less free: the memory pool of its steps takes {format_bytes(sum(segments))} "
-                f"({error}). Free other tensors and models, end other processes on the device, or lower the budget to what is free.",
-                needed_bytes=sum(segments),
-            ) from error
-        self._pool, self._segments, self._place = pool, segments, place
+def reserve_pool(device: torch.device, segments: tuple[int, ...]) -> Any:
+    """Memory pool with segments, for the current stream.
+
+    Cached memory of the default pool returns to the device first, as programs were tried in it.
+
+    Raises:
+        BudgetError: the device has too little free memory.
+    """
+    torch.cuda.empty_cache()
+    pool = torch.cuda.MemPool()
+    try:
+        with torch.cuda.use_mem_pool(pool, device):
+            tensors = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in segments]
+            del tensors
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the plan fits the budget, and {device} has less free: the memory pool of its steps takes {format_bytes(sum(segments))} "
+            f"({error}). Free other tensors and models, end other processes on the device, or lower the budget to what is free.",
+            needed_bytes=sum(segments),
+        ) from error
+    return pool
 
 
 def _contains(segments: tuple[int, ...], needed: tuple[int, ...]) -> bool:

@@ -20,7 +20,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,15 +31,18 @@ from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
 from sft.lower.program import Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
-from sft.planner.measured.reserved_memory import choose_segments, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import choose_segments, recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
+from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, run_on_autograd_thread, timing_key
 
-__all__ = ["OverheadEstimator", "blas_workspace_bytes", "warn_about_allocator"]
+__all__ = ["GraphScope", "OverheadEstimator", "blas_workspace_bytes", "warn_about_allocator"]
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
+#: What is recorded as CUDA graphs.
+GraphScope = Literal["passes", "strips"]
 _KIB = 2**10
 _MIB = 2**20
 
@@ -66,18 +69,16 @@ class OverheadEstimator:
         device: the GPU; ``None`` if it is in another machine.
         costs: cached measurements of programs.
         weights: the model's weights, by the names of the graph.
-        num_streams: streams on which programs run.
         is_training: true if backward passes follow, which run on a thread of their own.
-        has_pool: true if the steps have a memory pool of their own.
+        cuda_graphs: what is recorded as CUDA graphs: whole passes where that is possible, strips, or nothing.
         allocator: settings of the allocator.
     """
 
     device: torch.device | None
     costs: TimingCache = field(default_factory=TimingCache)
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    num_streams: int = 1
     is_training: bool = False
-    has_pool: bool = True
+    cuda_graphs: GraphScope | None = None
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings.of_environment)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
     _multiplies: bool = False
@@ -91,14 +92,20 @@ class OverheadEstimator:
         self._multiplies = False
         trace = record_step(problem, projected.region, self._workspace_bytes)
         resident = resident_sizes(problem)
-        segments = choose_segments(trace, self.allocator) if self.has_pool and self.allocator.is_native else None
+        records_passes = self.cuda_graphs == "passes" and can_record_passes(projected.region)
+        if records_passes:
+            resident += recording_sizes(problem)
+        # While a strip is recorded, allocations go to the graph's pool.
+        has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
+        segments = choose_segments(trace, self.allocator) if has_pool else None
         if (self._multiplies or segments is not None) and self.device is not None:  # a pool is entered with a handle of cuBLAS
-            num_threads = 2 if self.is_training else 1
-            resident += [blas_workspace_bytes(self.device)] * (num_threads * self.num_streams)
+            num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
+            resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         memory = simulate_reserved_memory(trace, self.allocator, segments=segments, resident=resident)
         projection = projected.projection
         overhead_bytes = max(0, memory.reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
-        return replace(projected, projection=replace(projection, overhead_bytes=overhead_bytes, segments=segments))
+        projection = replace(projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes)
+        return replace(projected, projection=projection)
 
     def working_bytes(self, program: Program) -> int:
         """Bytes of the blocks of a program above its bindings, including results."""

@@ -22,7 +22,7 @@ from sft.planner.measured.allocation_trace import AllocationTrace
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, AllocatorSettings, Block, CachingAllocator, segment_bytes
 
-__all__ = ["ReservedMemory", "choose_segments", "resident_sizes", "simulate_reserved_memory"]
+__all__ = ["ReservedMemory", "choose_segments", "recording_sizes", "resident_sizes", "simulate_reserved_memory"]
 
 #: The second step starts with the segments of the first one, as all later steps do.
 _NUM_STEPS: Final = 2
@@ -182,3 +182,13 @@ def resident_sizes(problem: PlanningProblem) -> list[int]:
             if left_bytes <= 0:
                 break
     return [*sizes, left_bytes] if left_bytes > 0 else sizes
+
+
+def recording_sizes(problem: PlanningProblem) -> list[int]:
+    """Bytes of the tensors that exist in addition if both passes are recorded as CUDA graphs: copies of all that enters and leaves them."""
+    sized = problem.sized
+    names = [node.name for node in sized.graph.nodes if node.kind == "input"] + list(sized.graph.results)
+    if sized.training:
+        leaves = [node.name for node in sized.graph.nodes if node.kind in ("input", "parameter")]
+        names += [name for name in (*sized.graph.results, *leaves) if name in sized.requires_grad]
+    return [sized.value_bytes(name) for name in names]

@@ -1,0 +1,323 @@
+"""CUDA graphs of whole passes: the forward pass and the backward pass of a plan, each recorded once and replayed with a single call.
+
+The host issues the instructions of a pass one after the other, each in 10 to 20 microseconds. Kernels of small strips take less, so the
+device waits. The schedule of a plan is the same in every step, as long as all that it reads is on the device: a pass is recorded as a CUDA
+graph, and a replay issues all of its kernels at once.
+
+A graph runs on the addresses that it was recorded on:
+
+- the model's weights and buffers are recorded as they are; if they have moved, the passes are recorded again;
+- inputs and gradients of outputs are copied into tensors of the recording before a replay;
+- outputs and gradients are copied out of the recording after it.
+
+All other tensors are in the recording's memory pool. It consists of the plan's segments, as the pool of passes without graphs
+(:mod:`sft.torch_runtime.device_pool`) does, which it replaces.
+
+The values that a forward pass leaves for its backward pass are in the recording, too. So the pass of a call whose backward pass is pending
+cannot be replayed: a second call before that runs without graphs, and so do all later ones. A backward pass that is repeated
+(``retain_graph=True``) replays the forward pass before it, since the first one has overwritten these values.
+
+The first call of a plan runs without a graph: libraries select and compile kernels in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sft.analysis.frontend.capture import CHANNELS_LAST
+from sft.backends.kernel_call import kernel_call_of
+from sft.common.errors import SftError
+from sft.runtime.region import Region, Tape
+from sft.runtime.strip_policy import RUN_ALL_STRIPS
+from sft.runtime.tiled_segment import TiledSegment
+from sft.torch_runtime.device_pool import reserve_pool
+from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
+
+__all__ = ["CudaPassRecorder", "PassGraphs", "PassRecorder", "RecordedCall", "can_record_passes"]
+
+#: Recordings of a pass because weights have moved. A model whose weights move in every step is not recorded.
+_MAX_RECORDINGS = 4
+
+#: Runs a forward pass on leaves: outputs, and the tape.
+RunForward = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], Tape]]
+#: Runs a backward pass on gradients of outputs: gradients of leaves.
+RunBackward = Callable[[Tape, dict[str, Tensor]], dict[str, Tensor]]
+
+
+class PassRecorder(Protocol):
+    """Recorder of device work."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record the work without running it, and return a function that runs it on the same memory."""
+
+    def close(self) -> None:
+        """Free the memory of all recordings, once they are dropped."""
+
+
+@dataclass(slots=True)
+class CudaPassRecorder:
+    """Recorder of CUDA graphs, on a stream of its own, in one memory pool.
+
+    Attributes:
+        device: the GPU.
+        segments: bytes of the pool's segments; ``None`` to let the allocator choose.
+    """
+
+    device: torch.device
+    segments: tuple[int, ...] | None
+    _stream: Any = None
+    _pool: Any = None
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self.device):
+            self._stream = self._stream or torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                # cuBLAS keeps its workspace for each thread and stream, so it must not be part of the recording.
+                torch.cuda.current_blas_handle()
+                if self._pool is None:
+                    self._pool = reserve_pool(self.device, self.segments or ())
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as a data loader's, may use the device during the recording.
+            with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        return graph.replay
+
+    def close(self) -> None:
+        self._pool = None
+
+
+def can_record_passes(region: Region) -> bool:
+    """True if the passes of a region use the device alone, and are the same in every call."""
+    if region.from_source or region.host_outputs or region.streamed or region.weights is not None:
+        return False
+    if any(op.is_copy for op in region.schedule) or any(node.kind == "seed" for node in region.graph.nodes):
+        return False
+    if any(isinstance(segment, TiledSegment) and segment.strip_policy is not RUN_ALL_STRIPS for segment in region.segments):
+        return False
+    programs = [program for segment in region.segments for program in getattr(segment, "lowered_programs", ())]
+    calls = (kernel_call_of(instruction.function) for program in programs for instruction in program.instructions)
+    return not any(call is not None and call.uploads for call in calls)
+
+
+@dataclass(slots=True)
+class _Recording:
+    """Recorded pass.
+
+    Attributes:
+        inputs: tensors that are written before a replay.
+        results: tensors that are read after it.
+        replay: runs the pass.
+        flops: floating-point operations of the pass.
+        is_new: true before the first replay; its operations were reported when it was recorded.
+    """
+
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor]
+    replay: Callable[[], None]
+    flops: int
+    is_new: bool = True
+
+    def run(self, values: Mapping[str, Tensor]) -> None:
+        """Replay the pass on values."""
+        for name, tensor in self.inputs.items():
+            tensor.copy_(values[name])
+        self.replay()
+        if LISTENERS and not self.is_new:
+            note_flops(self.flops)
+        self.is_new = False
+
+    def copy_results(self) -> dict[str, Tensor]:
+        """Copies of the results, which the next replay does not overwrite."""
+        return {name: result.clone() for name, result in self.results.items()}
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _RecordedStep:
+    """Recorded forward pass, and the backward pass of its tape.
+
+    Attributes:
+        addresses: addresses and strides of the weights and buffers.
+        forward: the forward pass.
+        tape: its tape, until the backward pass is recorded, which consumes it.
+        backward: the backward pass, once it is recorded.
+        call: the call that was replayed last.
+    """
+
+    addresses: tuple[Any, ...]
+    forward: _Recording
+    tape: Tape | None
+    backward: _Recording | None = None
+    call: weakref.ref[RecordedCall] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a backward pass still needs the values on the tape."""
+        call = None if self.call is None else self.call()
+        return call is not None and call.is_pending
+
+
+@dataclass(slots=True, weakref_slot=True)
+class RecordedCall:
+    """A forward pass that was replayed, and its backward pass.
+
+    Attributes:
+        outputs: its outputs, in memory of their own; taken by the caller.
+        is_pending: true until the last backward pass has run.
+    """
+
+    outputs: dict[str, Tensor]
+    is_pending: bool
+    _step: _RecordedStep
+    _graphs: PassGraphs
+    _is_spent: bool = False
+
+    def backward(self, output_grads: Mapping[str, Tensor], run: RunBackward, *, is_last: bool) -> dict[str, Tensor] | None:
+        """Gradients of the leaves, in memory of their own; ``None`` if the pass cannot be recorded, which ends the call.
+
+        Args:
+            output_grads: gradients of the outputs.
+            run: runs the pass without a graph, to record it.
+            is_last: true if no other backward pass of this call follows.
+        """
+        step = self._step
+        if step.backward is None and not self._graphs.record_backward(step, output_grads, run):
+            self.is_pending = False
+            return None
+        assert step.backward is not None
+        if self._is_spent:
+            step.forward.replay()
+        step.backward.run(output_grads)
+        self._is_spent, self.is_pending = True, not is_last
+        return step.backward.copy_results()
+
+
+@dataclass(slots=True)
+class PassGraphs:
+    """Recorded passes of one plan: of its training step or of its inference, whichever ran last.
+
+    Attributes:
+        fixed: names of the weights and buffers.
+        recorder: records passes.
+        num_replays: number of replayed forward passes, for tests.
+        is_enabled: false after a call that cannot be recorded; all later ones then run without graphs.
+    """
+
+    fixed: frozenset[str]
+    recorder: PassRecorder
+    num_replays: int = 0
+    is_enabled: bool = True
+    _step: _RecordedStep | None = field(default=None, repr=False)
+    _keep: bool | None = None
+    _num_recordings: int = 0
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
+
+    def forward(
+        self, leaves: Mapping[str, Tensor], run: RunForward, *, keep: bool, release: Callable[[], None] = lambda: None
+    ) -> RecordedCall | None:
+        """Run a forward pass as a graph; ``None`` if it must run without one.
+
+        Args:
+            leaves: inputs, weights and buffers by name.
+            run: runs the pass without a graph, to record it.
+            keep: true if a backward pass follows.
+            release: frees the memory of passes without graphs, before a recording.
+        """
+        with self._lock:
+            if not self.is_enabled:
+                return None
+            if self._step is not None and self._step.is_pending:
+                self._disable()
+                return None
+            if self._keep is not keep:
+                self.clear()
+                self._keep = keep
+                return None
+            if self._step is None:
+                release()
+            step = self._recorded_step(leaves, run, keep)
+            if step is None:
+                return None
+            step.forward.run(leaves)
+            self.num_replays += 1
+            call = RecordedCall(step.forward.copy_results(), is_pending=keep, _step=step, _graphs=self)
+            step.call = weakref.ref(call)
+            return call
+
+    def clear(self) -> None:
+        """Drop the recordings. That of a pending backward pass lives until it has run. The next call runs without a graph."""
+        with self._lock:
+            self._step = self._keep = None
+            self.recorder.close()
+
+    def record_backward(self, step: _RecordedStep, output_grads: Mapping[str, Tensor], run: RunBackward) -> bool:
+        """Record the backward pass of a tape, which it consumes. False if that is impossible."""
+        with self._lock:
+            tape, step.tape = step.tape, None
+            if step is not self._step or tape is None:
+                return False
+            inputs = {name: _empty_like(grad) for name, grad in output_grads.items()}
+            step.backward = self._record(inputs, lambda: run(tape, dict(inputs)))
+            return step.backward is not None
+
+    def _recorded_step(self, leaves: Mapping[str, Tensor], run: RunForward, keep: bool) -> _RecordedStep | None:
+        """The recording for these weights; ``None`` if there is none."""
+        addresses = tuple((name, leaves[name].data_ptr(), leaves[name].stride()) for name in sorted(self.fixed) if name in leaves)
+        if self._step is not None and self._step.addresses == addresses:
+            return self._step
+        self._step = None
+        self._num_recordings += 1
+        if self._num_recordings > _MAX_RECORDINGS:
+            self._disable()
+            return None
+        tapes: list[Tape] = []
+        inputs = {name: torch.empty_like(leaf) for name, leaf in leaves.items() if name not in self.fixed}
+
+        def work() -> dict[str, Tensor]:
+            outputs, tape = run({**leaves, **inputs})
+            tapes.extend([tape] if keep else [])
+            return {name: output for name, output in outputs.items() if name not in leaves}
+
+        forward = self._record(inputs, work)
+        if forward is not None:
+            self._step = _RecordedStep(addresses=addresses, forward=forward, tape=tapes[0] if keep else None)
+        return self._step
+
+    def _record(self, inputs: dict[str, Tensor], work: Callable[[], dict[str, Tensor]]) -> _Recording | None:
+        """Record a pass; ``None`` if that fails, which changes no tensor of the caller."""
+        results: dict[str, Tensor] = {}
+        flops: list[int] = []
+        try:
+            with report_flops(flops.append):
+                replay = self.recorder.record(lambda: results.update(work()))
+        except RuntimeError as error:
+            if isinstance(error, SftError):
+                raise
+            self._disable()
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            warnings.warn(
+                f"a pass could not be recorded as a CUDA graph ({reason}): it runs without one, with the same results. "
+                "Leave out cuda_graphs to silence this warning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        return _Recording(inputs=inputs, results=results, replay=replay, flops=sum(flops))
+
+    def _disable(self) -> None:
+        """Never record again."""
+        self.is_enabled = False
+        self.clear()
+
+
+def _empty_like(grad: Tensor) -> Tensor:
+    """Tensor for a gradient of an output: dense and in the layout of images, as the caller's gradient may be expanded."""
+    layout = CHANNELS_LAST.get(grad.dim(), torch.contiguous_format)
+    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device, memory_format=layout)

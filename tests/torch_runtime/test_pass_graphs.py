@@ -1,0 +1,326 @@
+"""Passes that are recorded and replayed. On the CPU a recording is a list of operators, which a replay runs again on the same tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.common.torch_internals import TorchDispatchMode, op_schema
+from sft.torch_runtime.pass_graphs import PassGraphs, can_record_passes
+from tests.helpers.models import ConvNet, Residual, seeded
+
+_SHAPE = (2, 3, 48, 40)
+
+
+class _Log(TorchDispatchMode):
+    """Operators with their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+@dataclass
+class LogRecorder:
+    """Recorder that runs a pass and logs its operators.
+
+    Attributes:
+        num_records: number of recordings.
+        fails_at: number of the recording that fails.
+        num_closed: number of times that its memory was freed.
+    """
+
+    num_records: int = 0
+    fails_at: int | None = None
+    num_closed: int = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_records += 1
+        with _Log() as log:
+            work()
+        if self.num_records == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def replay() -> None:
+            for func, args, kwargs, old in log.calls:
+                returns = [each.alias_info for each in op_schema(func).returns]
+                if any(alias is not None and not alias.is_write for alias in returns):
+                    continue  # a view
+                with torch.no_grad():
+                    new = func(*args, **kwargs)
+                    if all(alias is None for alias in returns):
+                        _overwrite(old, new)
+
+        return replay
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def _overwrite(old: Any, new: Any) -> None:
+    if isinstance(old, Tensor):
+        old.copy_(new)
+    elif isinstance(old, (list, tuple)):
+        for one, other in zip(old, new, strict=True):
+            _overwrite(one, other)
+
+
+def _recorded(net: Any, x: Tensor, *, grad: bool = True, fails_at: int | None = None) -> tuple[PassGraphs, LogRecorder]:
+    """Record the passes of a compiled module's plan, as the engine does on a GPU."""
+    with torch.set_grad_enabled(grad):
+        net.plan_for(x)
+    engine, recorder = net._sft_engine, LogRecorder(fails_at=fails_at)
+    key = next(reversed(engine.plan_cache.prepared))
+    ready = engine.plan_cache.prepared[key]
+    assert can_record_passes(ready.region)
+    fixed = frozenset(node.name for node in ready.captured.phases.graph.nodes if node.kind != "input")
+    graphs = PassGraphs(fixed=fixed, recorder=recorder)
+    engine.plan_cache.prepared[key] = replace(ready, pass_graphs=graphs)
+    return graphs, recorder
+
+
+def _input(seed: int, *, requires_grad: bool = True) -> Tensor:
+    x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return x.requires_grad_(requires_grad)
+
+
+def _results(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
+
+
+def _step(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad(set_to_none=True)
+    y = net(x)
+    y.square().sum().backward()
+    return _results(net, x, y)
+
+
+def _pair(make: Callable[[], nn.Module] = ConvNet, **options: Any) -> tuple[Any, Any]:
+    """Two compiled modules with equal weights."""
+    net: Any = sft.compile(seeded(make), _SHAPE, options=sft.Options(**{"tile": (8, None), **options}))
+    return net, copy.deepcopy(net)
+
+
+def _assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+class _Upsampled(nn.Module):
+    """Network whose strips depend on their position, with a training BatchNorm and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.max_pool2d(self.norm(self.first(x)).relu(), 2)
+        return self.last(nn.functional.interpolate(y, scale_factor=2, mode="bilinear"))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(ConvNet, {}), (Residual, {}), (_Upsampled, {}), (ConvNet, {"tile": None, "strategy": "none"})]
+)
+def test_replayed_steps_are_the_same(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    net, plain = _pair(make, **options)
+    graphs, recorder = _recorded(net, _input(0))
+    for seed in range(4):
+        _assert_close(_step(net, _input(seed)), _step(plain, _input(seed)))
+        with torch.no_grad():  # an optimizer's step in place
+            for one in (net, plain):
+                for parameter in one.parameters():
+                    parameter.sub_(parameter.grad, alpha=1e-3)
+    assert recorder.num_records == 2 and graphs.num_replays == 3
+
+
+def test_results_outlive_the_next_replay() -> None:
+    net, plain = _pair()
+    _recorded(net, _input(0))
+    ours = [_step(net, _input(seed)) for seed in range(3)]
+    _assert_close([each for step in ours for each in step], [each for seed in range(3) for each in _step(plain, _input(seed))])
+
+
+def test_gradients_accumulate() -> None:
+    net, plain = _pair()
+    graphs, _ = _recorded(net, _input(0))
+    for one in (net, plain):
+        for seed in range(3):
+            one(_input(seed)).square().sum().backward()
+    _assert_close([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+    assert graphs.num_replays == 2
+
+
+def test_a_repeated_backward_pass() -> None:
+    net, plain = _pair(_Upsampled)
+    graphs, _ = _recorded(net, _input(0))
+    for one in (net, plain):
+        for _ in range(2):
+            _step(one, _input(0))
+    results = []
+    for one in (net, plain):
+        one.zero_grad(set_to_none=True)
+        x = _input(1)
+        y = one(x)
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        results.append(_results(one, x, y))
+        _assert_close(results[-1], results[0])
+        _step(one, _input(2))
+    assert graphs.is_enabled and graphs.num_replays == 3
+
+
+def test_a_second_call_before_the_backward_pass_runs_without_graphs() -> None:
+    net, plain = _pair()
+    graphs, recorder = _recorded(net, _input(0))
+    for _ in range(2):
+        _step(net, _input(0))
+    results = []
+    for one in (net, plain):
+        one.zero_grad(set_to_none=True)
+        x, other = _input(1), _input(2)
+        first, second = one(x), one(other)
+        (first.square().sum() + second.square().sum()).backward()
+        assert x.grad is not None and other.grad is not None
+        results.append([first.detach(), second.detach(), x.grad, other.grad, *(p.grad for p in one.parameters())])
+    _assert_close(*results)
+    assert not graphs.is_enabled and recorder.num_closed
+    _assert_close(_step(net, _input(3)), _step(plain, _input(3)))
+    assert graphs.num_replays == 2
+
+
+def test_a_dropped_call_is_not_pending() -> None:
+    net, plain = _pair()
+    graphs, _ = _recorded(net, _input(0))
+    for seed in range(3):
+        net(_input(seed))  # its graph is dropped at once
+    _assert_close(_step(net, _input(3)), _step(plain, _input(3)))
+    assert graphs.is_enabled and graphs.num_replays == 3
+
+
+def test_an_inference_between_forward_and_backward() -> None:
+    net, plain = _pair()
+    _recorded(net, _input(0))
+    for _ in range(2):
+        _step(net, _input(0))
+    results = []
+    for one in (net, plain):
+        one.zero_grad(set_to_none=True)
+        x = _input(1)
+        y = one(x)
+        with torch.no_grad():
+            other = one(_input(2))
+        y.square().sum().backward()
+        results.append([*_results(one, x, y), other])
+    _assert_close(*results)
+
+
+def test_replayed_inference() -> None:
+    net, plain = _pair()
+    graphs, recorder = _recorded(net, _input(0, requires_grad=False), grad=False)
+    with torch.no_grad():
+        outputs = [net(_input(seed, requires_grad=False)) for seed in range(4)]
+        _assert_close(outputs, [plain(_input(seed, requires_grad=False)) for seed in range(4)])
+    assert graphs.num_replays == 3 and recorder.num_records == 1
+
+
+def test_moved_weights_are_recorded_again() -> None:
+    net, plain = _pair()
+    graphs, recorder = _recorded(net, _input(0))
+    for number in range(6):
+        _assert_close(_step(net, _input(number)), _step(plain, _input(number)))
+        with torch.no_grad():
+            for one in (net, plain):
+                for parameter in one.parameters():
+                    parameter.data = parameter.data * 1.01
+    assert recorder.num_records == 2 * 4 and not graphs.is_enabled  # weights that move in every step
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_failed_recording_is_one_warning(fails_at: int) -> None:
+    """The first recording is that of a forward pass, the second that of its backward pass, which has consumed the tape."""
+    net, plain = _pair(_Upsampled)
+    graphs, _ = _recorded(net, _input(0), fails_at=fails_at)
+    _assert_close(_step(net, _input(0)), _step(plain, _input(0)))
+    with pytest.warns(RuntimeWarning, match="could not be recorded as a CUDA graph .*not permitted"):
+        ours = _step(net, _input(1))
+    _assert_close(ours, _step(plain, _input(1)))
+    _assert_close(_step(net, _input(2)), _step(plain, _input(2)))
+    assert not graphs.is_enabled
+
+
+def test_flops_of_replays_are_reported() -> None:
+    net, _ = _pair()
+    _recorded(net, _input(0))
+    counts = []
+    for seed in range(4):
+        flops: list[int] = []
+        with sft.torch_runtime.pass_statistics.report_flops(flops.append):  # type: ignore[attr-defined]
+            _step(net, _input(seed))
+        counts.append(sum(flops))
+    assert counts == [net.plan.flops] * 4
+
+
+def test_plans_that_use_the_host_are_not_recorded() -> None:
+    x = sft.sources.ArraySource(_input(0, requires_grad=False)[0].numpy(), layout="CHW", dtype=torch.float64)
+    dropout = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5)).double()
+    cases: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+        (seeded(ConvNet), x, {}),
+        (dropout, _SHAPE, {}),
+        (seeded(ConvNet), _SHAPE, {"weights": "stream"}),
+    ]
+    for model, shape, options in cases:
+        net: Any = sft.compile(model, shape, options=sft.Options(tile=(8, None), **options))
+        (ready,) = net._sft_engine.plan_cache.prepared.values()
+        assert not can_record_passes(ready.region)
+
+
+def test_the_budget_has_room_for_recordings() -> None:
+    """A plan for a GPU counts copies of inputs and results; where they do not fit, strips are recorded, which take what is left."""
+    shape = (1, 3, 1536, 1280)
+    with torch.device("meta"):
+        model = ConvNet()
+
+    def plan(budget: int, *, graphs: bool) -> sft.Plan:
+        return sft.plan(copy.deepcopy(model), shape, budget=budget, device="cuda", options=sft.Options(cuda_graphs=graphs))
+
+    without, recorded = plan(2**28, graphs=False), plan(2**28, graphs=True)
+    input_bytes = 3 * 1536 * 1280 * next(model.parameters()).element_size()
+    assert recorded.total_bytes <= 2**28 and recorded.overhead_bytes >= without.overhead_bytes + input_bytes
+    least = plan(28 * 2**20, graphs=False)
+    assert plan(least.total_bytes, graphs=True).total_bytes <= least.total_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("make", [ConvNet, Residual, _Upsampled])
+def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module]) -> None:
+    model = seeded(make).cuda()
+    plain: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None)))
+    net: Any = sft.compile(model, _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
+
+    def step(one: nn.Module, seed: int) -> list[Tensor]:
+        one.zero_grad(set_to_none=True)
+        x = _input(seed).detach().cuda().requires_grad_()
+        y = one(x)
+        y.square().sum().backward()
+        return _results(one, x, y)
+
+    for seed in range(4):
+        torch.testing.assert_close(step(net, seed), step(plain, seed), rtol=1e-10, atol=1e-10)
+    (ready,) = (each for each in net._sft_engine.plan_cache.prepared.values() if each.pass_graphs is not None)
+    assert ready.pass_graphs.num_replays == 3 and ready.pass_graphs.is_enabled
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    step(net, 4)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before

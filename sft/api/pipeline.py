@@ -121,7 +121,7 @@ def prepare(
 ) -> PreparedPlan:
     """Build the user's plan, and allocate host memory and CUDA graphs for its region."""
     problem, region, device = fitted.problem, fitted.projected.region, signature.device
-    rates = DeviceRates(settings.device_type(device))
+    rates = DeviceRates(settings.device_type(device), replays=fitted.projected.projection.records_passes)
     plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=rates)
     plan = replace(plan, **_origin(plan, settings, device))
     if fitted.seconds is not None:
@@ -134,7 +134,8 @@ def prepare(
     if graphs is not None:
         plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
     if plan.device_type == "cuda":
-        plan = replace(plan, projected_reserved_bytes=plan.total_bytes)
+        replays = fitted.projected.projection.records_passes
+        plan = replace(plan, projected_reserved_bytes=plan.total_bytes, replays_passes=replays)
     return PreparedPlan(
         plan=plan,
         region=region,
@@ -213,7 +214,7 @@ def _recordable_graphs(
     problem: PlanningProblem, region: Region, plan: Plan, model: nn.Module, device: torch.device, settings: CompileSettings
 ) -> GraphCache | None:
     """Programs that are replayed as CUDA graphs, as many as the rest of the budget allows."""
-    if not settings.options.cuda_graphs or device.type != "cuda":
+    if settings.options.cuda_graphs is not True or device.type != "cuda":
         return None
     # Sharded weights are gathered anew for each pass, so their addresses change.
     weights = () if settings.sharding else (node.name for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer"))

@@ -26,6 +26,8 @@ from sft.api.call_signature import CallSignature
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
+from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
 from sft.planner.measured.step_timer import time_step
@@ -123,16 +125,40 @@ class PlanSearch:
         return is_limited or limit is None or projection.host_bytes + projection.staging_bytes <= limit
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
-        """Find a plan that fits together with the memory that the device takes in addition to tensors.
-
-        Recordings of whole passes take more memory than those of strips, which take none if there is none.
-        """
-        if not (self.settings.options.cuda_graphs and self._is_for_gpu):
-            return self._with_room_for_overhead(problem, self._overhead_estimator(problem), self._fit_projected)
+        """Find a plan that fits together with the memory that the device takes in addition to tensors."""
+        recorded = self._fit_recorded(problem) if self._may_record_passes(problem) else None
+        is_required = self.settings.options.cuda_graphs is True
+        if recorded is not None and (is_required or _is_untiled(recorded)):
+            return recorded
+        scope: GraphScope | None = "strips" if is_required and self._is_for_gpu else None
         try:
-            return self._with_room_for_overhead(problem, self._overhead_estimator(problem, "passes"), self._fit_projected)
+            fitted = self._with_room_for_overhead(problem, self._overhead_estimator(problem, scope), self._fit_projected)
         except BudgetError:
-            return self._with_room_for_overhead(problem, self._overhead_estimator(problem, "strips"), self._fit_projected)
+            if recorded is None:
+                raise
+            return recorded
+        return fitted if recorded is None else min((recorded, fitted), key=self._estimated_seconds)
+
+    def _may_record_passes(self, problem: PlanningProblem) -> bool:
+        """True if plans are searched for whose passes are recorded as CUDA graphs."""
+        resources, settings = problem.resources, self.settings
+        uses_host = bool(resources.from_source or resources.outputs_on_host or settings.options.weights != "resident")
+        return bool(settings.options.cuda_graphs) and self._is_for_gpu and not uses_host and not settings.sharding
+
+    def _fit_recorded(self, problem: PlanningProblem) -> FittedPlan | None:
+        """A plan with recorded passes that fits; ``None`` if there is none."""
+        problem = problem.with_replays()
+        try:
+            fitted = self._with_room_for_overhead(problem, self._overhead_estimator(problem, "passes"), self._fit_projected)
+        except BudgetError:
+            return None
+        return fitted if fitted.projected.projection.records_passes else None
+
+    def _estimated_seconds(self, fitted: FittedPlan) -> float:
+        """Estimated seconds of a step."""
+        projection = fitted.projected.projection
+        rates = DeviceRates(self.settings.device_type(self.signature.device), replays=projection.records_passes)
+        return project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
 
     def _with_room_for_overhead(
         self,
@@ -206,7 +232,8 @@ class PlanSearch:
         if self.settings.plan is None:
             timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
-        scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if options.cuda_graphs else None
+        records_strips = options.cuda_graphs is True
+        scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if records_strips else None
         estimator = self._overhead_estimator(problem, scope)
         with autocast_disabled(device):
             with self._algorithm_search(fitted.projected):
@@ -344,6 +371,12 @@ def overhead_estimator(
         is_training=problem.sized.training,
         cuda_graphs=cuda_graphs,
     )
+
+
+def _is_untiled(fitted: FittedPlan) -> bool:
+    """True if a plan has no strips, and computes nothing again."""
+    choices = fitted.projected.choices
+    return all(choice.mode == "whole" for choice in choices) and len(fitted.projected.region.schedule) == 2 * len(choices) + 1
 
 
 def _has_device_overhead(device: torch.device) -> bool:

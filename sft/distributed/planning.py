@@ -279,7 +279,7 @@ def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height:
     for name in ("host_budget", "host_folder", "link_bandwidth"):
         if getattr(options, name) is not None:
             problems.append(f"{name} is for one device, as a step on a mesh keeps nothing on the host; leave it out with mesh")
-    if options.cuda_graphs:
+    if options.cuda_graphs is True:
         problems.append("cuda_graphs is for one device; leave it out with mesh")
     if problem.resources.host_outputs:
         problems.append("output='host' and output files are for one device; use output='device' or output='band' with mesh")

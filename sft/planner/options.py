@@ -69,9 +69,11 @@ class Options:
             tiles of strategy ``"sft"``): the fastest is taken. ``"auto"`` skips timing: plans are compared by FLOPs. Times are cached in
             files, so that a program is timed once (``sft.torch_runtime.profiling``).
         mesh_timeout_seconds: seconds that a rank of a mesh waits for another before it aborts the step, thirty years at most.
-        cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the planned budget leaves memory for that;
-            ``Plan.projected_peak_bytes`` includes it. Useful where strips are so small that launching their kernels takes longer than
-            running them.
+        cuda_graphs: on a CUDA device, record the forward and the backward pass as CUDA graphs and replay them, so that the device does not
+            wait for the host where strips are small. Copies of inputs, outputs and gradients belong to the projected peak. ``"auto"``: if
+            both passes can be recorded (they use the device alone, without dropout), and if the plan with the copies takes less time by
+            estimate. True: if both passes can be recorded and the copies fit; otherwise the strips that repeat are recorded, as far as
+            the budget has room. A second call before the backward pass of the first ends the recording.
         skip_repeats: skip constant strips: strips with the same results, bit for bit, as the strip before, as on background of one
             colour that is higher than the receptive field. Their contributions to sums are multiplied instead. Rows of inputs, segment
             boundary tensors and gradients are compared for that (a masked slide reports its background itself), and `last_skipping` of
@@ -98,7 +100,7 @@ class Options:
     link_bandwidth: float | str | None = None
     host_folder: str | None = None
     profile: str = "auto"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = "auto"
     skip_repeats: bool = False
     weights: str | WeightsFile = "resident"
     progress: bool = False
@@ -128,7 +130,7 @@ class Options:
             errors.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
         if self.weights_file is None and self.weights not in WEIGHT_MODES:
             errors.append(f"weights {self.weights!r}: choose one of {', '.join(WEIGHT_MODES)}, or give a sft.WeightsFile")
-        elif self.cuda_graphs and self.weights != "resident":
+        elif self.cuda_graphs is True and self.weights != "resident":
             errors.append("cuda_graphs replays strips on weights that stay where they are, streamed ones do not: drop one")
         if self.tile is not None:
             if not _is_pair(self.tile):  # from untyped callers
@@ -161,7 +163,9 @@ class Options:
             errors.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")
         if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MAX_SECONDS:
             errors.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MAX_SECONDS} at most")
-        for name in ("cuda_graphs", "skip_repeats", "progress", "cudnn_benchmark"):
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
+            errors.append(f"cuda_graphs {self.cuda_graphs!r}: give True, False or 'auto'")
+        for name in ("skip_repeats", "progress", "cudnn_benchmark"):
             if not isinstance(getattr(self, name), bool):
                 errors.append(f"{name} {getattr(self, name)!r}: give True or False")
         if errors:

@@ -65,11 +65,11 @@ def plan_segments(
         BudgetError: the plan exceeds the host budget.
     """
     room_bytes = budget_bytes - problem.resources.occupied_bytes
+    rates = DeviceRates(device_type, replays=problem.resources.replays)
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
     if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
-        return _published_plan(problem, budget_bytes, options, DeviceRates(device_type))
-    rates = DeviceRates(device_type)
+        return _published_plan(problem, budget_bytes, options, rates)
     searches = [AutoSearch(problem, options, variant) for variant in rates.search_variants()]
     if rates.ranks_by_time:
         plans = by_time(problem, (plan for search in searches for plan in search.candidates(room_bytes)), rates)

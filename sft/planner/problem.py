@@ -53,7 +53,14 @@ class PlanningProblem:
 
     def with_overhead(self, num_bytes: int) -> PlanningProblem:
         """The same problem with this device overhead; no derived result depends on it, so the memo is shared."""
-        problem = replace(self, resources=replace(self.resources, overhead_bytes=num_bytes))
+        return self._with_resources(replace(self.resources, overhead_bytes=num_bytes))
+
+    def with_replays(self) -> PlanningProblem:
+        """The same problem for passes that CUDA graphs replay; derived results depend on it by the rates in their keys."""
+        return self._with_resources(replace(self.resources, replays=True))
+
+    def _with_resources(self, resources: Resources) -> PlanningProblem:
+        problem = replace(self, resources=resources)
         object.__setattr__(problem, "memo", self.memo)
         return problem
 

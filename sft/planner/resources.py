@@ -30,6 +30,7 @@ class Resources:
         skips_repeats: true if constant strips are skipped.
         deterministic: true if sums must be computed in a fixed order, which PyTorch's own derivatives do not keep on the device.
         weights: the streamed parameters; ``None`` if all are resident.
+        replays: true if CUDA graphs replay the passes.
     """
 
     sized: SizedGraph
@@ -44,6 +45,7 @@ class Resources:
     skips_repeats: bool = False
     deterministic: bool = False
     weights: StreamedWeights | None = None
+    replays: bool = False
 
     @property
     def occupied_bytes(self) -> int:

@@ -66,14 +66,14 @@ class GpuModel:
     view_seconds: float
     program_seconds: float
 
-    def seconds(self, program: Program) -> float:
-        """Seconds of a program."""
+    def seconds(self, program: Program, *, replays: bool = False) -> float:
+        """Seconds of a program; without those of the host where a CUDA graph ``replays`` it."""
         host_seconds, device_seconds = self.program_seconds, 0.0
         for instruction in program.instructions:
             host, device = self._instruction_seconds(instruction)
             host_seconds += host
             device_seconds += device
-        return max(host_seconds, device_seconds)
+        return device_seconds if replays else max(host_seconds, device_seconds)
 
     def flops_per_second(self, dtype: torch.dtype, num_channels: float = math.inf) -> float:
         """FLOPs per second of products of a type, for so many channels."""

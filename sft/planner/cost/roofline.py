@@ -51,10 +51,12 @@ class DeviceRates:
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``.
         search_flops_per_second: rate of a search that converts seconds to FLOPs; ``None`` for that of the kind of device.
+        replays: true if CUDA graphs replay the passes, so that the host issues no instruction.
     """
 
     device_type: str
     search_flops_per_second: float | None = None
+    replays: bool = False
 
     def search_variants(self) -> tuple[DeviceRates, ...]:
         """Rates for searches of which the fastest plan is taken.
@@ -112,7 +114,7 @@ class DeviceRates:
     def seconds(self, program: Program) -> float:
         """Estimated seconds of a program."""
         if self.device_type == "cuda":
-            return H100.seconds(program)
+            return H100.seconds(program, replays=self.replays)
         overhead = sum(map(num_calls, program.instructions)) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":
             sizes = (instruction.num_bytes for instruction in program.instructions)

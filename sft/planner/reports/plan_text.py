@@ -219,6 +219,8 @@ def _overhead_lines(plan: Plan) -> list[str]:
         tensors_bytes = plan.total_bytes - plan.overhead_bytes
         ratio = f"{plan.projected_reserved_bytes / tensors_bytes:.2f} x the tensors, " if tensors_bytes else ""
         lines += _row("  reserved", format_bytes(plan.projected_reserved_bytes), f"{ratio}by simulation")
+    if plan.replays_passes:
+        lines += _row("CUDA graphs", "2" if plan.training else "1", "one for each pass, from the second call on")
     return lines
 
 

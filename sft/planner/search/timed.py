@@ -55,12 +55,13 @@ def _plan_key(plan: ProjectedPlan) -> object:
 def _candidate_plans(
     problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options, device_type: str
 ) -> Iterator[ProjectedPlan]:
-    for grid, candidate in cheapest_by_height(problem, room_bytes, options, DeviceRates(device_type)):
+    rates = DeviceRates(device_type, replays=problem.resources.replays)
+    for grid, candidate in cheapest_by_height(problem, room_bytes, options, rates):
         yield materialize(problem, grid.choices(candidate))
     if options.halo == "recompute":
         return
     if problem.sized.training:
-        staged = StagedModel(problem, DeviceRates(device_type))
+        staged = StagedModel(problem, rates)
         if len(staged.stages) > 1:
             yield from (plan for _, plan in published_plans(staged, room_bytes))
     if options.halo == "auto":

@@ -126,13 +126,15 @@ class PlanSearch:
 
     def _fit_overhead(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits together with the memory that the device takes in addition to tensors."""
-        recorded = self._fit_recorded(problem) if self._may_record_passes(problem) else None
         is_required = self.settings.options.cuda_graphs is True
+        estimator = self._overhead_estimator(problem, "strips" if is_required else None)
+        recorded = None
+        if estimator is not None and self._may_record_passes(problem):
+            recorded = self._fit_recorded(problem, replace(estimator, cuda_graphs="passes"))
         if recorded is not None and (is_required or _is_untiled(recorded)):
             return recorded
-        scope: GraphScope | None = "strips" if is_required and self._is_for_gpu else None
         try:
-            fitted = self._with_room_for_overhead(problem, self._overhead_estimator(problem, scope), self._fit_projected)
+            fitted = self._with_room_for_overhead(problem, estimator, self._fit_projected)
         except BudgetError:
             if recorded is None:
                 raise
@@ -143,13 +145,12 @@ class PlanSearch:
         """True if plans are searched for whose passes are recorded as CUDA graphs."""
         resources, settings = problem.resources, self.settings
         uses_host = bool(resources.from_source or resources.outputs_on_host or settings.options.weights != "resident")
-        return bool(settings.options.cuda_graphs) and self._is_for_gpu and not uses_host and not settings.sharding
+        return bool(settings.options.cuda_graphs) and not uses_host and not settings.sharding
 
-    def _fit_recorded(self, problem: PlanningProblem) -> FittedPlan | None:
+    def _fit_recorded(self, problem: PlanningProblem, estimator: OverheadEstimator) -> FittedPlan | None:
         """A plan with recorded passes that fits; ``None`` if there is none."""
-        problem = problem.with_replays()
         try:
-            fitted = self._with_room_for_overhead(problem, self._overhead_estimator(problem, "passes"), self._fit_projected)
+            fitted = self._with_room_for_overhead(problem.with_replays(), estimator, self._fit_projected)
         except BudgetError:
             return None
         return fitted if fitted.projected.projection.records_passes else None

@@ -19,6 +19,7 @@ from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import RepeatingImage, RepeatingSource, Source, check_rows, select_samples
 from sft.sources.strip_reader import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
+from sft.sources.tiles import Tiles
 from sft.sources.value_range import percentile_range
 from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
 
@@ -53,6 +54,7 @@ __all__ = [
     "Source",
     "StripReader",
     "TiffImage",
+    "Tiles",
     "Tolerant",
     "WithMpp",
     "ZarrImage",

@@ -34,7 +34,7 @@ from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.source import check_rows, image_equal_rows
 
-__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "ValueRange", "load_tensor"]
+__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "ValueRange", "load_tensor", "normalizer_of"]
 
 #: Numbers are converted, shifted and scaled in pieces of this size: three passes over memory that stays in the cache, and the bound
 #: of the scratch where the result has another type or layout.
@@ -252,29 +252,13 @@ class Normalized:
     ) -> None:
         if not isinstance(image, Image):
             raise InputError(f"cannot read rows of {typed(image)}: expected width_px, height_px and read(). See sft.sources.Image.")
-        if not dtype.is_floating_point:
-            raise InputError(f"cannot read {image} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
-        for name, values in (("mean", mean), ("std", std)):
-            if values is not None and not isinstance(values, Sized):
-                raise InputError(f"cannot normalise with {name} {values!r}: give a number for every channel.")
-        if mean is not None and std is not None and (len(mean) < 1 or len(mean) != len(std)):
-            raise InputError(f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: give one of each for every channel.")
-        stated = mean if mean is not None else std
-        num_channels = int(getattr(image, "num_channels", _NUM_CHANNELS)) if stated is None else len(stated)
-        pixel_type = PIXEL_DTYPES.get(pixel_dtype(image).name)
-        if pixel_type is None:
-            raise InputError(
-                f"cannot read {image} of {pixel_dtype(image)}: pixels are {', '.join(PIXEL_DTYPES)}. Convert it; labels are read by "
-                "sft.sources.LabelSource."
-            )
+        num_channels, normalizer = normalizer_of(image, image.width_px, mean, std, dtype=dtype, value_range=value_range, clip=clip)
         self.image = image
         self.dtype = dtype
         self.shape: tuple[int, int, int, int] = (1, num_channels, image.height_px, image.width_px)
         if min(self.shape) < 1:
             raise InputError(f"cannot read {image}: it is {image.width_px} px wide and {image.height_px} px high. Give one with pixels.")
-        self._normalizer = Normalizer(
-            mean, std, num_channels=num_channels, width_px=image.width_px, pixel_dtype=pixel_type, value_range=value_range, clip=clip
-        )
+        self._normalizer = normalizer
         tile_rows = getattr(image, "tile_height_px", None)
         if tile_rows is not None and tile_rows < 1:
             raise InputError(f"cannot read {image} in tiles of {tile_rows} rows: a tile has at least one. Set tile_height_px to None.")
@@ -352,6 +336,41 @@ class Normalized:
                 f"instead of {len(rows)} x {width_px}. Its read() must return the rectangle that it is asked for."
             )
         return pixels
+
+
+def normalizer_of(
+    image: Image,
+    width_px: int,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    *,
+    dtype: torch.dtype,
+    value_range: ValueRange | None,
+    clip: bool,
+) -> tuple[int, Normalizer]:
+    """Number of channels of an image, and the normalizer of its rectangles of some width; the arguments are those of `Normalized`.
+
+    Raises:
+        InputError: an argument is wrong, or the image's element type is not supported.
+    """
+    if not dtype.is_floating_point:
+        raise InputError(f"cannot read {image} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
+    for name, values in (("mean", mean), ("std", std)):
+        if values is not None and not isinstance(values, Sized):
+            raise InputError(f"cannot normalise with {name} {values!r}: give a number for every channel.")
+    if mean is not None and std is not None and (len(mean) < 1 or len(mean) != len(std)):
+        raise InputError(f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: give one of each for every channel.")
+    stated = mean if mean is not None else std
+    num_channels = int(getattr(image, "num_channels", _NUM_CHANNELS)) if stated is None else len(stated)
+    pixel_type = PIXEL_DTYPES.get(pixel_dtype(image).name)
+    if pixel_type is None:
+        raise InputError(
+            f"cannot read {image} of {pixel_dtype(image)}: pixels are {', '.join(PIXEL_DTYPES)}. Convert it; labels are read by "
+            "sft.sources.LabelSource."
+        )
+    return num_channels, Normalizer(
+        mean, std, num_channels=num_channels, width_px=width_px, pixel_dtype=pixel_type, value_range=value_range, clip=clip
+    )
 
 
 def load_tensor(

@@ -128,6 +128,18 @@ class TissueMask:
         used: MaskArray = np.asarray(pixels[:, across].any(axis=1))
         return used[_nearest_indices(np.arange(lines_px), pixels.shape[0], lines_px)]
 
+    def column_counts(self, rows: Interval) -> Indices:
+        """Tissue px of each column of the slide in some rows.
+
+        >>> mask = TissueMask(pixels=np.array([[False, True], [False, False]]), width_px=4, height_px=4)
+        >>> mask.column_counts(Interval(1, 3)).tolist()
+        [0, 0, 1, 1]
+        """
+        height, width = self.pixels.shape
+        used, counts = np.unique(_nearest_indices(np.arange(rows.start, rows.stop), height, self.height_px), return_counts=True)
+        per_column: Indices = counts @ self.pixels[used].astype(np.int64)
+        return per_column[_nearest_indices(np.arange(self.width_px), width, self.width_px)]
+
     def bounding_box(self, *, margin_px: int = 0) -> Box | None:
         """Smallest rectangle around all tissue, with a margin inside the slide; None for a mask without tissue.
 

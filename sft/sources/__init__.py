@@ -11,6 +11,9 @@ from sft.sources.image import Image, ImageFacts, Raster, check_region, read_stri
 from sft.sources.labels import LabelSource
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
+from sft.sources.readers.decode_limits import ReadCostWarning
+from sft.sources.readers.encoded import EncodedImage
+from sft.sources.readers.geotiff import GeoImage, MaskMode
 from sft.sources.readers.nifti import NiftiVolume
 from sft.sources.readers.openslide import Slide
 from sft.sources.readers.zarr import ZarrImage
@@ -31,12 +34,15 @@ __all__ = [
     "BadTile",
     "Cached",
     "Cropped",
+    "EncodedImage",
     "FileImage",
+    "GeoImage",
     "Georeference",
     "Image",
     "ImageFacts",
     "LabelSource",
     "Layout",
+    "MaskMode",
     "NiftiVolume",
     "Normalized",
     "NotTiledError",
@@ -44,6 +50,7 @@ __all__ = [
     "OneLevelView",
     "Raster",
     "RasterView",
+    "ReadCostWarning",
     "Reader",
     "RepeatingImage",
     "RepeatingSource",

@@ -21,6 +21,7 @@ import numpy as np
 from sft.common.errors import SftError, SourceError
 from sft.sources.georeference import Georeference
 from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
+from sft.sources.readers.remote import source_path
 
 __all__ = ["FileImage"]
 
@@ -32,14 +33,14 @@ class FileImage(LevelledImage, Generic[Handle]):
     """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
 
     Args:
-        path: of the file (of some formats: the folder).
+        path: of the file (of some formats: the folder), or a URL, for readers that take one.
 
     Raises:
         SourceError: the file does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = source_path(path)
         self._facts: ImageFacts | None = None
         # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
         # inherited, held for ever, by a process forked at the wrong moment.

@@ -1,23 +1,27 @@
-"""`open_image`: from a path to an image, with reader, resolution, error policy and cache.
+"""`open_image`: from a path or URL to an image, with reader, resolution, error policy and cache.
 
 The reader is chosen by the contents of a file, not by its name:
 
 =============================================  =========================================================================================
 path                                           reader
 =============================================  =========================================================================================
-TIFF                                           ``"tiff"`` if it decodes the same pixels as OpenSlide, which is the second choice
+TIFF                                           ``"tiff"``; ``"openslide"`` for TIFFs of vendors with overlapping tiles or several areas,
+                                               and for missing tiles in reduced levels, which it draws from the next finer level;
+                                               ``"geo"`` with ``mask=``, and for GeoTIFFs that only GDAL reads
+VRT                                            ``"geo"``
+PNG, JPEG, JPEG 2000                           ``"encoded"``
 NumPy file                                     ``"npy"``
-folder with Zarr metadata                      ``"zarr"``
-other files                                    ``"openslide"``
+folder or ZIP file with Zarr metadata          ``"zarr"``
+folder of DICOM files, other files             ``"openslide"``
 =============================================  =========================================================================================
-
-OpenSlide reads TIFFs of vendors with overlapping tiles or several areas, and those with missing tiles in reduced levels, which it draws
-from the next finer level.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,24 +29,55 @@ from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
 from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
-from sft.sources.image import Raster
+from sft.sources.image import Raster, pixel_dtype
+from sft.sources.readers.decode_limits import COSTLY_BYTES, ReadCostWarning
+from sft.sources.readers.dicom import find_dicom_file
+from sft.sources.readers.encoded import EncodedImage, encoded_format
+from sft.sources.readers.geotiff import GeoImage, MaskMode, has_rasterio
 from sft.sources.readers.openslide import Slide
-from sft.sources.readers.zarr import ZarrImage
+from sft.sources.readers.remote import RemotePath, source_path
+from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root
 from sft.sources.resample import at_mpp
-from sft.sources.tiff import NotTiledError, TiffImage
-from sft.sources.views import WithMpp
+from sft.sources.tiff import NotTiledError, TiffImage, read_geo_tags
+from sft.sources.views import RasterView, WithMpp
 
 __all__ = ["Reader", "open_image"]
 
-Reader: TypeAlias = Literal["auto", "openslide", "tiff", "zarr", "npy"]
+Reader: TypeAlias = Literal["auto", "openslide", "tiff", "zarr", "npy", "geo", "encoded"]
 
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _NPY_MAGIC = b"\x93NUMPY"
-_ZARR_FILES = ("zarr.json", ".zgroup", ".zarray", ".zattrs")
+_ZIP_MAGIC = b"PK\x03\x04"
+_VRT_MAGIC = b"<VRTDataset"
 #: OpenSlide's vendor name of files with a plain grid of tiles.
 _PLAIN_VENDORS = ("aperio", "generic-tiff", None)
 _VOLUME_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img")
 _MISSING = "a library is missing"
+_HEAD_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Arguments of a call that readers use."""
+
+    reader: Reader
+    policy: OnError
+    num_threads: int | None
+    series: int | None
+    at: Mapping[str, int] | None
+    mask: MaskMode | None
+    fill_value: float
+    host_budget_bytes: int | str | None
+
+    def refuse(self, path: object, what: str, **arguments: Any) -> None:
+        """Refuse arguments that a kind of image does not have.
+
+        Raises:
+            InputError: one of them is not None.
+        """
+        names = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
+        if names:
+            raise InputError(f"cannot open {path} with {', '.join(names)}: it is {what}, which has no such choice. Leave it out.")
 
 
 def open_image(
@@ -54,34 +89,57 @@ def open_image(
     on_error: OnError = "raise",
     host_budget_bytes: int | str | None = None,
     num_threads: int | None = None,
+    series: int | None = None,
+    at: Mapping[str, int] | None = None,
+    mask: MaskMode | None = None,
+    fill_value: float = 0,
 ) -> Raster:
-    """Open a slide, an array or a Zarr image.
+    """Open a slide, a scene, an array or a Zarr image.
 
     Args:
-        path: of the file or folder.
+        path: of the file or folder, or a URL of a TIFF, Zarr, PNG, JPEG or JPEG 2000 image (extra ``remote``).
         mpp: resolution to read at, in micrometres per px; see `sft.sources.at_mpp`. Default: `None` (the largest level as it is)
         slide_mpp: resolution of the largest level, instead of the file's; one number, or (x, y). Default: `None`
         reader: by name. Default: ``"auto"`` (by the file's contents)
         on_error: error policy; see `sft.sources.error_policy`. Default: ``"raise"``
-        host_budget_bytes: host memory in which decoded rows are kept for later passes; see `sft.sources.Cached`. Default: `None` (none)
+        host_budget_bytes: host memory in which decoded rows are kept for later passes; see `sft.sources.Cached`. It is also the limit of
+            images, tiles and strips that are decoded at once. Default: `None` (no rows are kept; the limit is 1 GiB)
         num_threads: tiles decoded in parallel by our own readers. Default: `None` (the cores of this process, at most four)
+        series: number of the image in a file or folder of several (OME-TIFF, bioformats2raw, DICOM). Default: `None` (the only one; of
+            OME-TIFF the first)
+        at: index along every axis other than channels, height and width, such as ``{"z": 12}`` (OME-TIFF, Zarr). Default: `None`
+        mask: use of pixels that a GeoTIFF marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``; see `sft.sources.GeoImage`.
+            Default: `None` (a nodata value is a value like others; files with a mask are refused)
+        fill_value: of invalid pixels, with ``mask="fill"``. Default: 0
 
     Returns:
         An opened image at the requested resolution. `sft.sources.Normalized` makes it an input of a network.
 
     Raises:
+        BudgetError: an image, tile or strip that is decoded at once exceeds the host budget.
         InputError: an argument is wrong, or the resolution is not available.
         SourceError: the file cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
     if reader not in get_args(Reader):
         raise InputError(f"cannot use reader {reader!r}: choose one of {', '.join(map(repr, get_args(Reader)))}.")
     policy = resolve_on_error(on_error)
+    request = _Request(
+        reader=reader,
+        policy=policy,
+        num_threads=num_threads,
+        series=series,
+        at=at,
+        mask=mask,
+        fill_value=fill_value,
+        host_budget_bytes=host_budget_bytes,
+    )
     try:
-        image = _open(Path(path), reader, policy, num_threads)
+        image = _open(source_path(path), request)
     except SourceError as error:
         if policy == "skip":
             raise SkipSlideError(f"{error} (on_error='skip': leave this slide out)") from error
         raise
+    _warn_of_cost(image)
     if policy != "raise":
         image = Tolerant(image, policy)
     if slide_mpp is not None:
@@ -91,62 +149,129 @@ def open_image(
     return image if host_budget_bytes is None else Cached(image, host_budget_bytes=host_budget_bytes)
 
 
-def _open(path: Path, reader: Reader, policy: OnError, num_threads: int | None) -> Raster:
+def _warn_of_cost(image: Raster) -> None:
+    """Warn of a file that is decoded in units of more than 64 MiB."""
+    note = RasterView(image).cost_note
+    tile_w, tile_h = image.level_tiles_px[0] or (image.width_px, image.height_px)
+    if note and tile_w * tile_h * image.num_channels * pixel_dtype(image).itemsize >= COSTLY_BYTES:
+        warnings.warn(f"{image}: {note}", ReadCostWarning, stacklevel=3)
+
+
+def _open(path: Any, request: _Request) -> Raster:
     try:
         path.stat()
     except OSError as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise SourceError(f"cannot open {path}: {why}. Check the path.") from error
-    kind = _detect_reader(path) if reader == "auto" else reader
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        if not (isinstance(path, RemotePath) and path.exists()):  # a folder of an object store has no size
+            raise SourceError(f"cannot open {path}: {why}. Check the path.") from error
+    if isinstance(path, Path) and path.is_dir() and request.reader in ("auto", "openslide"):
+        dicom = find_dicom_file(path, series=request.series)
+        if dicom is not None:
+            request.refuse(path, "a DICOM slide", at=request.at, mask=request.mask)
+            return Slide(dicom)
+    kind = _detect_reader(path) if request.reader == "auto" else request.reader
+    if kind != "tiff" and kind != "geo":
+        request.refuse(path, f"read by the reader {kind!r}", mask=request.mask)
+    if kind not in ("tiff", "zarr"):
+        request.refuse(path, f"read by the reader {kind!r}", series=request.series, at=request.at)
     image: Raster
     if kind == "zarr":
-        image = ZarrImage(path)
+        image = ZarrImage(path, series=request.series, at=request.at)
     elif kind == "npy":
-        return ArrayImage(path)
+        return ArrayImage(_local(path))
     elif kind == "openslide":
-        image = Slide(path)
+        image = Slide(_local(path))
+    elif kind == "geo":
+        image = _geo_image(path, request)
+    elif kind == "encoded":
+        image = EncodedImage(path, host_budget_bytes=request.host_budget_bytes)
     else:
-        image = _open_tiff(path, policy, num_threads, may_fall_back=reader == "auto")
+        image = _open_tiff(path, request)
     _ = image.level_dimensions  # that it is no image shows here, not in the middle of an epoch
     return image
 
 
-def _detect_reader(path: Path) -> Reader:
-    if path.is_dir():
-        if any((path / name).exists() for name in _ZARR_FILES):
-            return "zarr"
-        raise SourceError(f"cannot open {path}: it is a folder without Zarr metadata. Give a file in it, or a Zarr array or group.")
+def _local(path: Any) -> Path:
+    """The path, unless it is remote.
+
+    Raises:
+        SourceError: it is a URL of a format that is read from a disk only.
+    """
+    if isinstance(path, RemotePath):
+        raise SourceError(f"cannot open {path}: of remote files, TIFF, Zarr, PNG, JPEG and JPEG 2000 are read. Copy it to a disk.")
+    assert isinstance(path, Path)
+    return path
+
+
+def _geo_image(path: Any, request: _Request) -> GeoImage:
+    return GeoImage(
+        path,
+        mask=request.mask,
+        fill_value=request.fill_value,
+        num_threads=request.num_threads,
+        host_budget_bytes=request.host_budget_bytes,
+    )
+
+
+def _detect_reader(path: Any) -> Reader:
     if not path.is_file():
+        if any((path / name).exists() for name in ZARR_FILES):
+            return "zarr"
+        if path.is_dir():
+            raise SourceError(
+                f"cannot open {path}: it is a folder without Zarr metadata or DICOM files. Give a file in it, or a Zarr array or group."
+            )
         raise SourceError(f"cannot open {path}: it is neither a file nor a folder. Give one.")
     try:
-        with open(path, "rb") as file:
-            head = file.read(8)
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise SourceError(f"cannot open {path}: {error.strerror}. Make it readable, or copy it again.") from error
+        raise SourceError(f"cannot open {path}: {error.strerror or error}. Make it readable, or copy it again.") from error
     if not head:
         raise SourceError(f"cannot open {path}: it has 0 bytes. Copy it again.")
     if path.name.lower().endswith(_VOLUME_SUFFIXES):
         raise SourceError(f"cannot open {path} as an image: it is a volume. Use sft.sources.NiftiVolume(path).")
     if head.startswith(_NPY_MAGIC):
         return "npy"
-    return "tiff" if head.startswith(_TIFF_MAGIC) else "openslide"
+    if head.startswith(_VRT_MAGIC):
+        return "geo"
+    if head.startswith(_ZIP_MAGIC) and isinstance(path, Path) and zip_root(path) is not None:
+        return "zarr"
+    if head.startswith(_TIFF_MAGIC):
+        return "tiff"
+    # A MIRAX slide is a JPEG image with a folder beside it.
+    return "encoded" if encoded_format(head) and (isinstance(path, RemotePath) or _vendor(path) is None) else "openslide"
 
 
-def _open_tiff(path: Path, policy: OnError, num_threads: int | None, *, may_fall_back: bool) -> Raster:
-    vendor = _vendor(path) if may_fall_back else None
+def _open_tiff(path: Any, request: _Request) -> Raster:
+    may_fall_back = request.reader == "auto"
+    if request.mask is not None:
+        if not may_fall_back:
+            raise InputError(
+                f"cannot open {path} with mask={request.mask!r} and reader='tiff': masks are read by reader='geo'. Leave one out."
+            )
+        return _geo_image(path, request)
+    vendor = _vendor(path) if may_fall_back and isinstance(path, Path) else None
     if vendor not in _PLAIN_VENDORS:
+        request.refuse(path, f"a slide of {vendor}", series=request.series, at=request.at)
         return Slide(path)
-    image = TiffImage(path, num_threads=num_threads)
+    image = TiffImage(
+        path, num_threads=request.num_threads, series=request.series, at=request.at, host_budget_bytes=request.host_budget_bytes
+    )
+    is_colour = vendor is not None and request.series is None and not request.at
     try:
-        _ = image.facts
-        if may_fall_back and vendor is not None and image.has_missing_tiles and not image.is_geotiff:
+        facts = image.facts
+        is_openslides = facts.dtype == "uint8" and facts.num_channels in (1, 3)
+        if may_fall_back and is_colour and is_openslides and image.has_missing_tiles and not image.is_geotiff:
             return Slide(path)
     except SourceError as error:
         is_ours = isinstance(error, NotTiledError) or _MISSING in str(error)
-        if may_fall_back and is_ours and (vendor is not None or not isinstance(error, NotTiledError)):
+        if may_fall_back and is_ours and is_colour:
             return Slide(path)
+        if may_fall_back and isinstance(error, NotTiledError) and has_rasterio() and read_geo_tags(path).is_geo:
+            return _geo_image(path, request)
         raise
-    if policy != "fill":
+    if request.policy != "fill":
         image.check_complete()
     return image
 

@@ -98,6 +98,12 @@ class RasterView(LevelledImage):
         return names
 
     @property
+    def cost_note(self) -> str:
+        """Cost of a read, where a file is decoded in larger units than its pixels; empty otherwise."""
+        note: str = getattr(self.image, "cost_note", "")
+        return note
+
+    @property
     def background(self) -> tuple[Any, ...]:
         """Colour of pixels that were not recorded."""
         background: tuple[Any, ...] = getattr(self.image, "background", (255,) * self.num_channels)

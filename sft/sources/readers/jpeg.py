@@ -19,13 +19,16 @@ _START, _END = b"\xff\xd8", b"\xff\xd9"
 _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
 
-def jpeg_decoder(tables: bytes | None, shape: tuple[int, int, int], *, is_ycbcr: bool) -> Callable[[bytes, int], Pixels]:
+def jpeg_decoder(
+    tables: bytes | None, shape: tuple[int, int, int], *, is_ycbcr: bool, fewer_rows: bool = False
+) -> Callable[[bytes, int], Pixels]:
     """Decoder of JPEG tiles: a function from a tile's bytes (and its number) to its pixels.
 
     Args:
         tables: the TIFF's tag JPEGTables.
         shape: (rows, columns, channels) of a tile; three channels or one.
         is_ycbcr: True for YCbCr in the TIFF's tag, False for RGB or grey.
+        fewer_rows: True to accept fewer rows: the last strip of an image. Default: `False`
 
     Raises:
         SourceError: simplejpeg is not installed. The function itself raises ValueError for invalid data.
@@ -43,7 +46,7 @@ def jpeg_decoder(tables: bytes | None, shape: tuple[int, int, int], *, is_ycbcr:
 
     def decode(data: bytes, position: int) -> Pixels:
         pixels: Pixels = decode_jpeg(prefix + _without_application_markers(data), colorspace=colours)
-        if pixels.shape != shape:
+        if pixels.shape[1:] != shape[1:] or not (pixels.shape[0] == shape[0] or (fewer_rows and pixels.shape[0] < shape[0])):
             raise ValueError(f"it decodes to {pixels.shape} instead of {shape}")
         return pixels
 

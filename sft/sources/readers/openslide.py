@@ -30,7 +30,9 @@ import numpy as np
 from sft.common.errors import InputError, SourceError
 from sft.common.installation import install_command
 from sft.common.untrusted.foreign_files import file_format
+from sft.sources.georeference import Georeference
 from sft.sources.image import LevelledImage, Pixels, StatedResolution, check_region, read_strips
+from sft.sources.readers.geotiff import read_georeference
 from sft.sources.tiff.metadata import read_geo_tags
 
 __all__ = ["Slide"]
@@ -162,6 +164,13 @@ class Slide(LevelledImage):
     def nodata(self) -> float | None:
         """Value of pixels without data, as the file has it (``GDAL_NODATA``); None where it has none."""
         return self._read_facts().nodata
+
+    @property
+    def georeference(self) -> Georeference | None:
+        """Coordinate system and transform of a GeoTIFF; None for other files, or without rasterio."""
+        reference = read_georeference(self.path) if read_geo_tags(self.path).is_geo else None
+        downsample = self._read_facts().level_downsamples[self.level]
+        return None if reference is None else reference.scaled(downsample, downsample)
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.

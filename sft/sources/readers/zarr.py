@@ -1,15 +1,17 @@
 """Zarr arrays and OME-Zarr pyramids as images.
 
 An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
-are inferred, or given, as for any array. A chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the
-array's fill value, which is the background: Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted
-drive, a cleaned folder) is detected: each read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects
-it: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
+are inferred, or given, as for any array. A group of bioformats2raw holds several images (series). All may be packed in one ZIP file. A
+chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the array's fill value, which is the background:
+Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted drive, a cleaned folder) is detected: each
+read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects it: Zstandard (the default of format 3)
+notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,18 @@ from sft.common.errors import InputError, SourceError, some_names
 from sft.sources.file_image import FileImage
 from sft.sources.host_arrays import Layout, resolve_layout
 from sft.sources.image import ImageFacts, Pixels, Size, missing_extra, valid_mpp
+from sft.sources.normalize import PIXEL_DTYPES
+from sft.sources.readers.remote import remote_path
 
-__all__ = ["ZarrImage"]
+__all__ = ["ZARR_FILES", "ZarrImage", "zip_root"]
 
 _UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 _IMAGE_AXES = "cyx"
-#: Files that describe an array, in formats 3 and 2.
+#: Files that describe an array, in formats 3 and 2, and a group.
 _DESCRIPTIONS = ("zarr.json", ".zarray")
+ZARR_FILES = (*_DESCRIPTIONS, ".zgroup", ".zattrs")
+#: Attribute of a group of several images.
+_BIOFORMATS = "bioformats2raw.layout"
 #: Codecs of pixels. Others are refused: "pickle" runs code, and some belong to packages that happen to be installed.
 _CODECS = frozenset(
     [
@@ -69,31 +76,55 @@ class _ZarrLevels:
     axes: str  #: a letter for each axis of the arrays
     mpp: tuple[float, float] | None
     descriptions: tuple[Path | None, ...]  #: the file that describes each array, where it is one
+    channel_names: tuple[str, ...] = ()
 
 
 class ZarrImage(FileImage[_ZarrLevels]):
-    """A Zarr array or an OME-Zarr group of uint8 pixels as a `sft.sources.Raster`.
+    """A Zarr array or an OME-Zarr group as a `sft.sources.Raster`: uint8, uint16, int16 or floating-point pixels, any number of channels.
 
     Args:
-        path: of the folder.
+        path: of the folder, of a ZIP file of one, or its URL (extra ``remote``).
         layout: axes of a plain array. Default: `None` (inferred if only one is possible)
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``.
             Default: `None`
+        series: number of the image in a group of several (bioformats2raw). Default: `None` (the only one)
 
     Raises:
         SourceError: the folder does not exist. Other errors are raised at the first use.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, layout: Layout | None = None, at: Mapping[str, int] | None = None) -> None:
+    series: int | None = None  # a default for pickles of older releases
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        layout: Layout | None = None,
+        at: Mapping[str, int] | None = None,
+        series: int | None = None,
+    ) -> None:
         super().__init__(path)
-        self.layout, self.at = layout, dict(at or {})
+        self.layout, self.at, self.series = layout, dict(at or {}), series
 
     def _open(self) -> _ZarrLevels:
         try:
             import zarr
         except ImportError as error:
             raise missing_extra(f"open {self.path}", "zarr", error) from error
-        node = zarr.open(str(self.path), mode="r")
+        url = remote_path(self.path)
+        if url is None and self.path.is_file():
+            root = zip_root(self.path)
+            if root is None:
+                raise SourceError(f"cannot open {self.path}: it is a ZIP archive without Zarr metadata. Give the image in it.")
+            node = zarr.open(zarr.storage.ZipStore(self.path, mode="r"), path=root, mode="r")
+        else:
+            store = str(self.path) if url is None else zarr.storage.FsspecStore.from_url(str(url), read_only=True)
+            node = zarr.open(store, mode="r")
+        described_by: Any = dict(node.attrs)
+        if isinstance(node, zarr.Group) and _BIOFORMATS in described_by.get("ome", described_by):
+            node = self._series_group(node)
+        elif self.series not in (None, 0):
+            raise InputError(f"cannot use series {self.series} of {self.path}: it is one image. Leave series out.")
         if isinstance(node, zarr.Array):
             self._check_codecs(node)
             return _ZarrLevels(arrays=(node,), axes=self._array_axes(node), mpp=None, descriptions=(self._description(node),))
@@ -109,7 +140,26 @@ class ZarrImage(FileImage[_ZarrLevels]):
         arrays = _pyramid_levels([node[dataset["path"]] for dataset in described["datasets"]], axes)
         for array in arrays:
             self._check_codecs(array)
-        return _ZarrLevels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
+        return _ZarrLevels(
+            arrays=arrays,
+            axes=axes,
+            mpp=_ome_mpp(described, axes),
+            descriptions=tuple(map(self._description, arrays)),
+            channel_names=_channel_names(attributes.get("ome", attributes).get("omero")),
+        )
+
+    def _series_group(self, node: Any) -> Any:
+        """Group of one series of bioformats2raw.
+
+        Raises:
+            InputError: the series does not exist, or none is chosen of several.
+        """
+        names = sorted((name for name, _ in node.groups() if name.isdigit()), key=int)
+        series = 0 if self.series is None and len(names) == 1 else self.series
+        if series is None or str(series) not in names:
+            asked = "no series is chosen" if series is None else f"it has no series {series}"
+            raise InputError(f"cannot open {self.path}: {asked}, and it holds series {some_names(names) or 'none'}. Give series=0.")
+        return node[str(series)]
 
     def _check_codecs(self, array: Any) -> None:
         """Refuse codecs that are none of pixels, before a chunk is read.
@@ -125,7 +175,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
             )
 
     def _description(self, array: Any) -> Path | None:
-        files = (Path(self.path, array.path, name) for name in _DESCRIPTIONS)
+        files = (self.path / array.path / name for name in _DESCRIPTIONS)
         return next((file for file in files if file.is_file()), None)
 
     def _array_axes(self, array: Any) -> str:
@@ -138,8 +188,12 @@ class ZarrImage(FileImage[_ZarrLevels]):
         first, axes = handle.arrays[0], handle.axes
         if not {"y", "x"} <= set(axes) or len(axes) != first.ndim:
             raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
-        if any(array.dtype != np.uint8 for array in handle.arrays):
-            raise SourceError(f"cannot use {self.path} as an image: it holds {first.dtype}, pixels are uint8. Convert it.")
+        if first.dtype.name not in PIXEL_DTYPES or any(array.dtype != first.dtype for array in handle.arrays):
+            types = ", ".join(sorted({array.dtype.name for array in handle.arrays}))
+            raise SourceError(
+                f"cannot use {self.path} as an image: it holds {types}; pixels are one of {', '.join(PIXEL_DTYPES)}. Convert it; labels "
+                "are read by sft.sources.open_labels."
+            )
         unknown = sorted(axis for axis in self.at if axis not in axes or axis in _IMAGE_AXES)
         if unknown:
             others = [axis for axis in axes if axis not in _IMAGE_AXES]
@@ -156,7 +210,9 @@ class ZarrImage(FileImage[_ZarrLevels]):
             tiles_px=tuple(_size(array.chunks, axes) for array in handle.arrays),
             num_channels=num_channels,
             mpp=handle.mpp,
-            background=(int(first.fill_value or 0),) * num_channels,
+            background=((first.fill_value or first.dtype.type(0)).item(),) * num_channels,
+            dtype=first.dtype.name,
+            channel_names=handle.channel_names if len(handle.channel_names) == num_channels else (),
         )
 
     def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
@@ -168,7 +224,25 @@ class ZarrImage(FileImage[_ZarrLevels]):
         left = [axis for axis in handle.axes if axis in _IMAGE_AXES]
         if "c" not in left:
             part, left = part[..., None], [*left, "c"]
-        return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]))
+        return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]), part.dtype.newbyteorder("="))
+
+
+def zip_root(path: Path) -> str | None:
+    """Folder of a Zarr array or group in a ZIP file, empty for its top; None for a file without one."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            folders = [name.rpartition("/")[0] for name in file.namelist() if name.rpartition("/")[2] in ZARR_FILES]
+    except zipfile.BadZipFile as error:
+        raise SourceError(f"cannot open {path}: {error}. It is no ZIP archive, or cut short; copy it again.") from error
+    return min(folders, key=lambda folder: (folder.count("/") + bool(folder), folder), default=None)
+
+
+def _channel_names(omero: Any) -> tuple[str, ...]:
+    """Names of the channels in the rendering settings of OMERO; empty where one lacks a name."""
+    channels = omero.get("channels") if isinstance(omero, Mapping) else None
+    labels = [channel.get("label") for channel in channels or () if isinstance(channel, Mapping)]
+    names = tuple(label for label in labels if isinstance(label, str) and label)
+    return names if len(names) == len(channels or ()) else ()
 
 
 def _pyramid_levels(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:

@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-from sft.sources.image import StatedResolution, valid_mpp
+import numpy as np
 
-__all__ = ["GeoTags", "read_geo_tags", "read_resolution"]
+from sft.common.untrusted.xml_files import XmlError, parse_xml
+from sft.sources.image import StatedResolution, dtype_range, valid_mpp
+from sft.sources.readers.remote import remote_path
+
+__all__ = ["GeoTags", "read_channel_names", "read_geo_tags", "read_resolution"]
 
 _GEO_KEYS, _NODATA = 34735, 42113
 #: Byte orders by the first two bytes of a file.
@@ -48,10 +52,18 @@ class GeoTags:
 
     @property
     def missing_value(self) -> int | None:
-        """Value of the uint8 pixels of a tile that is not stored, as GDAL rounds and clamps it; None for a file of a scanner."""
+        """Value of the uint8 pixels of a tile that is not stored; None for a file of a scanner."""
+        value = self.missing_value_of(np.dtype(np.uint8))
+        return None if value is None else int(value)
+
+    def missing_value_of(self, dtype: np.dtype[Any]) -> float | None:
+        """Value of the pixels of a tile that is not stored, as GDAL rounds and clamps it to their type; None for a file of a scanner."""
         if self.nodata is None:
             return 0 if self.is_geo else None
-        clamped = 0.0 if math.isnan(self.nodata) else min(max(self.nodata, 0.0), 255.0)
+        if dtype.kind == "f":
+            return self.nodata
+        low, high = dtype_range(dtype)
+        clamped = 0.0 if math.isnan(self.nodata) else min(max(self.nodata, low), high)
         return math.floor(clamped + 0.5)
 
 
@@ -61,6 +73,8 @@ def read_geo_tags(path: Path) -> GeoTags:
         with path.open("rb") as file:
             return _read_tags(file)
     except (OSError, struct.error, ValueError):
+        if remote_path(path) is not None:
+            raise
         return GeoTags()
 
 
@@ -110,19 +124,20 @@ _OME_UM = {"µm": 1.0, "μm": 1.0, "um": 1.0, "pm": 1e-6, "Å": 1e-4, "nm": 1e-3
 _OME_UM |= {"thou": 25.4, "in": 25_400.0, "ft": 304_800.0}
 
 
-def read_resolution(tiff: Any, page: Any) -> StatedResolution:
+def read_resolution(tiff: Any, page: Any, series: int = 0) -> StatedResolution:
     """Resolution of a page, as far as the file states a credible one.
 
     Args:
         tiff: a ``tifffile.TiffFile``.
         page: its largest level.
+        series: number of the image in OME metadata. Default: 0
     """
     if tiff.is_svs:
         match = re.search(r"\|\s*MPP\s*=\s*([0-9.eE+-]+)", page.description or "")
         value = _number(match[1]) if match else None
         return StatedResolution.of(value, value)
     if tiff.is_ome:
-        sizes = _ome_sizes(tiff.ome_metadata)
+        sizes = _ome_sizes(tiff.ome_metadata, series)
         if None not in sizes:  # where OME has sizes of a unit of no length ("pixel"), the tags are a program's defaults
             # Written on purpose, so that coarse overviews are believed.
             return StatedResolution(mpp=valid_mpp(*(size * _OME_UM.get(unit, math.nan) for size, unit in filter(None, sizes))))
@@ -141,13 +156,27 @@ def _pixel_um(resolution: Any, unit_um: float) -> float | None:
         return None
 
 
-def _ome_sizes(text: str | None) -> list[tuple[float, str] | None]:
-    """The size of a pixel along x and y, and its unit, where OME says so."""
+def read_channel_names(tiff: Any, series: int, num_channels: int) -> tuple[str, ...]:
+    """Names of the channels in OME metadata; empty where one lacks a name."""
+    pixels = _ome_pixels(tiff.ome_metadata, series) if tiff.is_ome else None
+    channels = [] if pixels is None else [element for element in pixels if element.tag.endswith("}Channel")]
+    names = [channel.get("Name", "") for channel in channels]
+    return tuple(names) if len(names) == num_channels and all(names) else ()
+
+
+def _ome_pixels(text: str | None, series: int) -> ElementTree.Element | None:
+    """Description of the pixels of one image; None if the text is no XML, or has no such image."""
     try:
-        root = ElementTree.fromstring(text or "")
-    except ElementTree.ParseError:
-        return [None]
-    pixels = next((element for element in root.iter() if element.tag.endswith("}Pixels")), None)
+        root = parse_xml(text or "")
+    except XmlError:
+        return None
+    described = [element for element in root.iter() if element.tag.endswith("}Pixels")]
+    return described[series] if series < len(described) else None
+
+
+def _ome_sizes(text: str | None, series: int) -> list[tuple[float, str] | None]:
+    """The size of a pixel along x and y, and its unit, where OME says so."""
+    pixels = _ome_pixels(text, series)
     if pixels is None:
         return [None]
     sizes = [(_number(pixels.get(f"PhysicalSize{axis}")), pixels.get(f"PhysicalSize{axis}Unit", "µm")) for axis in "XY"]

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Checks and measurements that need a GPU, in six stages of at most ten minutes, the most telling first:
 #
-#   1 check    sft doctor, the smoke test (float64 exactness and memory of four networks in five modes), tests marked gpu      4 minutes
+#   1 check    sft doctor, the smoke test (float64 exactness and memory of four networks in five modes), tests marked gpu,
+#              rates of the GPU and its host                                                                                 3 minutes
 #   2 steps    training steps against eager PyTorch in bfloat16, PyTorch's operators, with traces and memory histories       8 minutes
-#   3 test     every Triton kernel in the cases that `make test` interprets, compiled                                         9 minutes
+#   3 test     every Triton kernel in the cases that `make test` interprets, compiled                                         4 minutes
 #   4 kernels  every kernel against float64, then its time next to cuDNN's and the roofline                                   8 minutes
 #   5 tune     the table that backend="auto" selects by (python -m sft tune)                                                  9 minutes
 #   6 rest     steps with backend="auto" and "triton", then the kernels under compute-sanitizer (memcheck, racecheck)        10 minutes
@@ -66,7 +67,8 @@ find_sanitizer() {
 
 # -- stages ---------------------------------------------------------------------------------------------------------------------------
 
-child=
+children=()
+beside_logs=()
 stage=
 stage_end=0
 failed=0
@@ -75,9 +77,10 @@ archive=
 
 minutes_of() {
     case $1 in
-    check) echo 4 ;;
+    check) echo 3 ;;
+    test) echo 4 ;;
     steps | kernels) echo 8 ;;
-    test | tune) echo 9 ;;
+    tune) echo 9 ;;
     rest) echo 10 ;;
     esac
 }
@@ -92,26 +95,61 @@ minutes_left() {
     printf '%d.%02d\n' $((seconds / 60)) $((seconds % 60 * 100 / 60))
 }
 
-# Run a command with the time that the stage has left. Its output goes to the terminal and to the log. It runs in the background, since a
-# shell handles no signal while it waits for a command in the foreground.
-attempt() {
-    local seconds limit=() code=0
+# Start a command with the time that the stage has left, in the background: a shell handles no signal while it waits for a command in the
+# foreground. Fails if no time is left.
+start() {
+    local seconds limit=()
     seconds=$(seconds_left)
     echo "== $stage: $*, $(date +%H:%M:%S), $seconds s left"
     if [ "$seconds" -le 0 ]; then
         say "no time left for it"
         failed=1
-        return
+        return 1
     fi
     if command -v timeout >/dev/null 2>&1; then limit=(timeout -k 10 "$seconds"); fi
     ${limit[@]+"${limit[@]}"} "$@" &
-    child=$!
-    wait "$child" || code=$?
-    child=
+    children+=("$!")
+}
+
+# Wait for a command that was started: its process and its words.
+finish() {
+    local pid=$1 code=0
+    shift
+    wait "$pid" || code=$?
     if [ "$code" != 0 ]; then
         failed=1
         if [ "$code" = 124 ] || [ "$code" = 137 ]; then say "out of time: $*"; else say "ended with $code: $*"; fi
     fi
+}
+
+# Run a command. Its output goes to the terminal and to the log.
+attempt() {
+    if ! start "$@"; then return; fi
+    finish "${children[-1]}" "$@"
+    unset 'children[-1]'
+    pack
+}
+
+# Run a command beside the next one. Its output follows when `join` is called.
+beside() {
+    local log
+    log=$(mktemp)
+    exec 5>&1
+    if start "$@" >"$log" 2>&1; then beside_logs+=("$log"); fi
+    head -n 1 "$log" >&5
+    exec 5>&-
+}
+
+# Wait for the commands beside.
+join() {
+    local number
+    for number in "${!beside_logs[@]}"; do
+        finish "${children[$number]}" "the command of the following lines"
+        cat "${beside_logs[$number]}"
+        rm -f "${beside_logs[$number]}"
+    done
+    children=()
+    beside_logs=()
     pack
 }
 
@@ -124,13 +162,15 @@ pack() {
     tar -czf "$archive.part" -C "$results" "${folders[@]}" && mv "$archive.part" "$archive"
 }
 
-# Pack and leave; a command that is under way is stopped first.
+# Pack and leave; commands that run are stopped first.
 stop() {
+    local each
     trap - TERM INT HUP
-    if [ -n "$child" ]; then
-        kill -TERM "$child" 2>/dev/null || true
-        wait "$child" 2>/dev/null || true
-    fi
+    for each in ${children[@]+"${children[@]}"}; do
+        kill -TERM "$each" 2>/dev/null || true
+        wait "$each" 2>/dev/null || true
+    done
+    join
     say "stopped in stage $stage"
     pack
     exit 1
@@ -138,9 +178,9 @@ stop() {
 
 # Tests, eight at a time if pytest-xdist is there. Names of files have no blanks.
 gpu_tests() {
-    local each files=() options=(-p no:cacheprovider -q --continue-on-collection-errors)
+    local each files=() options=(-p no:cacheprovider -p no:benchmark -q --continue-on-collection-errors)
     if has xdist; then options+=(-n "${TEST_PROCESSES:-8}"); fi
-    if [ -n "$dry_run" ]; then options=(-p no:cacheprovider -q --collect-only); fi
+    if [ -n "$dry_run" ]; then options=(-p no:cacheprovider -p no:benchmark -q --collect-only); fi
     if [ "$1" = kernels ]; then
         shift
         SFT_KERNELS_ON_GPU=1 run_tests "${options[@]}" -k interpreted "$root/tests/kernels${dry_run:+/rows}" "$@"
@@ -161,9 +201,15 @@ stage_check() {
     if [ -n "$dry_run" ]; then
         attempt "$python" "$root/benchmarks/gpu_smoke.py" --device cpu --only u-net --modes strips --size 48 40 --out "$work"
     else
-        attempt "$python" "$root/benchmarks/gpu_smoke.py" --minutes "$(minutes_left)" --out "$work"
+        beside "$python" "$root/benchmarks/gpu_smoke.py" --processes 4 --minutes "$(minutes_left)" --out "$work"
     fi
     gpu_tests marked
+    join
+    if [ -n "$dry_run" ]; then
+        attempt "$python" "$root/benchmarks/gpu_rates.py" --device cpu --minutes 0.05 --out "$work"
+    else
+        attempt "$python" "$root/benchmarks/gpu_rates.py" --minutes "$(minutes_left)" --out "$work"
+    fi
 }
 
 # Steps with one backend.

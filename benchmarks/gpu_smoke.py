@@ -15,13 +15,15 @@ import argparse
 import copy
 import datetime
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from queue import Empty
 from typing import Any, Literal
 
 import numpy as np
@@ -247,6 +249,64 @@ def _write(folder: Path, results: Sequence[SmokeResult], environment: dict[str, 
     part.replace(path)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The cases of one process.
+
+    Attributes:
+        cases: networks and modes, in order.
+        device: the device.
+        size: size of all images; ``None`` for those of the cases.
+        deadline: end of the time in which cases begin.
+    """
+
+    cases: Sequence[tuple[str, Mode]]
+    device: torch.device
+    size: tuple[int, int] | None
+    deadline: Deadline
+
+    def results(self) -> Iterator[SmokeResult]:
+        """Results of the cases, each as soon as it is known."""
+        with convolution_settings():
+            for network, mode in self.cases:
+                if self.deadline.is_over:
+                    return
+                yield run_case(network, mode, self.device, self.size)
+
+
+def _send(run: _Run, queue: Any) -> None:
+    """Put the results of a run on a queue, and ``None`` at its end."""
+    try:
+        for result in run.results():
+            queue.put(result)
+    finally:
+        queue.put(None)
+
+
+def _results_of(runs: Sequence[_Run]) -> Iterator[SmokeResult]:
+    """Results of several runs, each in a process of its own."""
+    if len(runs) == 1:
+        yield from runs[0].results()
+        return
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_send, args=(run, queue), daemon=True) for run in runs]
+    for process in processes:
+        process.start()
+    num_ended = 0
+    while num_ended < len(processes):
+        try:
+            result = queue.get(timeout=1)
+        except Empty:
+            if any(process.is_alive() for process in processes):
+                continue
+            return  # a process ended by a signal puts no end on the queue
+        if result is None:
+            num_ended += 1
+        else:
+            yield result
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_smoke.py", description=(__doc__ or "").splitlines()[0])
@@ -255,6 +315,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--size", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="size of all images (default: by the case)")
     parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
+    parser.add_argument("--processes", type=int, default=1, help="run the networks in so many processes at a time (default: 1)")
     parser.add_argument("--out", type=Path, help="folder for the results as JSON")
     return parser.parse_args(arguments)
 
@@ -270,21 +331,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     size = None if options.size is None else tuple(options.size)
     results: list[SmokeResult] = []
-    cases = [(network, mode) for mode in MODES if mode in options.modes for network in options.only]
-    with convolution_settings():
-        environment = device_environment(device)
-        print(", ".join(f"{name} {environment[name]}" for name in ("device", "torch", "triton", "python", "commit")), flush=True)
-        for network, mode in cases:
-            if deadline.is_over:
-                break
-            results.append(run_case(network, mode, device, size))
-            print(results[-1].line(has_reserved=device.type == "cuda"), flush=True)
-            if options.out is not None:
-                _write(options.out, results, environment)
+    modes = [mode for mode in MODES if mode in options.modes]
+    groups = [options.only[number :: max(1, options.processes)] for number in range(max(1, options.processes))]
+    runs = [
+        _Run(cases=[(network, mode) for mode in modes for network in group], device=device, size=size, deadline=deadline)
+        for group in groups
+        if group
+    ]
+    num_cases = sum(len(run.cases) for run in runs)
+    environment = device_environment(device)
+    print(", ".join(f"{name} {environment[name]}" for name in ("device", "torch", "triton", "python", "commit")), flush=True)
+    for result in _results_of(runs):
+        results.append(result)
+        print(result.line(has_reserved=device.type == "cuda"), flush=True)
+        if options.out is not None:
+            _write(options.out, results, environment)
     num_right = sum(result.status == "ok" for result in results)
-    left = f", no time for {len(cases) - len(results)} of {len(cases)}" if len(results) < len(cases) else ""
+    left = f", no time for {num_cases - len(results)} of {num_cases}" if len(results) < num_cases else ""
     print(f"{num_right} of {len(results)} right{left}, {sum(result.seconds for result in results):.0f} s", flush=True)
-    return 0 if num_right == len(cases) else 1
+    return 0 if num_right == num_cases else 1
 
 
 if __name__ == "__main__":

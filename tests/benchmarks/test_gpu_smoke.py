@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +65,18 @@ def test_a_line_for_each_case(small: Any, tmp_path: Path, capsys: pytest.Capture
     results = json.loads(path.read_text())
     assert results["environment"]["torch"] == torch.__version__
     assert all(0 <= case["error"] <= 1e-10 and 0 < case["allocated_bytes"] <= case["projected_bytes"] for case in results["cases"])
+
+
+@pytest.mark.slow
+def test_networks_in_processes(tmp_path: Path) -> None:
+    """The results of all processes arrive, and are in one file."""
+    script = [sys.executable, "-P", str(_ROOT / "benchmarks" / "gpu_smoke.py"), "--device", "cpu", "--processes", "2"]
+    cases = ["--only", "u-net", "vgg16", "--modes", "strips", "--size", *map(str, _SIZE), "--out", str(tmp_path)]
+    paths = os.pathsep.join((str(_ROOT), str(_ROOT / "benchmarks")))
+    done = subprocess.run([*script, *cases], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    assert {case["network"] for case in json.loads(path.read_text())["cases"]} == {"u-net", "vgg16"} and "2 of 2 right" in done.stdout
 
 
 @pytest.mark.parametrize("mode", ["offload", "streamed-weights"])

@@ -56,15 +56,16 @@ def test_all_stages_run_in_order_and_failures_do_not_stop_them(tmp_path: Path) -
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-gpu.tar.gz", archive.name)
     members = _members(archive)
     tried = {stage: re.findall("^tried (.*)", members[f"gpu-{stage}/log.txt"], re.MULTILINE) for stage in _STAGES}
-    assert [len(tried[stage]) for stage in _STAGES] == [3, 1, 1, 1, 1, 4]
-    doctor, smoke, marked = tried["check"]
-    assert "sft doctor" in doctor and "gpu_smoke.py" in smoke and "-m gpu" in marked and "-n 8" in marked
+    assert [len(tried[stage]) for stage in _STAGES] == [4, 1, 1, 1, 1, 4]
+    doctor, marked, smoke, rates = tried["check"]
+    assert "sft doctor" in doctor and "gpu_smoke.py --processes 4" in smoke and "gpu_rates.py" in rates
+    assert "-m gpu" in marked and "-n 8" in marked and "-p no:benchmark" in marked
     assert "--dtypes bf16 --backends aten" in tried["steps"][0] and "--trace" in tried["steps"][0]
     assert "-k interpreted" in tried["test"][0] and "kernel_bench.py" in tried["kernels"][0] and "sft tune" in tried["tune"][0]
     assert ["--backends auto" in tried["rest"][0], "--backends triton" in tried["rest"][1]] == [True, True]
     assert "memcheck" in tried["rest"][2] and "racecheck" in tried["rest"][3], "the slowest come last"
     limits = [float(limit) for stage in _STAGES for line in tried[stage] for limit in re.findall(r"--minutes (\S+)", line)]
-    assert len(limits) == 8 and all(0 < limit < 10 for limit in limits)
+    assert len(limits) == 9 and all(0 < limit < 10 for limit in limits)
 
 
 def test_one_stage_by_number_or_name(tmp_path: Path) -> None:
@@ -77,31 +78,34 @@ def test_one_stage_by_number_or_name(tmp_path: Path) -> None:
 
 
 def test_a_stage_without_time_left_keeps_its_results(tmp_path: Path) -> None:
-    command = 'case "$*" in *doctor*) echo known ;; *smoke*) sleep 60 ;; *) echo tried $* ;; esac'
+    command = 'case "$*" in *doctor* | *" -m gpu"*) echo known ;; *smoke*) sleep 60 ;; *) echo tried $* ;; esac'
     started = time.monotonic()
     done = _run(["--stage", "1", "--minutes", "0.05", "--out", str(tmp_path / "out")], _python(tmp_path, command))
     assert done.returncode == 1 and time.monotonic() - started < 30
     (archive,) = (tmp_path / "out").glob("*.tar.gz")
     log = _members(archive)["gpu-check/log.txt"]
-    assert "known" in log and "out of time" in log and "no time left for it" in log and "tried" not in log
+    assert log.count("known") == 2 and "out of time" in log and "no time left for it" in log and "tried" not in log
 
 
 def test_a_signal_stops_the_command_and_packs_the_results(tmp_path: Path) -> None:
-    command = 'case "$*" in *doctor*) echo known ;; *) echo $$ >"$PID_FILE"; exec sleep 60 ;; esac'
-    pid_file, out = tmp_path / "pid", tmp_path / "out"
+    """Of two commands that run at a time, both are stopped."""
+    command = 'case "$*" in *doctor*) echo known ;; *) echo $$ >>"$PID_FILE"; echo begun; exec sleep 60 ;; esac'
+    pid_file, out = tmp_path / "pids", tmp_path / "out"
     environment = _environment(_python(tmp_path, command), PID_FILE=str(pid_file))
     process = subprocess.Popen([str(_SCRIPT), "--stage", "1", "--out", str(out)], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
-    while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline:
+    while not (pid_file.exists() and len(pid_file.read_text().split()) == 2) and time.monotonic() < deadline:
         time.sleep(0.02)
-    pid = int(pid_file.read_text())
+    pids = pid_file.read_text().split()
+    assert len(pids) == 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 1
     (archive,) = out.glob("*.tar.gz")
-    assert "known" in _members(archive)["gpu-check/log.txt"]
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    log = _members(archive)["gpu-check/log.txt"]
+    assert "known" in log and log.count("begun") == 2
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not Path(f"/proc/{pid}").exists(), "the command outlives the script"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a command outlives the script"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 
 from sft.kernels.rng.mask_tile import MaskTile
 from sft.kernels.rng.rng_triton import launch_dropout, launch_keep_mask, philox4x32
+from tests.helpers.tensor_moves import StorageMoves, map_tensors
 
 
 class _Numpy:
@@ -43,30 +44,17 @@ class _Numpy:
 
 interpreter.np = _Numpy()
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _on_gpu(value: Any, moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> Any:
-    """The same views of the same memory on the GPU: what lies around a tensor goes along, and what two share they share there."""
-    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return tuple(_on_gpu(item, moved) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    storage = value.untyped_storage()
-    if storage.data_ptr() not in moved:
-        moved[storage.data_ptr()] = (storage, torch.UntypedStorage(storage.nbytes(), device="cuda").copy_(storage, False))
-    view = torch.empty(0, dtype=value.dtype, device="cuda")
-    return view.set_(moved[storage.data_ptr()][1], value.storage_offset(), value.shape, value.stride())
+_DEVICE = "cpu" if _IS_INTERPRETED else "cuda"
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Call what writes to its arguments, on the GPU where nothing is interpreted."""
+    """Call a function that writes to its arguments; compiled kernels get copies on the GPU, which are copied back."""
     if _IS_INTERPRETED:
         function(**arguments)
         return
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-    function(**{name: _on_gpu(value, moved) for name, value in arguments.items()})
-    for here, there in moved.values():
-        here.copy_(there, False)
+    moves = StorageMoves("cuda")
+    function(**map_tensors(arguments, moves.move))
+    moves.copy_back()
 
 
 @triton.jit
@@ -124,7 +112,7 @@ def train(kind: str, settings: dict[str, Any], backends: list[str], dtype: torch
 
     torch.manual_seed(0)
     repeat = sft.nn.Repeat(lambda: torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()), 3)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), repeat).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), repeat).to(_DEVICE, dtype)
     counts: list[int] = []
 
     def counted(launched: Callable[..., None]) -> Callable[..., None]:
@@ -163,16 +151,19 @@ def train(kind: str, settings: dict[str, Any], backends: list[str], dtype: torch
                 if state is not None:
                     optimizer.load_state_dict(state)
             for step in range(2):
-                x = torch.randn(2, 3, generator=torch.Generator().manual_seed(2 * turn + step)).to(dtype)
+                x = torch.randn(2, 3, generator=torch.Generator().manual_seed(2 * turn + step)).to(_DEVICE, dtype)
                 model(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
     if backends[0] != "torch":
-        return [param.detach().clone() for param in model.parameters()], counts
+        return [_on_host(param) for param in model.parameters()], counts
     first, blocks = model.children()
     stacked = [torch.stack(own) for own in zip(*(block.parameters() for block in blocks.children()), strict=True)]
-    found = [*first.parameters(), *stacked]
-    return [param.detach().clone() for param in found], counts
+    return [_on_host(param) for param in (*first.parameters(), *stacked)], counts
+
+
+def _on_host(param: Tensor) -> Tensor:
+    return param.detach().to("cpu", copy=True)
 
 
 def run(job: dict[str, Any]) -> Any:

@@ -79,12 +79,13 @@ def _server(script: str) -> tuple[subprocess.Popen[str], Path]:
     variables = {"TRITON_INTERPRET": "1"} if script.startswith("interpret") else {"TRITON_CACHE_DIR": str(folder / "cache")}
     variables = {} if is_compiled else variables
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")]))  # scripts import other helpers
     command = [sys.executable, "-P", *(str(Path(__file__).with_name(name)) for name in ("serve_triton.py", script))]
     log = folder / "log"
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
-            env=environment | {"OMP_NUM_THREADS": "1"} | variables,
+            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,10 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
 
 @needs_triton
 def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
-    """As ``torch.optim``, bit for bit, also where the state goes from one backend to the other and back; in half precision as ATen."""
+    """As ``torch.optim``, bit for bit, also where the state goes from one backend to the other and back; in half precision as ATen.
+
+    On a GPU to rounding: PyTorch's kernels there contract products and sums.
+    """
     single, half = torch.float32, torch.bfloat16
     cases: list[tuple[str, dict[str, Any], torch.dtype, bool, str]] = [
         ("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, single, False, "torch"),
@@ -136,7 +140,10 @@ def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
             jobs.append({"run": "train", "kind": kind, "settings": settings, "backends": backends, "dtype": dtype, "two_phase": two_phase})
     found = interpret(jobs, tmp_path)
     for case, (ours, counts), (expected, none) in zip(cases, found[::2], found[1::2], strict=True):
-        assert all(torch.equal(own, theirs) for own, theirs in zip(ours, expected, strict=True)), case
+        if os.environ.get("SFT_KERNELS_ON_GPU") == "1":
+            torch.testing.assert_close(ours, expected)
+        else:
+            assert all(torch.equal(own, theirs) for own, theirs in zip(ours, expected, strict=True)), case
         # Two steps of the weights and biases of a layer and three blocks.
         assert counts == ([0, 0, 0] if "amsgrad" in case[1] else [16, 0, 16]) and none == [0, 0, 0], (case, counts)
 

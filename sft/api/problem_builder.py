@@ -73,7 +73,7 @@ def build_problem(
         link=DeviceRates(device_type).link(options.link_bytes_per_second),
         skips_repeats=settings.skips_repeats,
         deterministic=signature.deterministic,
-        backend=settings.backend or backend_for(options.backend, device, table_folders()),
+        backend=settings.backend or backend_for(options.backend, device, table_folders(), device_type),
     )
     problem = PlanningProblem(resources=resources, shared=WeightedLRU() if shared is None else shared)
     _check_sources(problem, options.batch_tile)

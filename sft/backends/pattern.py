@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
 from sft.backends.kernel_call import allocation
 from sft.backends.selector import KernelSelector
@@ -49,6 +50,7 @@ class MatchContext:
         computes_operands: true if matrix products of operands that a kernel computes come out right on the device (see
             ``kernels/common_triton.py``). If not, kernels would write these operands to memory first, without the program counting it.
         may_fold_norms: true if no backward pass follows, so that a frozen norm may become part of the convolution before it.
+        fusion_device: device whose convolutions are fused with a ReLU where no kernel is selected; None for a device without.
         claimed: positions that belong to an earlier rewrite.
     """
 
@@ -58,6 +60,7 @@ class MatchContext:
     channels_last: frozenset[int]
     computes_operands: bool = True
     may_fold_norms: bool = False
+    fusion_device: FusionDevice | None = None
     claimed: set[int] = field(default_factory=set)
 
     def unclaimed_calls(self, function: object) -> Iterator[tuple[int, Instruction]]:

@@ -1,6 +1,7 @@
 """Resolution of ``Options.backend`` to the backend of a device.
 
-- ``"aten"``: PyTorch's operators alone.
+- ``"aten"``: PyTorch's operators alone. On a GPU a convolution and its ReLU are one call of cuDNN (:mod:`sft.backends.library_fusion`),
+  with every choice of backend.
 - ``"triton"``: every kernel that computes the same as the operators that it replaces. Without a GPU this is for tests, under Triton's
   interpreter.
 - ``"auto"``: the kernels that were measured to be faster, and verified, on this GPU with this Triton (:mod:`sft.backends.autotune.table`).
@@ -19,8 +20,9 @@ import torch
 
 from sft.backends.autotune.benchmark import compiler_version
 from sft.backends.autotune.table import TableSelector, find_table
+from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
-from sft.backends.selector import AlwaysKernel
+from sft.backends.selector import AlwaysKernel, KernelSelector
 from sft.common.errors import InputError
 from sft.common.installation import install_command
 from sft.kernels.common import has_triton
@@ -32,27 +34,30 @@ __all__ = ["allows_tf32", "backend_for", "check_triton", "computes_operands", "r
 _MIN_CAPABILITY = (8, 0)
 
 
-def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
-    """The backend of a device; ``None`` for ATen alone.
+def backend_for(name: str, device: torch.device, folders: Sequence[Path] = (), device_type: str = "") -> Backend | None:
+    """The backend of a device; ``None`` for ATen's operators one by one.
 
     Args:
         name: ``"auto"``, ``"aten"`` or ``"triton"``.
         device: device of the programs. The meta device runs no program; a GPU is assumed.
         folders: folders of measured tables, searched in this order.
+        device_type: kind of device that programs on the meta device are planned for; empty for the kind of ``device``.
 
     Raises:
         InputError: ``"triton"`` on a device that runs no kernels.
     """
+    is_cuda = (device_type or device.type) == "cuda"
+    fusion_device = FusionDevice(device if device.type == "cuda" else None) if is_cuda else None
+    selector: KernelSelector | None = None
     if name == "triton":
         check_triton(device)
-        return KernelBackend(selector=AlwaysKernel(allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
-    if name == "auto" and device.type == "cuda" and has_triton():
+        selector = AlwaysKernel(allows_tf32=allows_tf32(device))
+    elif name == "auto" and device.type == "cuda" and has_triton():
         table = find_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
-        if table is not None:
-            return KernelBackend(
-                selector=TableSelector(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device)
-            )
-    return None
+        selector = None if table is None else TableSelector(table=table, allows_tf32=allows_tf32(device))
+    if selector is None:
+        return None if fusion_device is None else KernelBackend(selector=None, fusion_device=fusion_device)
+    return KernelBackend(selector=selector, computes_operands=computes_operands(device), fusion_device=fusion_device)
 
 
 def runs_kernels(device: torch.device) -> bool:

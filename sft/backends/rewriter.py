@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from sft.backends.conv import match_conv_backward, match_convolutions
 from sft.backends.conv_pool import match_pooled_convolutions
+from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
+from sft.backends.library_fusion import match_convolution_relus
 from sft.backends.memory_format import channels_last_slots
 from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
 from sft.backends.pools import match_average_pools, match_max_pools
 from sft.backends.resize import match_resizes
 from sft.backends.row_copy import match_row_loads
-from sft.backends.selector import KernelSelector
+from sft.backends.selector import KernelSelector, NoKernels
 from sft.common.errors import InternalError
 from sft.lower.builder import ProgramBuilder
 from sft.lower.program import Instruction, Port
@@ -40,20 +42,28 @@ _PATTERNS: tuple[Pattern, ...] = (
     match_average_pools,
     match_resizes,
     match_row_loads,
+    match_convolution_relus,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend:
-    """Backend that runs Triton kernels where a selector chooses them.
+    """Backend that runs Triton kernels where a selector chooses them, and fused calls of cuDNN for convolutions without a kernel.
 
     Attributes:
-        selector: chooses between kernels and ATen.
+        selector: chooses between kernels and ATen; None for ATen and fused calls alone.
         computes_operands: see :class:`sft.backends.pattern.MatchContext`.
+        fusion_device: see :class:`sft.backends.pattern.MatchContext`.
     """
 
-    selector: KernelSelector
+    selector: KernelSelector | None
     computes_operands: bool = True
+    fusion_device: FusionDevice | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if a selector may choose Triton kernels."""
+        return self.selector is not None
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of a program builder in place.
@@ -87,13 +97,14 @@ class KernelBackend:
         """
         context = MatchContext(
             def_use=def_use,
-            selector=self.selector,
+            selector=self.selector or NoKernels(),
             builder=builder,
             channels_last=channels_last_slots(def_use, laid_out),
             computes_operands=self.computes_operands,
             may_fold_norms=not training,
+            fusion_device=self.fusion_device,
         )
-        for pattern in _PATTERNS:
+        for pattern in _PATTERNS if self.has_kernels else (match_convolution_relus,):
             for rewrite in pattern(context):
                 if not context.claimed.isdisjoint(rewrite.removed) or not rewrite.removed.issuperset(rewrite.inserted):
                     raise InternalError(f"{pattern}: two groups share an instruction, at {sorted(rewrite.removed)}")

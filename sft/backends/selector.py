@@ -15,7 +15,7 @@ import torch
 
 from sft.kernels.common import LaunchVariant, is_flat
 
-__all__ = ["AlwaysKernel", "KernelSelector", "NumberFormat", "ShapeClass", "launch_variants", "pixel_class", "storage_format"]
+__all__ = ["AlwaysKernel", "KernelSelector", "NoKernels", "NumberFormat", "ShapeClass", "launch_variants", "pixel_class", "storage_format"]
 
 #: Format of stored and multiplied numbers. ``tf32`` is fp32 whose products round operands to ten bits, as PyTorch does where allowed.
 NumberFormat = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -137,3 +137,20 @@ class AlwaysKernel:
     def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
         """The format that elements are stored in, or ``tf32``."""
         return storage_format(dtype, allows_tf32=self.allows_tf32)
+
+
+@dataclass(frozen=True, slots=True)
+class NoKernels:
+    """Selects no kernel."""
+
+    def selects_kernel(self, shape_class: ShapeClass) -> bool:
+        """False for every class."""
+        return False
+
+    def launch_variant_of(self, shape_class: ShapeClass) -> LaunchVariant:
+        """The default variant."""
+        return "default"
+
+    def number_format_of(self, dtype: torch.dtype) -> NumberFormat | None:
+        """No format: no dtype has kernels."""
+        return None

@@ -25,6 +25,7 @@ from sft.api.engine import Engine
 from sft.backends.autotune.benchmark import Benchmarker, CudaBenchmarker
 from sft.backends.autotune.cases import CaseCollector, TuningCase
 from sft.backends.autotune.loop import TuningReport, tune
+from sft.backends.convolution_relu import FusionDevice
 from sft.backends.resolve import allows_tf32, computes_operands
 from sft.backends.selector import launch_variants
 from sft.cli.parser import TUNED_DTYPES
@@ -170,7 +171,11 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
     """
-    collector = CaseCollector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
+    collector = CaseCollector(
+        allows_tf32=allows_tf32(device),
+        computes_operands=computes_operands(device),
+        fusion_device=FusionDevice(device) if device.type == "cuda" else None,
+    )
     for model, inputs in request.models:
         shapes = [tuple(description.shape) if isinstance(description, torch.Tensor) else description for description in inputs]
         dtypes = [description.dtype if isinstance(description, torch.Tensor) else None for description in inputs]

@@ -35,6 +35,10 @@ __all__ = ["Backend", "GradContribution", "NodeContext", "SegmentInfo", "accumul
 class Backend(Protocol):
     """A kernel backend: replaces instructions of a lowered program."""
 
+    @property
+    def has_kernels(self) -> bool:
+        """True if it has kernels of its own, which are written for decomposed operators."""
+
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of the builder.
 

@@ -212,10 +212,10 @@ def test_products_of_single_precision_follow_the_switches_of_torch(settings: Any
     monkeypatch.setattr(resolve, "computes_operands", lambda device: True)
     monkeypatch.setattr(torch, "backends", settings)
     backend = backend_for("triton", torch.device("cuda"))
-    assert isinstance(backend, KernelBackend)
+    assert isinstance(backend, KernelBackend) and backend.selector is not None
     assert backend.selector.number_format_of(torch.float32) == ("tf32" if allowed else "float32")
     on_cpu = backend_for("triton", torch.device("cpu"))
-    assert isinstance(on_cpu, KernelBackend)
+    assert isinstance(on_cpu, KernelBackend) and on_cpu.selector is not None
     assert on_cpu.selector.number_format_of(torch.float32) == "float32"
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sft.backends.convolution_relu import convolution_relu
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 from sft.lower.program import Instruction, Slot
 from sft.runtime.region import Region
@@ -25,6 +26,7 @@ from tests.helpers.fake_cuda import DEVICE
 __all__ = ["FakeTrace", "trace_step"]
 
 _aten = torch.ops.aten
+_CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default, convolution_relu)
 
 
 def _indexed(tensor: Tensor, key: Any) -> Tensor:
@@ -97,7 +99,7 @@ class _Transfers(TorchDispatchMode):
         if func in (_aten._local_scalar_dense.default, _aten.nonzero.default):
             self._issues["wait for the device", str(func)] += 1
         result = func(*args, **kwargs)
-        return _as_cudnn(result, args) if func in (_aten.convolution.default, _aten.convolution_backward.default) else result
+        return _as_cudnn(result, args) if func in _CONVOLUTIONS else result
 
 
 @dataclass(slots=True)

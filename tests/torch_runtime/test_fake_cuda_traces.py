@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sft
+from sft.backends.resolve import backend_for
 from sft.cli.tune import STANDARD_NETWORKS
 from sft.lower.row_gather import upload_table
 from sft.planner.materialize import ProjectedPlan
@@ -41,6 +42,7 @@ def _planned(name: str, dtype: torch.dtype, options: dict[str, Any], *, full: bo
     size = 64 if full else 32
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(search, "plan_segments", noting)
+        patches.setattr("sft.api.problem_builder.backend_for", lambda name, device, folders, _: backend_for(name, device, folders, "cuda"))
         sft.compile(model, (1, 3, size, size), budget="64GiB", options=sft.Options(**options))
     return plans[-1]
 

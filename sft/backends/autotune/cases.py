@@ -6,16 +6,18 @@ described twice. A case draws its own random operands. ATen's calls on the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
+from sft.backends.convolution_relu import FusionDevice, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
+from sft.backends.pattern import Rewrite
 from sft.backends.rewriter import KernelBackend
 from sft.backends.selector import NumberFormat, ShapeClass, storage_format
 from sft.common.interval import Interval
@@ -71,7 +73,8 @@ class TuningCase:
     def draw(self, device: torch.device, dtype: torch.dtype | None = None) -> Operands:
         """Random operands, the same for every dtype; ``dtype`` replaces the dtypes of fp32 and half-precision operands."""
         random = torch.Generator(device).manual_seed(0)
-        weights = {call.arguments[1].number for call in self.aten if call.function is torch.ops.aten.convolution.default}
+        convolutions = (torch.ops.aten.convolution.default, convolution_relu)
+        weights = {call.arguments[1].number for call in self.aten if call.function in convolutions}
         weights |= {call.arguments[2].number for call in self.aten if call.function is torch.ops.aten.convolution_backward.default}
         return {slot.number: self._random_operand(slot, device, dtype, random, slot.number in weights) for slot in self.operands}
 
@@ -164,12 +167,15 @@ class CaseCollector:
     Attributes:
         allows_tf32: true if products of fp32 numbers may round operands to ten bits.
         computes_operands: see :class:`sft.backends.pattern.MatchContext`.
+        fusion_device: device whose library fuses convolutions and ReLUs in ATen's calls; None for calls one by one.
         cases: one case for each class, in order of appearance.
     """
 
     allows_tf32: bool = False
     computes_operands: bool = True
+    fusion_device: FusionDevice | None = None
     cases: dict[ShapeClass, TuningCase] = field(default_factory=dict)
+    has_kernels: ClassVar[bool] = True
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Collect the cases of a program; its instructions stay as they are."""
@@ -177,27 +183,31 @@ class CaseCollector:
         recorder = _SingleClassSelector(None, self.allows_tf32)
         for _ in self._backend_of(recorder).rewrites(def_use, builder, laid_out, training=training):
             raise AssertionError("no class is selected")
+        library = KernelBackend(selector=None, fusion_device=self.fusion_device)
+        fusions = list(library.rewrites(def_use, builder, laid_out, training=training))
         for shape_class in recorder.recorded:
             if shape_class not in self.cases:
                 backend = self._backend_of(_SingleClassSelector(shape_class, self.allows_tf32))
                 rewrite = next(backend.rewrites(def_use, builder, laid_out, training=training), None)
                 if rewrite is not None:
-                    self.cases[shape_class] = _make_case(shape_class, def_use, rewrite.removed, rewrite.instructions)
+                    self.cases[shape_class] = _make_case(shape_class, def_use, rewrite, fusions)
         return num_forward
 
     def _backend_of(self, selector: _SingleClassSelector) -> KernelBackend:
         return KernelBackend(selector=selector, computes_operands=self.computes_operands)
 
 
-def _make_case(shape_class: ShapeClass, def_use: DefUse, removed: Collection[int], kernels: tuple[Instruction, ...]) -> TuningCase:
-    aten = tuple(def_use.instructions[at] for at in sorted(removed))
+def _make_case(shape_class: ShapeClass, def_use: DefUse, rewrite: Rewrite, fusions: Sequence[Rewrite]) -> TuningCase:
+    removed, kernels = rewrite.removed, rewrite.instructions
+    fused = {at: each.inserted.get(at, ()) for each in fusions if each.removed <= removed for at in each.removed}
+    aten = tuple(call for at in sorted(removed) for call in fused.get(at, (def_use.instructions[at],)))
     # Views inside the group are made again. A padded copy that a kernel does not need is part of ATen's work.
     aten = _with_padding(def_use, aten)
     by_aten = {out.number for call in aten for out in call.outputs if out is not None}
     by_kernels = {out.number for call in kernels for out in call.outputs if out is not None}
     operands = {slot.number: slot for slot in _slots_read(aten) if slot.number not in by_aten}
     operands |= {slot.number: slot for slot in _slots_read(kernels) if slot.number not in by_kernels and slot.number not in operands}
-    inside = {at for at, call in enumerate(def_use.instructions) if any(call is one for one in aten)}
+    inside = removed | {at for at, call in enumerate(def_use.instructions) if any(call is one for one in aten)}
     written = {slot.number: slot for call in aten for slot in (*call.outputs, *call.writes) if slot is not None}
     reached = by_kernels | {slot.number for call in kernels for slot in call.writes}
     results = [slot for slot in written.values() if slot.number in reached and not def_use.is_private(slot, inside)]

@@ -1,0 +1,151 @@
+"""Convolution with bias and ReLU as one operator, ``sft::convolution_relu``: a single call of cuDNN on a GPU.
+
+ATen adds the bias of a convolution with a kernel of its own, which on an H100 reads and writes 1.35 TB/s, and the ReLU is a third pass.
+``aten.cudnn_convolution_relu`` does both before it stores the result (bfloat16, 3 x 3, images of 134 MB):
+
+===========  =======================  ==========================
+channels     convolution, bias, ReLU  ``cudnn_convolution_relu``
+===========  =======================  ==========================
+64           482 us                   185 us
+128          511 us                   222 us
+256          684 us                   397 us
+512          1066 us                  769 us
+===========  =======================  ==========================
+
+ATen's operator has no rule for fake tensors, no FLOP formula, and the following limits. The operator of this module runs a convolution and
+an in-place ReLU in its place wherever one of them matters.
+
+- It needs a CUDA build with cuDNN, which ``torch.backends.cudnn.enabled = False`` switches off.
+- It always permits algorithms that sum in nondeterministic order. Convolutions exclude them under ``torch.backends.cudnn.deterministic``
+  and ``torch.use_deterministic_algorithms``.
+- It passes its uninitialised result as an addend with factor zero, and cuDNN has ReLUs that turn NaN into zero. A NaN must stay one: it
+  tells of a training run that diverged. :func:`keeps_nan` tries both on the device.
+- cuDNN has no fused algorithm for some shapes and types; it raises an error then.
+
+It follows ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.benchmark`` as a convolution does, and its result has the same
+memory format.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
+
+__all__ = ["FusionDevice", "convolution_relu", "keeps_nan"]
+
+aten = torch.ops.aten
+
+#: Element types of cuDNN's fused convolution.
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Cases for which cuDNN had no fused algorithm in this process.
+_WITHOUT_ALGORITHM: set[Hashable] = set()
+
+_LIBRARY = torch.library.Library("sft", "FRAGMENT")
+_LIBRARY.define(
+    "convolution_relu(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor"
+)
+
+
+def _separate(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """The convolution, and the ReLU in place."""
+    convolved = aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    result: Tensor = aten.relu_.default(convolved)
+    return result
+
+
+def _by_cudnn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """One call of cuDNN where it computes the same as the two operators, and these otherwise."""
+    operands = (x, weight, bias, stride, padding, dilation, groups)
+    case = (x.device, x.dtype, *map(tuple, (x.shape, weight.shape, stride, padding, dilation)), groups)
+    if not _permits_cudnn(x, weight, bias) or case in _WITHOUT_ALGORITHM:
+        return _separate(*operands)
+    try:
+        result: Tensor = aten.cudnn_convolution_relu.default(*operands)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "unable to find an engine" not in str(error) and "CUDNN_STATUS_NOT_SUPPORTED" not in str(error):
+            raise
+        _WITHOUT_ALGORITHM.add(case)
+        return _separate(*operands)
+    return result
+
+
+def _permits_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True if operands and settings of torch permit cuDNN's fused convolution."""
+    if not _has_cudnn() or torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+        return False
+    is_uniform = all(operand is None or operand.dtype == x.dtype for operand in (weight, bias))
+    return is_uniform and x.dtype in _FUSED_DTYPES and x.dim() in (4, 5) and x.numel() > 0
+
+
+def _has_cudnn() -> bool:
+    """True if torch has cuDNN, and its use is enabled; ROCm has another library under the same name."""
+    return torch.version.hip is None and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+
+
+for _key, _function in (("CPU", _separate), ("CUDA", _by_cudnn)):
+    _LIBRARY.impl("convolution_relu", _function, _key)
+torch.library.register_fake("sft::convolution_relu", _separate, lib=_LIBRARY)
+convolution_relu = torch.ops.sft.convolution_relu.default
+
+
+@register_flop_formula(torch.ops.sft.convolution_relu)
+def _flops(x_shape: Any, weight_shape: Any, *arguments: Any, out_shape: Any = None, **keywords: Any) -> int:
+    return int(conv_flop_count(x_shape, weight_shape, out_shape))
+
+
+@functools.cache
+def keeps_nan(device: torch.device, dtype: torch.dtype, num_axes: int) -> bool:
+    """True if cuDNN's fused convolution of a GPU keeps NaN, and reads nothing of the memory of its result."""
+    with torch.no_grad(), torch.cuda.device(device):
+        return _keeps_nan(aten.cudnn_convolution_relu.default, device, dtype, num_axes)
+
+
+def _keeps_nan(fused: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, num_axes: int) -> bool:
+    """True if a fused call equals a convolution and a ReLU on an image with one NaN, in memory that held NaN before.
+
+    NaN must be in the same places, and the numbers must be close. A call without an algorithm for the image is not equal.
+    """
+    layout = torch.channels_last if num_axes == 2 else torch.channels_last_3d
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randn((1, 64, *(8,) * (num_axes - 2), 32, 32), generator=random, device=device).to(dtype, memory_format=layout)
+    weight = (torch.randn((64, 64, *(3,) * num_axes), generator=random, device=device) / 24).to(dtype, memory_format=layout)
+    bias = torch.randn(64, generator=random, device=device).to(dtype)
+    x[..., 0, 0] = torch.nan
+    ones = [1] * num_axes
+    operands = (x, weight, bias, ones, ones, ones, 1)
+    separate = _separate(*operands)
+    torch.full_like(separate, torch.nan)  # freed at once: the next result of this size takes its memory
+    try:
+        result = fused(*operands)
+    except RuntimeError:
+        return False
+    return torch.allclose(result.float(), separate.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionDevice:
+    """Kind of CUDA device that programs are made for.
+
+    Attributes:
+        device: the GPU of this machine; None for a GPU of another machine, which is taken to fuse all types.
+    """
+
+    device: torch.device | None
+
+    def fuses(self, dtype: torch.dtype, num_axes: int) -> bool:
+        """True if convolutions of a type over so many axes are fused with a ReLU."""
+        if dtype not in _FUSED_DTYPES or num_axes not in (2, 3):
+            return False
+        return self.device is None or (_has_cudnn() and keeps_nan(self.device, dtype, num_axes))

@@ -75,6 +75,8 @@ def plan_segments(
         plans = by_time(problem, (plan for search in searches for plan in search.candidates(room_bytes)), rates)
         if plans:
             return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
+        if problem.resources.replays:  # an option, whose smallest plan is of no interest
+            raise BudgetError("no plan has room for recordings of its passes", needed_bytes=budget_bytes + 1)
         plan = searches[0].smallest()
     else:
         plan = searches[0].fastest(room_bytes) or searches[0].smallest()

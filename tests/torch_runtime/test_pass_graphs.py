@@ -319,8 +319,8 @@ def test_recorded_steps_on_a_gpu(make: Callable[[], nn.Module]) -> None:
 
     for seed in range(4):
         torch.testing.assert_close(step(net, seed), step(plain, seed), rtol=1e-10, atol=1e-10)
-    (ready,) = (each for each in net._sft_engine.plan_cache.prepared.values() if each.pass_graphs is not None)
-    assert ready.pass_graphs.num_replays == 3 and ready.pass_graphs.is_enabled
+    recorded = [each.pass_graphs for each in net._sft_engine.plan_cache.prepared.values() if each.pass_graphs is not None]
+    assert sorted(graphs.num_replays for graphs in recorded)[-1] == 3 and all(graphs.is_enabled for graphs in recorded)
     before = torch.cuda.memory_stats()["num_device_alloc"]
     step(net, 4)
     assert torch.cuda.memory_stats()["num_device_alloc"] == before

@@ -14,10 +14,10 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.backends.autotune.benchmark import CudaBenchmarker, RelativeErrors, compiler_version
+from sft.backends.autotune.benchmark import CudaBenchmarker, RelativeErrors, compiler_version, relative_error
 from sft.backends.autotune.cases import TuningCase
 from sft.backends.autotune.loop import tune
-from sft.backends.autotune.table import KernelTable, TableEntry, TableSelector, find_table, table_name
+from sft.backends.autotune.table import KernelTable, TableEntry, TableSelector, _truncation_error, error_limit, find_table, table_name
 from sft.backends.kernel_call import kernel_call_of
 from sft.backends.selector import ShapeClass, launch_variants
 from sft.cli.main import main
@@ -79,6 +79,19 @@ def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], mess
     data["entries"][0] |= change
     with pytest.raises(sft.InputError, match=f"{message}|expected a finite number"):
         KernelTable.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(("num_bits", "is_right"), [(9, False), (10, True), (11, True)])
+def test_truncated_operands_of_ten_bits_are_right(num_bits: int, is_right: bool) -> None:
+    """Ten bits are what matrix instructions keep of fp32 operands; the error is the expected one, and one bit less is refused."""
+    generator = torch.Generator().manual_seed(num_bits)
+    operands = [torch.randn(shape, generator=generator) for shape in ((64, 72), (72, 512))]
+    truncated = [(each.view(torch.int32) >> (23 - num_bits) << (23 - num_bits)).view(torch.float32) for each in operands]
+    exact, ours = (a.double() @ b.double() for a, b in (operands, truncated))
+    error = relative_error([ours], [exact])
+    assert error == pytest.approx(_truncation_error(num_bits), rel=0.05)
+    assert (error <= error_limit("tf32", 1e-6)) == is_right
+    assert error > error_limit("float32", 1e-6)
 
 
 def test_a_kernel_may_be_as_far_off_as_aten() -> None:

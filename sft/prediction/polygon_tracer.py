@@ -14,7 +14,7 @@ otherwise                                  no corner
 
 *Links.* Along one grid line, corners with an edge on the same side are the ends of runs, start and end in turn. Sorting links them; no edge
 is followed pixel by pixel. Horizontal runs end in their own line. Vertical runs may continue below the strip: their upper corner is an open
-end, and the chain of corners between two open ends is kept for the next strip. A chain whose ends meet is a ring.
+end, and the chain of corners between two open ends is kept for the next strip. A chain is a ring if its ends meet.
 
 *Holes.* Two rings at the ends of one run of pixels in a row belong to the same component. The run is looked up at the upper corner of every
 right edge. The leftmost right edge of a hole has a ring that reaches further left on the other end of its run, and so on to the outer ring.
@@ -142,7 +142,7 @@ class PolygonTracer:
         return polygons
 
     def finish(self) -> list[LabelPolygon]:
-        """The remaining polygons, whose pixels touch the last row."""
+        """The remaining polygons: those with pixels in the last row."""
         strip = np.full((2, self._width_px + 2), -1, np.int32)
         strip[0, 1:-1] = self._last_row
         polygons = self._advance(strip)
@@ -150,7 +150,7 @@ class PolygonTracer:
         return polygons
 
     def _advance(self, strip: npt.NDArray[np.signedinteger[Any]]) -> list[LabelPolygon]:
-        """Process the grid lines between the rows of a padded strip, whose first row is the last one of the strip before."""
+        """Process the grid lines between the rows of a padded strip; its first row is the last one of the strip before."""
         corners = _find_corners(strip, self._num_rows, self._ignored)
         if not self._open and not len(corners.x):
             return []
@@ -227,7 +227,7 @@ class _Chains:
         _merge(self.components[first], self.components[second])
 
     def complete(self) -> list[LabelPolygon]:
-        """The components whose outer ring is closed; closed holes of the remaining ones are kept in the component."""
+        """The components with a closed outer ring; closed holes of the remaining ones are kept in the component."""
         touched: dict[int, _Component] = {}
         closed = [self.corners[number] for number in self.rings]
         rings = _normalized_rings([pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in closed])

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,19 +18,36 @@ from sft.api.check import position_grids
 from sft.api.compile import compile
 from sft.api.compiled_handle import of
 from sft.api.engine import Engine
-from sft.common.errors import InputError, UnsupportedError
+from sft.common.atomic_files import is_text_path
+from sft.common.errors import InputError, UnsupportedError, typed
 from sft.common.interval import Interval
+from sft.planner.plan import Plan
+from sft.prediction.cog import CogWriter
 from sft.prediction.delivery import Delivery, resolve_dtype
 from sft.prediction.heads import KINDS, Kind, PredictionHead
 from sft.prediction.image_frame import ImageFrame
+from sft.prediction.npy import NpyWriter
+from sft.prediction.ome_tiff import OmeTiffWriter
+from sft.prediction.ome_zarr import OmeZarrWriter
+from sft.prediction.polygons import PolygonWriter
 from sft.prediction.raster import PredictedRaster, RasterWriter
-from sft.prediction.writers import writer_of
 from sft.sources.open import open_image
+from sft.torch_runtime.pass_statistics import Reading
 
 __all__ = ["PredictionResult", "WriterArgument", "predict"]
 
 #: Destination of a prediction: a path, whose suffix names the format, a writer, or several of them.
 WriterArgument: TypeAlias = str | os.PathLike[str] | RasterWriter | Sequence[str | os.PathLike[str] | RasterWriter]
+
+#: Writers by suffix.
+_WRITERS: dict[str, Callable[[Any], RasterWriter]] = {
+    ".ome.tif": OmeTiffWriter,
+    ".ome.tiff": OmeTiffWriter,
+    ".zarr": OmeZarrWriter,
+    ".npy": NpyWriter,
+    ".geojson": PolygonWriter,
+}
+_TIFF = (".tif", ".tiff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +60,8 @@ class PredictionResult:
         total_seconds: seconds of the call.
         write_seconds: seconds of each writer, in their order.
         wait_seconds: seconds that the computation waited for the writers.
+        plan: plan of the computation.
+        reading: statistics of the image; ``None`` for a tensor on the device.
     """
 
     paths: tuple[Path, ...]
@@ -50,6 +69,8 @@ class PredictionResult:
     total_seconds: float
     write_seconds: tuple[float, ...]
     wait_seconds: float
+    plan: Plan
+    reading: Reading | None = None
 
     @property
     def hidden_share(self) -> float:
@@ -112,7 +133,7 @@ def predict(
         source = open_image(source)
     frame = ImageFrame.of(source)
     is_single = isinstance(writer, (str, os.PathLike, RasterWriter))
-    writers = [writer_of(each, frame) for each in ([writer] if is_single else writer)]  # type: ignore[union-attr]
+    writers = [_writer_of(each, frame) for each in ([writer] if is_single else writer)]  # type: ignore[union-attr]
     _check_paths(writers)
     compiled = _compiled(engine, kind, index)
 
@@ -134,6 +155,8 @@ def predict(
         total_seconds=time.perf_counter() - begin,
         write_seconds=tuple(delivery.write_seconds),
         wait_seconds=delivery.wait_seconds,
+        plan=of(compiled.net).plan,
+        reading=of(compiled.net).last_reading,
     )
 
 
@@ -217,3 +240,29 @@ def _check_paths(writers: Sequence[RasterWriter]) -> None:
         raise InputError("writer is empty: give a path, a writer, or a list of them")
     if len(set(paths)) != len(paths):
         raise InputError(f"two writers have the same path: {', '.join(sorted(paths))}; give each its own")
+
+
+def _writer_of(value: Any, frame: ImageFrame) -> RasterWriter:
+    """A writer as it is, or the writer of a path's format.
+
+    Args:
+        value: a writer, or a path.
+        frame: of the image: a ``.tif`` of an image with map coordinates is a COG.
+
+    Raises:
+        InputError: neither a writer nor a path with a known suffix.
+    """
+    if isinstance(value, RasterWriter):
+        return value
+    known = f"{', '.join((*_WRITERS, _TIFF[0]))}"
+    if not is_text_path(value):
+        raise InputError(f"writer {value!r} is {typed(value)}: give a path that ends in {known}, or a writer of sft.prediction")
+    name = os.path.basename(os.fspath(value)).lower()
+    for suffix, make in _WRITERS.items():
+        if name.endswith(suffix):
+            return make(value)
+    if name.endswith(_TIFF):
+        return OmeTiffWriter(value) if frame.georeference is None else CogWriter(value)
+    raise InputError(
+        f"writer {os.fspath(value)!r}: its suffix names no format; give a path that ends in {known}, or a writer of sft.prediction"
+    )

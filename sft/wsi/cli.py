@@ -48,7 +48,9 @@ _REMEDIES: dict[Setting, Spelling] = {
 }
 _INFERENCE_REMEDIES = {**_REMEDIES, "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}")}
 _TRUST = "--trust"
-_WITH_NETWORK = ("plan", "train", "evaluate", "heatmap", "folds")
+#: Help of `evaluate --maps`.
+_MAPS_HELP = "formats in which to write the predicted maps of a segmentation as well, with the confusion of pixels; default: none"
+_WITH_NETWORK = ("plan", "train", "evaluate", "predict", "heatmap", "folds")
 
 
 def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             error = OSError(
                 f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk."
             )
-        return complain(error, EXIT_ERROR, is_inference=given[:1] in (["evaluate"], ["heatmap"]))
+        return complain(error, EXIT_ERROR, is_inference=given[:1] in (["evaluate"], ["predict"], ["heatmap"]))
     except KeyboardInterrupt as error:
         return complain(error, 130, kind="interrupted")
     if is_json and world.rank == 0:
@@ -182,6 +184,17 @@ def _parser() -> ArgumentParser:
     evaluate = _of_run("predict and measure")
     evaluate.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     evaluate.add_argument("--bands", type=int, default=1, help="of the ranks that torchrun starts, how many share one slide")
+    evaluate.add_argument("--maps", type=Literal["ome.tif", "tif", "zarr", "npy", "geojson"], nargs="+", help=_MAPS_HELP)
+    predict = _of_run(
+        "write maps of slides without labels: classes or probabilities of a segmentation, otherwise the evidence of each class"
+    )
+    predict.add_argument("files", type=Path, nargs="*", metavar="SLIDE", help="slide files; default: those of --csv, or of --split")
+    predict.add_argument("--kind", type=Literal["classes", "softmax", "sigmoid", "values"], help="default: classes of a segmentation")
+    predict.add_argument(
+        "--formats", type=Literal["ome.tif", "tif", "zarr", "npy", "geojson"], nargs="+", help="default: ome.tif, and geojson of classes"
+    )
+    predict.add_argument("--dtype", type=str, help="element type, such as uint16 or float16; default: uint8, of values float32")
+    predict.add_argument("--overwrite", action="store_true", help="compute maps again that exist already")
     heatmap = _of_run("draw class-activation maps over slides, or the predicted masks of a segmentation")
     heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")
     heatmap.add_argument("--classes", type=str, nargs="+", help="classes to draw; default: all, or the second of two")
@@ -199,7 +212,7 @@ def _parser() -> ArgumentParser:
     report = _plain("write the pages of a run, summary.md and report.html, from what its folder has")
     report.add_argument("run", type=Path, help="folder of a run")
 
-    for sub in (plan, train, evaluate, heatmap, folds):
+    for sub in (plan, train, evaluate, predict, heatmap, folds):
         about = "module, file or folder whose classes and functions model.backbone may name; may be repeated (never in a file)"
         sub.add_argument(_TRUST, type=str, action="append", metavar="MODULE", help=about)
 
@@ -210,6 +223,7 @@ def _parser() -> ArgumentParser:
         ("plan", plan),
         ("train", train),
         ("evaluate", evaluate),
+        ("predict", predict),
         ("heatmap", heatmap),
         ("folds", folds),
         ("compare", compare),

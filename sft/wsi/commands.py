@@ -159,7 +159,9 @@ def train(
     return CommandResult(value=value, num_failed=len(failed))
 
 
-def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, ranks: Ranks = SINGLE_RANK) -> CommandResult:
+def evaluate(
+    selection: InferenceRequest, console: Console, *, num_draws: int, ranks: Ranks = SINGLE_RANK, maps: Sequence[str] = ()
+) -> CommandResult:
     """Predict slides and measure.
 
     Args:
@@ -167,6 +169,7 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
         console: output of the metrics; quiet on all ranks but the first.
         num_draws: of the bootstrap.
         ranks: ranks that share the work (`sft.wsi.train.distributed.joined`). Default: this process alone
+        maps: formats in which the maps of a segmentation are written as well. Default: none
 
     Returns:
         Results; with several ranks, the first has all of them.
@@ -176,6 +179,8 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
     """
     loaded = load_trained(selection, console, ranks)
     folder = selection.folder(f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
+    if maps and (loaded.experiment.task.kind != "segmentation" or ranks.shape.num_ranks > 1):
+        raise InputError("--maps is for segmentations, in one process; leave it out, or start python -m sft.wsi predict")
     predictor = Predictor(loaded.experiment, ranks=ranks)
     result = evaluate_records(
         predictor,
@@ -198,6 +203,10 @@ def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, r
         value["newer_best"] = result.newer.as_dict()
     if result.num_filled is not None:
         value["filled_tiles"] = result.num_filled
+    if maps:
+        from sft.wsi.map_commands import write_evaluation_maps
+
+        value["maps"] = [asdict(each) for each in write_evaluation_maps(loaded, result.folder, maps, console)]
     if result.num_filled:
         _say(console, f"{counted(result.num_filled, 'damaged tile is', 'damaged tiles are')} background: {result.folder / 'damaged.csv'}")
     _say(console, f"written to {result.folder}: summary.md, metrics.json, predictions.csv")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from jsonargparse import Namespace
 from rich.console import Console
 
-from sft.wsi import commands, compare_commands
+from sft.wsi import commands, compare_commands, map_commands
 from sft.wsi import inspect_commands as inspection
 from sft.wsi.cli import make_config, read_config
 from sft.wsi.config import RanksConfig
@@ -36,7 +36,7 @@ def _train(given: Namespace, console: Console) -> commands.CommandResult:
 def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
     with joined(RanksConfig(bands=given.bands)) as ranks:
         selection = ranks.from_first(lambda: _selection(given))
-        return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks)
+        return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks, maps=given.maps or ())
 
 
 def _folds(given: Namespace, console: Console) -> commands.CommandResult:
@@ -74,6 +74,15 @@ COMMANDS: Mapping[str, Callable[[Namespace, Console], commands.CommandResult]] =
     "folds": _folds,
     "compare": lambda given, console: compare_commands.compare(given.runs, console, split=given.split, out=given.out),
     "report": lambda given, console: compare_commands.report(given.run, console),
+    "predict": lambda given, console: map_commands.predict(
+        _selection(given, needs_masks=False),
+        given.files,
+        console,
+        kind=given.kind,
+        formats=given.formats or (),
+        dtype=given.dtype,
+        overwrite=given.overwrite,
+    ),
     "heatmap": lambda given, console: commands.heatmap(
         _selection(given, needs_masks=False),
         console,

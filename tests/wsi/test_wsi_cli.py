@@ -238,6 +238,37 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
         _check_predicted_masks(tmp_path, table, predictions, capsys)
 
 
+def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Maps of slides without labels equal the masks; a second command keeps them; an evaluation counts the confusion of the pixels."""
+    run, slides = str(folder / "run"), [str(folder / f"t{number}.tif") for number in range(4, 8)]
+    command = ["predict", run, *slides[:2], "--formats", "ome.tif", "npy", "geojson", "--json"]
+    assert main(command) == 0
+    told, _ = _said(capsys)
+    assert [each["slide"] for each in told["maps"]] == ["t4", "t5"] and all(each["is_new"] for each in told["maps"])
+    for each, mask in zip(told["maps"], masks, strict=False):
+        expected, (image, classes, outlines, areas) = np.load(mask), map(Path, each["files"])
+        assert image.name == "classes.ome.tif" and np.array_equal(np.load(classes), expected)
+        assert np.array_equal(read_geojson(outlines).region(0, 0, *expected.shape[::-1]), expected == 1)
+        assert float(_rows(areas)[0]["area_px"]) == (expected == 1).sum()
+    changed = [path.stat().st_mtime_ns for path in (folder / "run" / "predictions").rglob("*.npy")]
+    assert main([*command[:4], slides[2], *command[4:]]) == 0
+    told, _ = _said(capsys)
+    assert [each["is_new"] for each in told["maps"]] == [False, False, True]
+    assert set(changed) <= {path.stat().st_mtime_ns for path in (folder / "run" / "predictions").rglob("*.npy")}
+    assert (
+        main(["predict", run, slides[0], "--kind", "softmax", "--formats", "npy", "--dtype", "float16", "--out", str(folder / "soft")]) == 0
+    )
+    soft = np.load(folder / "soft" / "t4" / "softmax.npy")
+    assert soft.dtype == np.float16 and np.abs(soft.sum(0) - 1).max() < 2e-3
+    assert main(["predict", run, "missing.tif"]) == 1 and "no such slides: missing.tif" in capsys.readouterr().err
+    assert main(["evaluate", run, "--maps", "npy", "--bootstrap", "0", "--json"]) == 0
+    told, _ = _said(capsys)
+    confusion = _rows(folder / "run" / "val" / "pixel_confusion.csv")
+    metrics = told["metrics"]["slides"]
+    assert float(confusion[1]["iou"]) == pytest.approx(metrics["iou_dark"]["value"])
+    assert np.array_equal(np.load(folder / "run" / "val" / "maps" / "t4" / "classes.npy"), np.load(masks[0]))
+
+
 def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     """Masks have the pixels that the evaluation has counted, also of slides without label maps, and as polygons."""
     run, out = str(folder / "run"), folder / "masks"
@@ -256,8 +287,9 @@ def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict
         with Image.open(heatmap["files"][1]) as picture:
             assert min(picture.size) > 400
     assert any(len(heatmap["files"]) == 3 for heatmap in told["heatmaps"]) and not list(out.rglob(".partial-*"))
+    _check_maps(folder, [Path(heatmap["files"][0]) for heatmap in told["heatmaps"]], table, capsys)
     assert main(["evaluate", run, "--csv", str(new)]) == 1
-    assert "heatmap predicts the masks of slides without any" in capsys.readouterr().err
+    assert "predict writes the maps of slides without any" in capsys.readouterr().err
     assert main(["heatmap", run, "--saliency"]) == 1
     assert "are for models that pool" in capsys.readouterr().err
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

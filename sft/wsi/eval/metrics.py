@@ -158,7 +158,13 @@ def _metrics(task: Task) -> dict[str, _Metric]:
         }
     if task.kind == "segmentation":
         dice = [(lambda y, p, k=k: _dice(p, k)) for k in range(len(task.classes))]
-        return {"dice": _mean(dice), **{f"dice_{name}": metric for name, metric in zip(task.classes, dice, strict=True)}}
+        iou = [(lambda y, p, k=k: _iou(p, k)) for k in range(len(task.classes))]
+        return {
+            "dice": _mean(dice),
+            **{f"dice_{name}": metric for name, metric in zip(task.classes, dice, strict=True)},
+            "iou": _mean(iou),
+            **{f"iou_{name}": metric for name, metric in zip(task.classes, iou, strict=True)},
+        }
     return {"c_index": lambda y, p: concordance_index(y[:, 0], y[:, 1], p[:, 0])}
 
 
@@ -177,6 +183,12 @@ def _balanced_accuracy(targets: FloatArray, outputs: FloatArray) -> float:
 def _dice(counts: FloatArray, number: int) -> float:
     right, predicted, true = counts[:, 3 * number : 3 * number + 3].sum(0)
     return float(2 * right / (predicted + true)) if predicted + true else math.nan
+
+
+def _iou(counts: FloatArray, number: int) -> float:
+    right, predicted, true = counts[:, 3 * number : 3 * number + 3].sum(0)
+    union = predicted + true - right
+    return float(right / union) if union else math.nan
 
 
 def _column(metric: _Metric, number: int) -> _Metric:

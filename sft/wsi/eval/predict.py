@@ -334,7 +334,7 @@ def _other_table(selection: InferenceRequest, task: TaskConfig) -> SlideTable:
     except DatasetError as error:
         if not needs_masks or not any("mask" in problem for problem in error.problems):
             raise
-        remedy = "metrics of a segmentation need masks; python -m sft.wsi heatmap predicts the masks of slides without any"
+        remedy = "metrics of a segmentation need masks; python -m sft.wsi predict writes the maps of slides without any"
         raise DatasetError(str(selection.csv), [*error.problems, remedy]) from error
 
 

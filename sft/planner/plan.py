@@ -193,6 +193,7 @@ class Plan:
         projected_reserved_bytes: on a GPU, bytes that the allocator reserves for the step and everything resident, by simulation; the
             total. 0 on a CPU, and in plans of older releases.
         replays_passes: on a GPU, true if the forward and the backward pass are recorded and replayed as CUDA graphs.
+        frozen_bytes: in training, bytes of parameters without a gradient, which have no gradient buffer and no optimizer state.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -223,6 +224,7 @@ class Plan:
     host_note: str = field(default="", compare=False)
     projected_reserved_bytes: int = field(default=0, compare=False)
     replays_passes: bool = field(default=False, compare=False)
+    frozen_bytes: int = field(default=0, compare=False)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
@@ -307,7 +309,7 @@ class Plan:
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
         values = asdict(self)
-        added = ("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes")
+        added = ("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes", "frozen_bytes")
         for name in (name for name in added if not values[name]):
             del values[name]  # a plan of an older release keeps its text
         return json.dumps({"format": _FORMAT, **values}, indent=2)

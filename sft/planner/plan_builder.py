@@ -52,6 +52,15 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         weights_peak_bytes=projected.projection.weights_peak_bytes,
         overhead_bytes=projected.projection.overhead_bytes,
         search_limits=problem.limits,
+        frozen_bytes=_frozen_bytes(problem) if problem.sized.training else 0,
+    )
+
+
+def _frozen_bytes(problem: PlanningProblem) -> int:
+    """Bytes of parameters without a gradient."""
+    sized = problem.sized
+    return sum(
+        sized.value_bytes(node.name) for node in sized.graph.nodes if node.kind == "parameter" and node.name not in sized.requires_grad
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import sft
+from tests.helpers.bags import AttentionBag, VisionTransformer
 from tests.helpers.models import chain, seeded
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,35 @@ def test_lightning_s_summary_of_inner_layers_is_refused() -> None:
         summary(module, max_depth=2)
 
 
-@pytest.mark.parametrize("name", ["with_accelerate", "with_lightning"])
+def _smallest(model: nn.Module, x: Tensor) -> nn.Module:
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.compile(model, x, budget=1)
+    net: nn.Module = sft.compile(model, x, budget=refusal.value.needed_bytes)
+    return net
+
+
+def test_peft() -> None:
+    """Low-rank adapters of an encoder of tiles, trained by slide labels, as around the plain model."""
+    pytest.importorskip("peft")
+    from examples.recipes.with_peft import adapted, train
+
+    bags = [(torch.randn((6, 3, 8, 8), generator=torch.Generator().manual_seed(number)), torch.tensor([number % 2])) for number in range(3)]
+    trained = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = AttentionBag(adapted(VisionTransformer(24, 3, 2, 4, 8), ("qkv", "project")), 24)
+        net = _smallest(model, bags[0][0]) if is_compiled else model
+        train(net, bags, num_epochs=2)
+        # A softmax does not depend on this bias: its gradient is rounding, which Adam brings to the size of other gradients.
+        trained.append({name: value.clone() for name, value in model.state_dict().items() if name != "score.2.bias"})
+        if is_compiled:
+            plan = net.plan_for(bags[0][0])  # type: ignore[operator]
+            assert any(segment.takes_samples for segment in plan.segments)
+            assert plan.frozen_bytes > 0.5 * sum(value.nbytes for value in model.state_dict().values())
+    _assert_same(trained[1], trained[0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["with_accelerate", "with_lightning", "with_peft"])
 def test_the_documentation_shows_them(name: str) -> None:
     source = (_ROOT / "examples" / "recipes" / f"{name}.py").read_text()
     shown = source.partition("# [recipe]\n")[2].partition("# [end]")[0].rstrip()

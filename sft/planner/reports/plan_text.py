@@ -95,6 +95,11 @@ def _header_lines(plan: Plan) -> list[str]:
         *_row("budget", format_bytes(plan.budget_bytes), _in_brackets(plan.budget_note)),
         *_row("total", format_bytes(plan.total_bytes), "= resident + projected peak"),
         *_row("  resident", format_bytes(plan.resident_bytes), "weights, gradients, buffers, optimizer state"),
+        *(
+            _row("    frozen", format_bytes(plan.frozen_bytes), "of the weights: no gradient, no optimizer state")
+            if plan.frozen_bytes
+            else []
+        ),
         *_row("  projected peak", format_bytes(plan.projected_peak_bytes), "inputs, outputs, kept values, strips"),
         *_weights_lines(plan),
         *_overhead_lines(plan),
@@ -190,6 +195,13 @@ def _times_table(plan: Plan) -> list[str]:
 
 def _in_brackets(note: str) -> str:
     return f"({note})" if note else ""
+
+
+def _frozen_lines(plan: Plan) -> list[str]:
+    """Line of the weights without a gradient."""
+    return (
+        _row("    frozen", format_bytes(plan.frozen_bytes), "of the weights: no gradient, no optimizer state") if plan.frozen_bytes else []
+    )
 
 
 def _host_lines(plan: Plan) -> list[str]:

@@ -92,7 +92,7 @@ def build(case: Case) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]  # torch's stub lacks it
 
 
-def _fitted_plan(model: nn.Module, shape: tuple[int, ...], budget: str) -> tuple[sft.Plan, FittedPlan]:
+def fitted_plan(model: nn.Module, shape: tuple[int, ...], budget: str) -> tuple[sft.Plan, FittedPlan]:
     """A plan, with its problem and region."""
     plans: list[FittedPlan] = []
     fit = PlanSearch.fit
@@ -109,7 +109,7 @@ def _fitted_plan(model: nn.Module, shape: tuple[int, ...], budget: str) -> tuple
 def measure(case: Case) -> Result:
     """Plan a case."""
     model, shape = build(case), (1, 3, case.size_px, case.size_px)
-    plan, fitted = _fitted_plan(model, shape, case.budget)
+    plan, fitted = fitted_plan(model, shape, case.budget)
     plain = sft.plan(model, shape, budget="4000GiB", device="cuda", options=sft.Options(strategy="none"))
     trace = record_step(fitted.problem, fitted.projected.region)
     without_pool = simulate_reserved_memory(trace, AllocatorSettings(), resident=resident_sizes(fitted.problem))

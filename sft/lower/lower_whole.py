@@ -62,8 +62,9 @@ class WholeBatchNormRule(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         builder, scope = ctx.builder, ctx.scope
-        image, weight, bias = (ctx.operand_slot(value) for value in (ctx.node.argument("self"), self.weight, self.bias))
-        wide, channels = scope.dtype_of(self.moments), (image.shape[1],)
+        wide = scope.dtype_of(self.moments)
+        image, weight, bias = ctx.operand_slot(ctx.node.argument("self")), *(self._widened(ctx, each) for each in (self.weight, self.bias))
+        channels = (image.shape[1],)
         out, mean, deviation = builder.slot(ctx.out_shape, image.dtype), builder.slot(channels, wide), builder.slot(channels, wide)
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
         if self.has_running_statistics:
@@ -79,7 +80,7 @@ class WholeBatchNormRule(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, image = ctx.builder, ctx.node.argument("self")
-        strip, weight = ctx.operand_slot(image), ctx.operand_slot(self.weight)
+        strip, weight = ctx.operand_slot(image), self._widened(ctx, self.weight)
         values, channels = (image, self.weight, self.bias), (strip.shape[1],)
         mask = [value is not None and ctx.needs_grad(value) for value in values]
         shapes = (strip.shape, channels, channels)
@@ -95,6 +96,11 @@ class WholeBatchNormRule(Rule):
         for value, gradient in zip(values, gradients, strict=True):
             if gradient is not None:
                 ctx.add_grad(value, gradient, owned=True)
+
+    def _widened(self, ctx: NodeContext, parameter: Ref | None) -> Slot | None:
+        """A parameter in the type of the moments, as statistics in half precision would be with parameters in half precision."""
+        slot: Slot | None = ctx.operand_slot(parameter)
+        return None if slot is None else ctx.builder.cast(slot, ctx.scope.dtype_of(self.moments))
 
 
 def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +159,9 @@ def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | 
         return None
     dtype, wide = scope.dtype_of(image.name), scope.dtype_of(moments.name)
     parameters = {scope.dtype_of(ref.name) for ref in operands if ref is not None}
-    if scope.dtype_of(affine.name) != dtype or wide not in _NORM_DTYPES or not parameters.issubset({wide}):
+    # ATen's CPU kernel sums gradients in half precision if the image, but not the parameters, has it. A GPU's kernels sum in fp32.
+    parameter_dtypes = {wide} if scope.backend is None else {wide, dtype}
+    if scope.dtype_of(affine.name) != dtype or wide not in _NORM_DTYPES or not parameters.issubset(parameter_dtypes):
         return None
     # Without parameters torch's kernel stores the statistics of a half-precision image in half precision.
     if dtype != wide and (dtype not in _HALF_DTYPES or None in operands):

@@ -190,6 +190,20 @@ def test_a_half_precision_resnet_has_few_more_instructions_than_eager() -> None:
     assert num_instructions <= 1.45 * len(eager)
 
 
+def test_parameters_in_half_precision_are_widened_on_a_gpu() -> None:
+    """A network that is all in bfloat16: its norms are one call in a plan for a GPU, where ATen's kernels sum in fp32."""
+    import gpu_plans
+
+    with torch.device("meta"):
+        model = _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4)).to(torch.bfloat16)
+    _, fitted = gpu_plans.fitted_plan(model, _SHAPE, "1GiB")
+    segments: Any = fitted.projected.region.segments
+    programs = [program for segment in segments for program in segment.lowered_programs]
+    calls = [instruction.function for program in programs for instruction in program.instructions]
+    assert sum(call in BATCH_NORM_FUNCTIONS for call in calls) == calls.count(aten.native_batch_norm_backward.default) == 2
+    assert aten.var_mean.correction not in calls
+
+
 def test_frozen_weights_have_no_gradient() -> None:
     def make() -> nn.Module:
         model = _net(nn.BatchNorm2d(4), nn.BatchNorm2d(4))

@@ -68,6 +68,7 @@ class StepRecord:
         projected_reserved_bytes: the plan's projection of the reserved bytes.
         redundancy: FLOPs of the plan over those of eager PyTorch.
         num_kernel_operators: operators that kernels run.
+        replays_passes: true if both passes are replayed as CUDA graphs.
     """
 
     name: str
@@ -86,6 +87,7 @@ class StepRecord:
     projected_reserved_bytes: int = 0
     redundancy: float = 0.0
     num_kernel_operators: int = 0
+    replays_passes: bool = False
 
     def flag(self, status: str, note: str) -> None:
         """Lower the status, and add the reason."""
@@ -111,12 +113,14 @@ def run_step(case: StepCase, name: str, backend: str, device: torch.device, opti
     """Verify and time. An exception of a step is noted, and the other half runs nevertheless."""
     record, dtype = StepRecord(name=case.name, dtype=name, backend=backend), _DTYPES[name]
     try:
-        record.error, record.eager_error = verify_step(case, dtype, backend, device, options.small)
+        if not options.time and not options.prepare:
+            record.error, record.eager_error = verify_step(case, dtype, backend, device, options.small)
+    except Exception as error:  # one case that does not run must not hide the others
+        record.flag("failed", _first_line(error))
+    if record.error is not None and record.eager_error is not None:
         limit = error_limit(_FORMATS[name], record.eager_error)
         if not record.error <= limit:
             record.flag("wrong", f"error {record.error:.3g}, limit {limit:.3g}, eager PyTorch's {record.eager_error:.3g}")
-    except Exception as error:  # one case that does not run must not hide the others
-        record.flag("failed", _first_line(error))
     if not options.verify:
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -155,13 +159,16 @@ def _time_step(
     net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
     if 1 < budget_bytes < net.plan.budget_bytes:
         record.note = f"smallest budget with a plan, {format_bytes(net.plan.budget_bytes)} in place of {format_bytes(budget_bytes)}"
+    if options.prepare:
+        return
     step = functools.partial(training_step, net, x)
-    step()  # plans if the input is new, and in a first step libraries select algorithms
+    for _ in range(2):  # in the first step libraries select algorithms, in the second one passes are recorded
+        step()
     memory = measure_step_memory(step, device, reserved_before)
     record.allocated_bytes, record.reserved_bytes = memory.allocated_bytes, memory.reserved_bytes or 0
     record.projected_peak_bytes, record.redundancy = net.plan.projected_peak_bytes, net.plan.redundancy
     record.num_kernel_operators = sum(len(segment.kernels) for segment in net.plan.segments)
-    record.projected_reserved_bytes = net.plan.projected_reserved_bytes
+    record.projected_reserved_bytes, record.replays_passes = net.plan.projected_reserved_bytes, net.plan.replays_passes
     problem = memory_problem(memory, net.plan)
     if problem:
         record.flag("wrong", problem)
@@ -232,7 +239,7 @@ def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -
 def step_table(records: Sequence[StepRecord]) -> str:
     """The records in Markdown."""
     heads = ("case", "dtype", "backend", "error / eager's", "ms", "eager ms", "eager / ours", "allocated", "reserved", "projected", "eager")
-    more = ("reserved / projected", "FLOPs / plain", "kernels", "note")
+    more = ("reserved / projected", "FLOPs / plain", "kernels", "CUDA graphs", "note")
     lines = ["| " + " | ".join((*heads, *more)) + " |", "| --- " * (len(heads) + len(more)) + "|"]
     for r in records:
 
@@ -247,7 +254,13 @@ def step_table(records: Sequence[StepRecord]) -> str:
         note = (r.note if r.status == "ok" else f"**{r.status}**: {r.note}").replace("|", "\\|")
         reserved = f"{r.reserved_bytes / r.projected_reserved_bytes:.3f}" if r.reserved_bytes and r.projected_reserved_bytes else ""
         cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), milliseconds(r.plain_seconds), ratio, *sizes]
-        cells += [reserved, f"{r.redundancy:.3f}" if r.redundancy else "", str(r.num_kernel_operators), note]
+        cells += [
+            reserved,
+            f"{r.redundancy:.3f}" if r.redundancy else "",
+            str(r.num_kernel_operators),
+            "yes" if r.replays_passes else "",
+            note,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -278,6 +291,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each step (default: 7)")
     parser.add_argument("--small", type=int, default=256, help="rows and columns of the images that steps are verified on (default: 256)")
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
+    parser.add_argument("--time", action="store_true", help="time, and verify nothing")
+    prepare = "plan the cases alone, so that the programs that a plan tries are in the cache for the next run"
+    parser.add_argument("--prepare", action="store_true", help=prepare)
     parser.add_argument("--trace", action="store_true", help="write a trace of one step of each case, and on a GPU its memory history")
     parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
     search = "let cuDNN search for its fastest algorithm for each shape, on both sides (default: its heuristics)"

@@ -43,11 +43,12 @@ from sft.lower.context import Backend
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.runtime.region import Region
-from sft.torch_runtime.autograd import RegionInputs, run_region
+from sft.torch_runtime.autograd import run_region
 from sft.torch_runtime.cuda_graphs import ActiveGraphs
 from sft.torch_runtime.device_pool import BoundPool, DevicePool
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_statistics import Reading, Skipping
+from sft.torch_runtime.region_inputs import RegionInputs
 from sft.torch_runtime.streamed_parameters import StreamedParameters
 from sft.torch_runtime.weight_streaming import BoundWeights
 

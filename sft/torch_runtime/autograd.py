@@ -14,8 +14,8 @@ sinks, strip by strip, while the backward pass runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -26,22 +26,14 @@ from sft.common.errors import UnsupportedError
 from sft.common.torch_internals import task_retains_graph, will_engine_execute
 from sft.common.transform_checks import refuse_after_failure, refuse_batched_grads
 from sft.runtime.region import Region, Tape
-from sft.sources.sink import RowSink
-from sft.sources.source import Source
 from sft.torch_runtime.algorithm_search import algorithm_search_for
-from sft.torch_runtime.cuda_graphs import ActiveGraphs, GraphCache
-from sft.torch_runtime.device_pool import BoundPool
-from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.host_outputs import HostOutput
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.offload import HostOffloader
-from sft.torch_runtime.pass_graphs import PassGraphs, RecordedCall
-from sft.torch_runtime.pass_statistics import CallStatistics
-from sft.torch_runtime.staging import HostStaging
-from sft.torch_runtime.weight_streaming import BoundWeights, WeightPass
+from sft.torch_runtime.pass_graphs import RecordedCall
+from sft.torch_runtime.region_inputs import RegionInputs
 
 __all__ = [
-    "RegionInputs",
     "autocast_disabled",
     "check_unmodified",
     "engine_will_execute",
@@ -49,80 +41,6 @@ __all__ = [
     "run_region",
     "unneeded_grads",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionInputs:
-    """Inputs of one call of a region.
-
-    Attributes:
-        names: value names of the tensors.
-        tensors: resident inputs, parameters and buffers.
-        device: device of the region.
-        updated: buffers that are overwritten right after the forward pass; the backward pass does not read them.
-        sources: sources of the inputs that are not resident, by value name.
-        version_guards: tensors that back such sources; changing one between forward and backward raises, as for all tensors.
-        sinks: factories of the gradient sinks of such inputs that need a gradient, called once for each backward pass.
-        statistics: statistics of the call, updated by its passes.
-        slab_pool: slabs on the host for offloaded values; ``None`` for a schedule without any.
-        host_allocator: allocates cuts on the host.
-        make_machine: constructor of the machine of a pass.
-        graphs: recorded programs of the region.
-        pass_graphs: recorded passes of the region; ``None`` if its passes are not recorded.
-        active_graphs: the recordings that are alive, over all plans of the model.
-        pool: memory pool of the passes; ``None`` for the device's default pool.
-        backward_context: context in which a backward pass runs.
-        check_retain_graph: refuses a backward pass that retains the graph and would exceed the budget.
-        weights: the streamed parameters; their entries in ``tensors`` are on the host.
-        staging_pool: page-locked memory that copies to a CUDA device pass through; ``None`` for a step without such copies.
-        cudnn_benchmark: leave ``torch.backends.cudnn.benchmark`` as it is while strips run.
-    """
-
-    names: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    device: torch.device
-    updated: frozenset[str] = frozenset()
-    sources: Mapping[str, Source] = field(default_factory=dict)
-    version_guards: tuple[torch.Tensor, ...] = ()
-    sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
-    statistics: CallStatistics = field(default_factory=CallStatistics)
-    slab_pool: HostSlabPool | None = None
-    host_allocator: HostAllocator = field(default_factory=HostAllocator)
-    make_machine: Callable[..., TorchMachine] = TorchMachine
-    graphs: GraphCache | None = None
-    pass_graphs: PassGraphs | None = None
-    active_graphs: ActiveGraphs = field(default_factory=ActiveGraphs)
-    pool: BoundPool | None = None
-    backward_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    check_retain_graph: Callable[[], None] = lambda: None
-    weights: BoundWeights | None = None
-    staging_pool: HostSlabPool | None = None
-    cudnn_benchmark: bool = False
-
-    def memory(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which a pass allocates device memory."""
-        return contextlib.nullcontext() if self.pool is None else self.pool.use(self.device)
-
-    def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
-        """Streamed weights of a forward pass; ``None`` if all are resident."""
-        return contextlib.nullcontext() if self.weights is None else self.weights.forward()
-
-    def backward_weights(self, reached: Collection[str], grads: dict[str, Any]) -> contextlib.AbstractContextManager[WeightPass | None]:
-        """Streamed weights of a backward pass, which adds to ``grads``; see :meth:`BoundWeights.backward`."""
-        return contextlib.nullcontext() if self.weights is None else self.weights.backward(reached, grads)
-
-    def machine(self, *, backward: bool, offloader: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
-        """Machine of one pass."""
-        self.active_graphs.activate(self.pass_graphs or self.graphs)
-        return self.make_machine(
-            self.device,
-            statistics=self.statistics.backward if backward else self.statistics.forward,
-            offloader=offloader,
-            host_allocator=self.host_allocator,
-            graphs=self.graphs,
-            weights=weights,
-            staging=HostStaging(None if self.staging_pool is None else self.staging_pool.lease()),
-        )
 
 
 def run_region(region: Region, inputs: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:

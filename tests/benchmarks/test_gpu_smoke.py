@@ -105,7 +105,10 @@ def test_graphs_can_be_recorded_at_the_size_of_their_case(smoke: Any, network: s
 def test_graphs_that_are_not_replayed_are_wrong(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "recordable_programs", lambda region, *, training: [object()])
     graphs = SimpleNamespace(num_replays=0)
-    prepared = {0: SimpleNamespace(region=None, graphs=graphs), 1: SimpleNamespace(region=None, graphs=None)}
+    prepared = {
+        0: SimpleNamespace(region=None, graphs=graphs, pass_graphs=None),
+        1: SimpleNamespace(region=None, graphs=None, pass_graphs=None),
+    }
     net = SimpleNamespace(_sft_engine=SimpleNamespace(plan_cache=SimpleNamespace(prepared=prepared)))
     assert smoke._check_graphs(net, torch.device("cuda")) == ("no strip was replayed as a graph", "")
     graphs.num_replays = 12

@@ -14,6 +14,7 @@ from torch import Tensor
 from sft.optim.streamed import StreamedOptimizer
 from sft.torch_runtime import autograd
 from sft.torch_runtime.host_memory import HostSlabPool
+from sft.torch_runtime.region_inputs import RegionInputs
 from sft.torch_runtime.streamed_parameters import StreamedParameters
 from sft.weights import HostStore
 from tests.helpers.fake_cuda import DEVICE, FakeGpu, fake_cuda, observed
@@ -49,7 +50,7 @@ def gpu_steps() -> Iterator[FakeGpu]:
                 if provider is not None:
                     provider.device = former
 
-        def run_on_device(region: Any, inputs: autograd.RegionInputs, hosts: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        def run_on_device(region: Any, inputs: RegionInputs, hosts: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
             pool = inputs.slab_pool
             if pool is not None:
                 pool = pools.setdefault(id(pool), HostSlabPool(pool.num_bytes, DEVICE, inputs.host_allocator))

@@ -6,7 +6,8 @@ graph, and a replay issues all of its kernels at once.
 
 A graph runs on the addresses that it was recorded on:
 
-- the model's weights and buffers are recorded as they are; if they have moved, the passes are recorded again;
+- the model's weights and buffers are recorded as they are; if they have moved, the passes are recorded again, as they are if settings of
+  torch that select kernels have changed;
 - inputs and gradients of outputs are copied into tensors of the recording before a replay;
 - outputs and gradients are copied out of the recording after it.
 
@@ -55,6 +56,10 @@ RunBackward = Callable[[Tape, dict[str, Tensor]], dict[str, Tensor]]
 class PassRecorder(Protocol):
     """Recorder of device work."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """True while the caller records the present device work, which no other recording may interrupt."""
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record the work without running it, and return a function that runs it on the same memory."""
 
@@ -75,6 +80,11 @@ class CudaPassRecorder:
     segments: tuple[int, ...] | None
     _stream: Any = None
     _pool: Any = None
+
+    @property
+    def is_recorded(self) -> bool:
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self.device):
@@ -144,14 +154,14 @@ class _RecordedStep:
     """Recorded forward pass, and the backward pass of its tape.
 
     Attributes:
-        addresses: addresses and strides of the weights and buffers.
+        key: addresses and strides of the weights and buffers, and torch's settings.
         forward: the forward pass.
         tape: its tape, until the backward pass is recorded, which consumes it.
         backward: the backward pass, once it is recorded.
         call: the call that was replayed last.
     """
 
-    addresses: tuple[Any, ...]
+    key: tuple[Any, ...]
     forward: _Recording
     tape: Tape | None
     backward: _Recording | None = None
@@ -231,7 +241,7 @@ class PassGraphs:
             release: frees the memory of passes without graphs, before a recording.
         """
         with self._lock:
-            if not self.is_enabled:
+            if not self.is_enabled or self.recorder.is_recorded:
                 return None
             if self._step is not None and self._step.is_pending:
                 self._disable()
@@ -270,7 +280,8 @@ class PassGraphs:
     def _recorded_step(self, leaves: Mapping[str, Tensor], run: RunForward, keep: bool) -> _RecordedStep | None:
         """The recording for these weights; ``None`` if there is none."""
         addresses = tuple((name, leaves[name].data_ptr(), leaves[name].stride()) for name in sorted(self.fixed) if name in leaves)
-        if self._step is not None and self._step.addresses == addresses:
+        key = (*addresses, *_kernel_settings())
+        if self._step is not None and self._step.key == key:
             return self._step
         self._step = None
         self._num_recordings += 1
@@ -287,7 +298,7 @@ class PassGraphs:
 
         forward = self._record(inputs, work)
         if forward is not None:
-            self._step = _RecordedStep(addresses=addresses, forward=forward, tape=tapes[0] if keep else None)
+            self._step = _RecordedStep(key=key, forward=forward, tape=tapes[0] if keep else None)
         return self._step
 
     def _record(self, inputs: dict[str, Tensor], work: Callable[[], dict[str, Tensor]]) -> _Recording | None:
@@ -304,7 +315,7 @@ class PassGraphs:
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             warnings.warn(
                 f"a pass could not be recorded as a CUDA graph ({reason}): it runs without one, with the same results. "
-                "Leave out cuda_graphs to silence this warning.",
+                "Options(cuda_graphs=False) silences this warning.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -315,6 +326,13 @@ class PassGraphs:
         """Never record again."""
         self.is_enabled = False
         self.clear()
+
+
+def _kernel_settings() -> tuple[Any, ...]:
+    """Settings of torch by which operators choose their kernels."""
+    cudnn = torch.backends.cudnn
+    settings = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision)  # type: ignore[attr-defined]  # it makes itself an object
+    return (*settings, torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled())
 
 
 def _empty_like(grad: Tensor) -> Tensor:

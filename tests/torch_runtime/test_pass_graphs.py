@@ -40,11 +40,13 @@ class LogRecorder:
         num_records: number of recordings.
         fails_at: number of the recording that fails.
         num_closed: number of times that its memory was freed.
+        is_recorded: true while the caller records.
     """
 
     num_records: int = 0
     fails_at: int | None = None
     num_closed: int = 0
+    is_recorded: bool = False
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_records += 1
@@ -245,6 +247,25 @@ def test_moved_weights_are_recorded_again() -> None:
                 for parameter in one.parameters():
                     parameter.data = parameter.data * 1.01
     assert recorder.num_records == 2 * 4 and not graphs.is_enabled  # weights that move in every step
+
+
+def test_settings_that_select_kernels_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, plain = _pair()
+    _, recorder = _recorded(net, _input(0))
+    for seed in range(3):
+        _step(net, _input(seed))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not torch.backends.cudnn.allow_tf32)
+    _assert_close(_step(net, _input(3)), _step(plain, _input(3)))
+    assert recorder.num_records == 4
+
+
+def test_a_graph_of_the_caller_contains_the_instructions() -> None:
+    net, plain = _pair()
+    graphs, recorder = _recorded(net, _input(0))
+    recorder.is_recorded = True
+    for seed in range(3):
+        _assert_close(_step(net, _input(seed)), _step(plain, _input(seed)))
+    assert graphs.num_replays == 0 and recorder.num_records == 0
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

@@ -17,6 +17,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,20 @@ _MOST_LISTED = 3
 #: Segments of a plan that is written down in words.
 _MOST_EXPLAINED = 24
 
-__all__ = ["METHODS", "MODELS", "Built", "Case", "PlanNumbers", "build", "describe_plan", "load_models", "prepare"]
+__all__ = [
+    "METHODS",
+    "MODELS",
+    "Built",
+    "Case",
+    "PlanNumbers",
+    "build",
+    "build_body",
+    "checkpointed",
+    "describe_plan",
+    "load_models",
+    "make_body",
+    "prepare",
+]
 
 MODELS = ("vgg16", "darknet19", "resnet18")
 METHODS = ("plain", "checkpoint_sequential", "ours")
@@ -132,10 +146,18 @@ def load_models() -> ModuleType:
     return module
 
 
-def _make_body(name: str) -> nn.Sequential:
+def make_body(name: str, *, frozen: bool = True, **options: Any) -> nn.Sequential:
+    """Build the body of a network of `examples/models.py`.
+
+    Args:
+        name: function of that module.
+        frozen: freeze the statistics of its norms.
+        options: further arguments of the function.
+    """
     models = load_models()
-    model = getattr(models, name)(num_classes=10)
-    models.freeze_norm(model)
+    model = getattr(models, name)(num_classes=10, **options)
+    if frozen:
+        models.freeze_norm(model)
     body = model.features
     if not isinstance(body, nn.Sequential):
         raise TypeError(f"{name}.features is a {type(body).__name__}; the benchmark wants an nn.Sequential of stages")
@@ -144,12 +166,17 @@ def _make_body(name: str) -> nn.Sequential:
 
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Built:
     """Build body, input and loss weights of a case from a fixed seed."""
+    return build_body(partial(make_body, case.model), case.height, case.width, dtype)
+
+
+def build_body(make: Callable[[], nn.Sequential], height: int, width: int, dtype: torch.dtype) -> Built:
+    """Build the body that `make` returns, an input and loss weights from a fixed seed."""
     torch.manual_seed(0)
-    body = _make_body(case.model).to(dtype)
+    body = make().to(dtype)
     with torch.device("meta"), torch.no_grad():
-        output_shape = _make_body(case.model)(torch.empty(1, 3, case.height, case.width)).shape
-    x = torch.randn(1, 3, case.height, case.width, dtype=dtype)
-    return Built(body=body, x=x, weights=torch.randn(output_shape, dtype=dtype))
+        output_shape = make()(torch.empty(1, 3, height, width)).shape
+    x, weights = torch.randn(1, 3, height, width), torch.randn(output_shape)  # the same numbers in every type
+    return Built(body=body, x=x.to(dtype), weights=weights.to(dtype))
 
 
 def _layers(body: nn.Sequential) -> Iterator[nn.Module]:
@@ -176,7 +203,8 @@ def _stages(body: nn.Sequential) -> list[nn.Sequential]:
     return [nn.Sequential(*group) for group in groups]
 
 
-def _checkpointed(body: nn.Sequential) -> Callable[[Tensor], Tensor]:
+def checkpointed(body: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    """Apply `checkpoint_sequential` over the body's stages, in the square root of their number of segments."""
     stages = _stages(body)
     num_segments = max(1, round(math.sqrt(len(stages))))
     run: Callable[..., Tensor] = checkpoint_sequential
@@ -213,7 +241,7 @@ def prepare(case: Case, built: Built) -> tuple[Callable[[], Tensor], PlanNumbers
     net: Callable[[Tensor], Tensor] = body
     plan = None
     if case.method == "checkpoint_sequential":
-        net = _checkpointed(body)
+        net = checkpointed(body)
     elif case.method == "ours":
         options = None if case.strip_rows is None else sft.Options(tile=(case.strip_rows, case.width))
         budget = UNLIMITED_BYTES if case.budget_bytes is None else case.budget_bytes

@@ -23,7 +23,17 @@ import sft
 from harness.cases import Case, PlanNumbers, build, prepare
 from sft.common.byte_units import format_bytes
 
-__all__ = ["MemoryReading", "PlainNeed", "measure_memory", "misfit", "peak_rss_bytes", "predict_plain", "probe_case", "rss_bytes"]
+__all__ = [
+    "MemoryReading",
+    "PlainNeed",
+    "available_bytes",
+    "measure_memory",
+    "misfit",
+    "peak_rss_bytes",
+    "predict_plain",
+    "probe_case",
+    "rss_bytes",
+]
 
 #: Side of the probe from which plain's memory is predicted: large enough that activations dominate.
 PROBE_PX = 256
@@ -125,14 +135,14 @@ def rss_bytes() -> int:
     return peak_rss_bytes() if rss is None else rss
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that the machine could still give, or None where the system does not say."""
     return _status_bytes("/proc/meminfo", "MemAvailable")
 
 
 def misfit(need: PlainNeed, max_plain_gib: float | None) -> str | None:
     """Why plain would not fit, or None: by the caller's limit, and by what the machine has free less a tenth."""
-    free = _available_bytes()
+    free = available_bytes()
     limits = [] if free is None else [free * 9 // 10]
     if max_plain_gib is not None:
         limits.append(round(max_plain_gib * 2**30))

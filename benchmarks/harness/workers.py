@@ -25,7 +25,7 @@ import torch
 import sft
 from harness.cases import Case, build, prepare
 
-__all__ = ["Round", "StepWorker", "WorkerError", "call_in_process", "run_pairs"]
+__all__ = ["Refused", "Round", "StepWorker", "Steps", "WorkerError", "call_in_process", "run_pairs"]
 
 Question = TypeVar("Question")
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ class Failure:
     """Why a worker has no result."""
 
     kind: str
-    """`does not fit`, `no plan`, `timed out` or `failed`."""
+    """`does not fit`, `no plan`, `refused`, `timed out` or `failed`."""
     message: str
 
 
@@ -55,6 +55,10 @@ class Round:
         return None if self.plain_seconds is None else self.other_seconds / self.plain_seconds
 
 
+class Refused(Exception):
+    """A method cannot run a case; the message is the reason."""
+
+
 class WorkerError(Exception):
     """There is no result; `kind` says in two words why, as in `Failure`."""
 
@@ -65,6 +69,8 @@ class WorkerError(Exception):
 
 def _explain(error: Exception) -> Failure:
     message = str(error).strip() or type(error).__name__
+    if isinstance(error, Refused):
+        return Failure(kind="refused", message=message)
     if isinstance(error, sft.BudgetError):
         return Failure(kind="no plan", message=message)
     if isinstance(error, MemoryError) or "can't allocate memory" in message or "not enough memory" in message:
@@ -80,19 +86,35 @@ def _answer(connection: Connection, case: Question, function: Callable[[Question
         connection.send(_explain(error))
 
 
-def _serve_steps(connection: Connection, case: Case) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A case that is ready to run."""
+
+    step: Callable[[], object]
+    """Run one step; this is timed."""
+    reset: Callable[[], object]
+    """Drop the results of a step."""
+
+
+def start_case(case: Case) -> Steps:
+    """Build and prepare a case."""
+    torch.set_num_threads(case.threads)
+    built = build(case)
+    step, _ = prepare(case, built)
+    return Steps(step=step, reset=built.body.zero_grad)
+
+
+def _serve_steps(connection: Connection, case: Question, start: Callable[[Question], Steps]) -> None:
     """A worker's life for timing: run one step whenever asked, answer with its seconds, until told to stop."""
     try:
-        torch.set_num_threads(case.threads)
-        built = build(case)
-        step, _ = prepare(case, built)
+        steps = start(case)
         connection.send(None)
         while connection.recv():
             gc.collect()
             started = time.perf_counter()
-            step()
+            steps.step()
             connection.send(time.perf_counter() - started)
-            built.body.zero_grad(set_to_none=True)
+            steps.reset()
     except EOFError:
         pass  # the coordinator has gone
     except Exception as error:  # the coordinator raises it
@@ -165,10 +187,15 @@ def call_in_process(
 
 
 class StepWorker:
-    """A process that holds one case ready and runs a step when told to."""
+    """A process that holds one case ready and runs a step when told to.
 
-    def __init__(self, case: Case) -> None:
-        self._process = _Process(_serve_steps, case)
+    Args:
+        case: pickled.
+        start: builds and prepares it in the process.
+    """
+
+    def __init__(self, case: Question, start: Callable[[Question], Steps]) -> None:
+        self._process = _Process(_serve_steps, case, start)
 
     def __enter__(self) -> StepWorker:
         try:
@@ -202,13 +229,13 @@ def run_pairs(plain: Case | None, other: Case, num_rounds: int, after_round: Cal
         WorkerError: a worker failed.
     """
     rounds = []
-    with StepWorker(other) as other_worker:
+    with StepWorker(other, start_case) as other_worker:
         if plain is None:
             for _ in range(num_rounds):
                 rounds.append(Round(plain_seconds=None, other_seconds=other_worker.step(), plain_first=False))
                 after_round()
             return rounds
-        with StepWorker(plain) as plain_worker:
+        with StepWorker(plain, start_case) as plain_worker:
             for index in range(num_rounds):
                 plain_first = index % 2 == 0
                 if plain_first:

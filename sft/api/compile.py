@@ -17,7 +17,7 @@ from sft.api.memory_limits import AUTO, is_automatic, planned_device_type, resol
 from sft.api.outputs import OutputArgument, resolve_output
 from sft.api.weight_placement import available_device, check_can_stream
 from sft.common.byte_units import parse_bytes
-from sft.common.errors import InputError
+from sft.common.errors import InputError, UnsupportedError
 from sft.distributed.mesh import resolve_mesh
 from sft.planner.options import Options
 from sft.planner.plan import Plan
@@ -126,11 +126,17 @@ def compile(
         limits=limits,
     )
     net: ModuleT = wrap_module(model, engine)
-    if examples:
-        engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
-    elif all(extent is not None for shape in shapes for extent in shape):
-        static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
-        engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape), structure)
+    try:
+        if examples:
+            engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
+        elif all(extent is not None for shape in shapes for extent in shape):
+            static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
+            engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape), structure)
+    except UnsupportedError as error:
+        is_plain = isinstance(input_shape, tuple) and all(isinstance(extent, int) for extent in input_shape)
+        shape_text = repr(input_shape) if is_plain else "input_shape"
+        error.args = (f"{error}\nTry: print(sft.check(model, {shape_text}))",)
+        raise
     return net
 
 

@@ -22,9 +22,11 @@ from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on
 from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
+from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
+from sft.common.terminal.progress_display import stages
 from sft.common.weighted_lru import WeightedLRU
 from sft.planner.options import Options
 from sft.planner.plan import Plan
@@ -101,7 +103,7 @@ class PlanCache:
         """
         check_hook_kinds(snapshot)
         signature = self.with_guards(signature)
-        with planning_context(self.model, signature, self.settings):
+        with planning_context(self.model, signature, self.settings), stages(f"capture of {type(self.model).__name__}"):
             return self.captures.get_or_capture(signature).phases
 
     @contextmanager
@@ -132,9 +134,10 @@ class PlanCache:
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         model, settings = self.model, self.settings
-        with planning_context(model, signature, settings):
+        with planning_context(model, signature, settings), stages(f"capture of {type(model).__name__}") as show_stage:
             specialized = self.captures.get_or_capture(signature)
             problem = build_problem(model, signature, settings, specialized, self._shared)
+            show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
             try:
                 if settings.mesh is not None:
                     return prepare_on_mesh(problem, specialized, model, signature, settings)
@@ -152,9 +155,10 @@ class PlanCache:
             if without not in self.plans:
                 raise
             names = ", ".join(f"input {position}" for position, needs_grad in enumerate(signature.input_grads) if needs_grad)
+            problem_text = str(error).partition("\n")[0]
             raise BudgetError(
-                f"{error} The plan that fits is for inputs without a gradient, and this call asks for that of {names}: give x.detach(), or "
-                "compile with a tensor that requires a gradient as input_shape.",
+                f"{problem_text} The plan that fits is for inputs without a gradient, and this call asks for that of {names}: give "
+                "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
 

@@ -1,14 +1,17 @@
 """The commands and their options.
 
 Exit codes: 0 success; 1 an error, or a negative result (a model that cannot be compiled, a failed self-check); 2 an invalid command line.
-An error is printed as one line; ``--debug`` shows its traceback.
+An error is printed as one line; ``--debug`` shows its traceback. With ``--json`` standard output has an object with ``error`` and ``type``.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
+import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -16,8 +19,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sft.cli.parser import build_parser
-from sft.common.errors import BudgetError, SftError
+from sft.cli.parser import EXAMPLES, UsageError, build_parser
+from sft.common.errors import BudgetError, SftError, UnsupportedError
 from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.remedies import COMMAND_LINE, message_for
 
@@ -33,7 +36,17 @@ _PIPED_COLUMNS = 240
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of ``python -m sft``; returns the exit code."""
-    args = build_parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments:
+        print(EXAMPLES)
+        return 0
+    try:
+        args = build_parser().parse_args(arguments)
+    except UsageError as error:
+        if "--json" in arguments:
+            print(json.dumps({"error": str(error), "type": "UsageError"}))
+        print(escape_control_characters(f"error: {error}"), file=sys.stderr)
+        raise SystemExit(2) from None
     escape_unencodable_output()
     from rich.console import Console  # not for --help
 
@@ -52,14 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except Exception as error:
-        text = _error_text(error)
+        text = _error_text(error, args)
         if args.debug or text is None:
             raise
+        if args.json:
+            print(json.dumps({"error": text, "type": type(error).__name__}))
         Console(stderr=True).print(escape_control_characters(f"error: {text}"), markup=False, highlight=False, soft_wrap=True)
         return 1
 
 
-def _error_text(error: Exception) -> str | None:
+def _error_text(error: Exception, args: argparse.Namespace) -> str | None:
     """An error as one line; ``None`` for a defect of this program, which is shown with its traceback."""
     if getattr(error, "__notes__", None):  # of the model, so torch is loaded already
         from sft.analysis.frontend.diagnostics.model_errors import noted_error_text
@@ -67,10 +82,19 @@ def _error_text(error: Exception) -> str | None:
         if (text := noted_error_text(error)) is not None:
             return text
     if isinstance(error, BudgetError):
-        return str(message_for(error, COMMAND_LINE))
+        return " ".join(message_for(error, COMMAND_LINE).split("\n"))
+    if isinstance(error, UnsupportedError):
+        problems, has_attempt, _ = str(error).partition("\nTry: ")
+        return f"{problems}\nTry: {_check_command(args)}" if has_attempt else problems
     if isinstance(error, OSError) and (problem := output_problem(error)):
         return problem
     return str(error) if isinstance(error, (SftError, OSError)) else None
+
+
+def _check_command(args: argparse.Namespace) -> str:
+    """The command that lists all operators of a model."""
+    options = [*(["--model-args", *args.model_args] if args.model_args else []), *(["--inference"] if args.inference else [])]
+    return shlex.join(["python", "-m", "sft", "check", args.model, "--input", *args.input, *options])
 
 
 def escape_unencodable_output() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import sft
-from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.options import STRATEGIES, WEIGHT_MODES
 
-__all__ = ["DEFAULT_TUNED_DTYPES", "TUNED_DTYPES", "build_parser"]
+__all__ = ["DEFAULT_TUNED_DTYPES", "EXAMPLES", "TUNED_DTYPES", "UsageError", "build_parser"]
 
 #: Element types that most layers are trained in.
 TUNED_DTYPES = ("bfloat16", "float16", "float32")
@@ -19,11 +18,34 @@ TUNED_DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_TUNED_DTYPES = ("bfloat16", "float32")
 
 
+#: Output without a command.
+EXAMPLES = """\
+Exact training on images that do not fit the device. Examples:
+
+  python -m sft doctor
+      installed versions, devices, and a self-check
+  python -m sft check resnet18 --input 1x3x4096x4096
+      operators that run in strips, operators that cannot, and remedies
+  python -m sft plan resnet18 --input 1x3x20000x20000 --budget 8GiB --frozen-norms
+      memory, time and schedule of a training step, without running it
+  python -m sft plan resnet18 --input 1x3x20000x20000 --budget 8GiB --frozen-norms --html plan.html
+      the same as a page with a picture
+  python -m sft tune --minutes 10
+      measure on this machine's GPU which kernels are faster than PyTorch's
+
+resnet18 is a model of torchvision; package.module:function names your own. python -m sft COMMAND --help lists the options of a command, and
+python -m sft.wsi the commands for whole slides."""
+
+
+class UsageError(Exception):
+    """The command line is invalid."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Parser with errors of one line, as all errors of the commands."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, escape_control_characters(f"error: {message}; {self.prog} --help lists all options\n"))
+        raise UsageError(f"{message}; {self.prog} --help lists all options")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ from sft.common.byte_units import format_bytes, format_seconds, parse_bytes
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.common.interval import Interval
 from sft.common.model_zoo import ModelName
+from sft.common.terminal.progress_display import steps
 from sft.planner.cost.gpu_time import H100
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.options import STRATEGIES, Options
@@ -251,7 +252,11 @@ def compare_strategies(request: PlanRequest, console: Console, *, as_json: bool)
     else:
         budget_bytes = parse_bytes(request.budget)
     session = PlanningSession(request.model, list(request.inputs), device=request.device)
-    rows = [_strategy_row(session, budget_bytes, request.options, strategy) for strategy in STRATEGIES]
+    rows = []
+    with steps("strategies", len(STRATEGIES)) as advance:
+        for strategy in STRATEGIES:
+            rows.append(_strategy_row(session, budget_bytes, request.options, strategy))
+            advance()
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0

@@ -43,10 +43,12 @@ class Spelling:
     Attributes:
         action: an instruction; empty if the remedy only appears when a plan was made with it.
         change: the option that was changed for a plan.
+        code: the setting as it is written in a call or a command line.
     """
 
     action: str = ""
     change: str = ""
+    code: str = ""
 
 
 #: Names of changes in sentences about plans.
@@ -60,25 +62,35 @@ _CHANGES: Mapping[Setting, str] = {
 
 #: Settings of ``sft.compile`` and ``sft.plan``.
 PYTHON: Mapping[Setting, Spelling] = {
-    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes)"),
+    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes)", code="budget='{text}'"),
     "input": Spelling(action="give a smaller input"),
     "norms": Spelling(change=".eval() of the norms"),
     "read": Spelling(change="an array or a file in place of a tensor"),
-    "output": Spelling(action="keep the outputs on the host with output='host'", change="output='host'"),
-    "host": Spelling(action="let values wait on the host with Options(host_budget=...)", change="Options(host_budget='{text}')"),
-    "weights": Spelling(action="stream the weights with Options(weights='stream')", change="Options(weights='stream')"),
+    "output": Spelling(action="keep the outputs on the host with output='host'", change="output='host'", code="output='host'"),
+    "host": Spelling(
+        action="let values wait on the host with Options(host_budget=...)",
+        change="Options(host_budget='{text}')",
+        code="options=sft.Options(host_budget='{text}')",
+    ),
+    "weights": Spelling(
+        action="stream the weights with Options(weights='stream')",
+        change="Options(weights='stream')",
+        code="options=sft.Options(weights='stream')",
+    ),
     "repeats": Spelling(action="leave out the budget of repeated blocks, so that it follows this one"),
     "options": Spelling(action="leave out options that force strategy, tile, state_every or state_slots"),
 }
 
 #: Options of ``python -m sft``.
 COMMAND_LINE: Mapping[Setting, Spelling] = {
-    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}"),
+    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}", code="--budget {text}"),
     "input": Spelling(action="give a smaller --input"),
-    "norms": Spelling(change="--frozen-norms"),
-    "read": Spelling(change="--read"),
-    "host": Spelling(action="let values wait on the host with --host-budget BYTES", change="--host-budget {text}"),
-    "weights": Spelling(action="stream the weights with --weights stream", change="--weights stream"),
+    "norms": Spelling(change="--frozen-norms", code="--frozen-norms"),
+    "read": Spelling(change="--read", code="--read"),
+    "host": Spelling(
+        action="let values wait on the host with --host-budget BYTES", change="--host-budget {text}", code="--host-budget {text}"
+    ),
+    "weights": Spelling(action="stream the weights with --weights stream", change="--weights stream", code="--weights stream"),
     "repeats": Spelling(action="leave out the budget of repeated blocks, so that it follows this one"),
     "options": Spelling(action="leave out --strategy, --halo and --tile"),
 }
@@ -122,7 +134,19 @@ def _message(problem: str, remedies: Sequence[Remedy], words: Mapping[Setting, S
     elif smaller:
         sentences.append(f"Less is needed, but too much still, {'; '.join(smaller)}.")
     text = _joined([action for action in actions if action])
-    return " ".join([*sentences, *([f"{text[0].upper()}{text[1:]}."] if text else [])])
+    message = " ".join([*sentences, *([f"{text[0].upper()}{text[1:]}."] if text else [])])
+    attempt = _attempt(known, words)
+    return f"{message}\nTry: {attempt}" if attempt else message
+
+
+def _attempt(remedies: Sequence[Remedy], words: Mapping[Setting, Spelling]) -> str:
+    """The code of the first remedy with a plan that fits, else of the budget that suffices; empty if no remedy has code."""
+    budgets = [remedy for remedy in remedies if remedy.settings == ("budget",)]
+    for remedy in (*(remedy for remedy in remedies if remedy.fits), *budgets):
+        codes = [words[setting].code for setting in remedy.settings]
+        if all(codes):
+            return _filled((" " if codes[0].startswith("-") else ", ").join(codes), remedy)
+    return ""
 
 
 def _plan_text(remedy: Remedy, words: Mapping[Setting, Spelling]) -> str:

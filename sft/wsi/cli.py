@@ -41,16 +41,37 @@ _ON_SEVERAL_RANKS = ("train", "evaluate", "folds")
 
 #: Remedies of a budget error that a run can take.
 _REMEDIES: dict[Setting, Spelling] = {
-    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --model.budget {text}"),
+    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --model.budget {text}", code="--model.budget {text}"),
     "input": Spelling(action="take a coarser --data.mpp, or --data.tissue crop"),
-    "norms": Spelling(change="--model.norm frozen"),
+    "norms": Spelling(change="--model.norm frozen", code="--model.norm frozen"),
     "options": Spelling(action="leave out --model.tile"),
 }
-_INFERENCE_REMEDIES = {**_REMEDIES, "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}")}
+_INFERENCE_REMEDIES = {
+    **_REMEDIES,
+    "budget": Spelling(action="raise the budget to {size} ({num_bytes} bytes) with --budget {text}", code="--budget {text}"),
+}
 _TRUST = "--trust"
 #: Help of `evaluate --maps`.
 _MAPS_HELP = "formats in which to write the predicted maps of a segmentation as well, with the confusion of pixels; default: none"
 _WITH_NETWORK = ("plan", "train", "evaluate", "predict", "heatmap", "folds")
+
+
+#: Output without a command.
+_EXAMPLES = """\
+Train and evaluate on whole slides. Examples:
+
+  python -m sft.wsi doctor
+      installed packages, and missing ones
+  python -m sft.wsi slide-info slide.svs
+      levels and resolution of a slide
+  python -m sft.wsi plan --size 80000x60000 --model.budget 10GiB
+      memory and time of a training step, without any slide
+  python -m sft.wsi train --config train.yaml --run runs/first
+      train with the settings of a file, and evaluate
+  python -m sft.wsi heatmap runs/first --split test
+      draw class-activation maps over the slides
+
+python -m sft.wsi --help lists all commands, python -m sft.wsi COMMAND --help their options."""
 
 
 def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
@@ -62,6 +83,9 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     """
     escape_unencodable_output()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        print(_EXAMPLES)
+        return 0
     is_debug, is_json = "--debug" in given, "--json" in given
     # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
     try:

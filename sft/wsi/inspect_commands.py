@@ -17,6 +17,7 @@ from sft.common.byte_units import format_bytes
 from sft.common.distributions import installed_version
 from sft.common.errors import InputError, SftError
 from sft.common.installation import install_command
+from sft.common.terminal.progress_display import stages
 from sft.sources import open_image
 from sft.tissue import find_tissue, write_geojson
 from sft.wsi.commands import CommandResult
@@ -119,10 +120,11 @@ def tissue(
         raise InputError(f"--mpp {mpp}: give micrometres per pixel of the mask, such as 8")
     stems = Counter(safe_name(path.stem) for path in paths)
     values: list[dict[str, Any]] = []
-    for path in paths:
+    for number, path in enumerate(paths, start=1):
         name = safe_name(path.stem if stems[safe_name(path.stem)] == 1 else str(path))
         try:
-            values.append(_find(path, folder / name, mpp, slide_mpp, overwrite))
+            with stages(f"tissue of slide {number} of {len(paths)}"):
+                values.append(_find(path, folder / name, mpp, slide_mpp, overwrite))
             told = f"{path}: {values[-1]['share']:.1%} tissue, {values[-1]['files'][-1]}"
         except RunFolderError:
             raise

@@ -123,11 +123,15 @@ def test_words_of_an_interface_leave_out_what_it_lacks() -> None:
     error = budget_error("too small.", 2**31 + 1, remedies)
     assert str(error) == (
         "too small. It fits in 1.00 GiB with outputs on the host (output='host'). Raise the budget to 2.01 GiB (2147483649 bytes)."
+        "\nTry: output='host'"
     )
-    assert message_for(error, COMMAND_LINE) == "too small. Raise the budget to 2.01 GiB (2147483649 bytes) with --budget 2.01GiB."
+    assert message_for(error, COMMAND_LINE) == (
+        "too small. Raise the budget to 2.01 GiB (2147483649 bytes) with --budget 2.01GiB.\nTry: --budget 2.01GiB"
+    )
     replaced = with_remedies(error, [Remedy(settings=("budget",), num_bytes=2**30)], " A note.")
     assert str(replaced) == (
         "too small. A note. It fits in 1.00 GiB with outputs on the host (output='host'). Raise the budget to 1.00 GiB (1073741824 bytes)."
+        "\nTry: output='host'"
     )
 
 

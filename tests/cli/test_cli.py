@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import sft
 from sft.cli import plans
 from sft.cli.main import escape_unencodable_output, main, output_problem
+from sft.cli.parser import build_parser
 from sft.cli.plans import load_model
 from sft.common.errors import SourceError
 from sft.common.installation import unread_variables
@@ -289,7 +291,7 @@ def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: p
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("arguments", [[], ["plna"], ["plan"], ["plan", "x", "--budget", "-1GiB"], ["doctor", "--nope"]])
+@pytest.mark.parametrize("arguments", [["--debug"], ["plna"], ["plan"], ["plan", "x", "--budget", "-1GiB"], ["doctor", "--nope"]])
 def test_a_wrong_command_line_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -324,6 +326,47 @@ def test_a_terminal_without_width_shows_the_output(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "0")
     assert main(["check", "torch.nn:ReLU", "--input", "1x3x8x8"]) == 0
     assert "exact" in capsys.readouterr().out
+
+
+def test_no_command_shows_five_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, err = _lines(capsys)
+    examples = [line.split() for line in out.splitlines() if line.startswith("  python -m sft ")]
+    assert len(examples) == 5 and not err
+    for words in examples:
+        assert build_parser().parse_args(words[3:]).command == words[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["plan", "no_such_model", "--input", "1x3x64x64", "--json"], 1, "InputError"),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB", "--json"], 1, "BudgetError"),
+        (["plan", f"{__name__}:Refused", "--input", "1x3x64x64", "--json"], 1, "UnsupportedError"),
+        (["check", "torch.nn:ReLU", "--json"], 2, "UsageError"),
+        (["tune", "--json", "--minutes", "-1"], 2, "UsageError"),
+        (["doctor", "--json", "--nope"], 2, "UsageError"),
+    ],
+)
+def test_an_error_as_json(arguments: list[str], code: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(arguments) == code
+    except SystemExit as ended:
+        assert ended.code == code
+    out, err = _lines(capsys)
+    assert json.loads(out)["type"] == kind
+    assert err.startswith("error: ")
+
+
+def test_errors_end_with_the_line_to_try_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"]) == 1
+    assert re.search(r" Try: --budget [\d.]+KiB$", _lines(capsys)[1].strip())
+    assert main(["plan", f"{__name__}:Refused", "--input", "1x3x64x64", "--inference"]) == 1
+    assert _lines(capsys)[1].strip().splitlines()[-1] == f"Try: python -m sft check {__name__}:Refused --input 1x3x64x64 --inference"
+    with pytest.raises(sft.BudgetError, match=r"\nTry: budget='[\d.]+KiB'$"):
+        sft.compile(torch.nn.ReLU(), (1, 3, 64, 64), budget="1KiB")
+    with pytest.raises(sft.UnsupportedError, match=r"\nTry: print\(sft\.check\(model, \(1, 3, 64, 64\)\)\)$"):
+        sft.compile(Refused(), (1, 3, 64, 64), budget="1MiB")
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -521,6 +521,14 @@ def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) ->
     assert all(told[name] for name in ("tifffile", "imagecodecs", "simplejpeg", "zarr", "scikit-image", "shapely"))
 
 
-def test_no_command_is_a_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+def test_no_command_shows_five_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    from sft.wsi.cli import _parser
+
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    examples = [line.split() for line in printed.out.splitlines() if line.startswith("  python -m sft.wsi ")]
+    assert len(examples) == 5 and not printed.err
+    help_text = _parser().format_help()
+    assert all(words[3] in help_text for words in examples)
+    assert main(["--json"]) == 2
     assert "subcommand" in capsys.readouterr().err

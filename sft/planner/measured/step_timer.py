@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -25,9 +25,8 @@ from statistics import median
 from typing import Any, overload
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
+from sft.common.terminal.progress_display import steps
 from sft.lower.program import Port, Program
 from sft.planner.cost.roofline import LARGE_BUFFER_BYTES
 from sft.planner.problem import PlanningProblem
@@ -234,7 +233,7 @@ def time_step(
     # Scheduling itself takes time, too: looking up programs and binding their arguments. On byte counts a step consists only of that.
     scheduling = _TimestampMachine(on_host=problem.resources.on_host)
     run_step(problem, region, scheduling)
-    with _progress_bar(len(scheduling.programs), progress) as advance:
+    with steps("timing programs", len(scheduling.programs)) if progress else nullcontext(_no_advance) as advance:
         timing = TimingMachine(on_host=problem.resources.on_host, device=device, costs=open_timing_cache(device), advance=advance)
         timing.max_seconds = max_seconds - sum(_durations(scheduling.timestamps))
         try:
@@ -265,15 +264,3 @@ class _TimestampMachine(SimulatedMachine):
     def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         self.programs[id(program)] = program
         return SimulatedMachine.run(self, program, bindings, saved)
-
-
-@contextmanager
-def _progress_bar(num_programs: int, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Progress bar on the terminal, if stderr is one."""
-    console = Console(stderr=True)
-    if not is_shown or not console.is_terminal:
-        yield _no_advance
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("timing programs", total=num_programs)
-        yield lambda: bar.advance(task)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from sft.common.errors import InputError
 from sft.common.installation import install_command
+from sft.common.terminal.progress_display import hidden
 from sft.torch_runtime.pass_statistics import report_flops
 from sft.wsi.run.estimate import RunEstimate, about_text, duration_text
 
@@ -74,6 +75,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._bars.start()
+        self._stack.enter_context(hidden())
         if not self._console.quiet:
             self._stack.enter_context(report_flops(self._note_flops))
         return self

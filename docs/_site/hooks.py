@@ -24,6 +24,7 @@ _FOREIGN = {
     "SECURITY.md": "SECURITY.md",
 }
 _LINK = re.compile(r"(?P<head>!?\[(?P<text>[^\]]*)\]\()(?P<target>[^)\s]+)\)")
+_PICTURE = re.compile(r'<picture>.*?<img alt="(?P<text>[^"]*)" src="(?P<light>[^"]+)">.*?</picture>', re.DOTALL)
 _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -41,10 +42,31 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at pages of the site; links to other files of the repository become their paths."""
+    """Point links at pages of the site, and put the repository's README before the list of documentation."""
     uri = page.file.src_uri
     sources = {site: source for source, site in _FOREIGN.items()}
-    source = sources.get(uri, f"docs/{uri}")
+    text = _with_site_links(markdown, sources.get(uri, f"docs/{uri}"), uri)
+    if uri != "README.md":
+        return text
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    readme = _PICTURE.sub(lambda match: _themed(match["text"], match["light"].removeprefix("docs/")), readme)
+    return f"{_with_site_links(readme, 'README.md', uri)}\n\n{text.replace('# Documentation', '## All documentation', 1)}"
+
+
+def _themed(text: str, light: str) -> str:
+    """A picture for each colour scheme of the site."""
+    schemes = {"only-light": light, "only-dark": light.replace("-light.", "-dark.")}
+    return "\n".join(f"![{text}]({target}#{scheme})" for scheme, target in schemes.items())
+
+
+def _with_site_links(markdown: str, source: str, uri: str) -> str:
+    """A text with links to pages of the site; links to other files of the repository become their paths.
+
+    Args:
+        markdown: the text.
+        source: path of its file in the repository.
+        uri: its page.
+    """
 
     def replace(match: re.Match[str]) -> str:
         target, _, anchor = match["target"].partition("#")
@@ -54,8 +76,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if (_ROOT / path).is_dir() and f"{path}/README.md" in _FOREIGN:
             path += "/README.md"
         site = _FOREIGN.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        if match["head"].startswith("!") and source in _FOREIGN:
+        is_picture = match["head"].startswith("!")
+        if is_picture and (source in _FOREIGN or anchor):
             return match[0]
+        if is_picture and "-light." in target:
+            return _themed(match["text"], target)
         if site is None or (_ROOT / path).is_dir():
             return f"{match['text']} (`{path}`)" if match["text"].strip("`") != path else f"`{path}`"
         relative = posixpath.relpath(site, posixpath.dirname(uri) or ".")

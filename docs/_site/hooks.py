@@ -79,6 +79,8 @@ def _with_site_links(markdown: str, source: str, uri: str) -> str:
         is_picture = match["head"].startswith("!")
         if is_picture and (source in _FOREIGN or anchor):
             return match[0]
+        if is_picture and path.startswith("benchmarks/results/"):
+            site = f"results/{posixpath.basename(path)}"
         if is_picture and "-light." in target:
             return _themed(match["text"], target)
         if site is None or (_ROOT / path).is_dir():

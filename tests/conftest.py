@@ -1,4 +1,4 @@
-"""Settings that every test shares: Hypothesis profiles.
+"""Settings that every test shares: Hypothesis profiles, and a fixture for tests that collect garbage.
 
 Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (7, derandomised; what `make test`
 takes, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
@@ -6,9 +6,11 @@ takes, and without shrinking, which may take longer than all tests), ``quick`` (
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,8 +38,12 @@ os.environ["SFT_CACHE_DIR"] = ""
 # budget="auto", the default, is 11 GiB on every machine; tests of it replace this again.
 patch.object(memory_limits, "free_host_memory", lambda: FreeMemory(free_bytes=25 * 2**29, total_bytes=2**34)).start()
 
-# Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine.
+# Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine. Also in processes of tests.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Full collections take half a second or more, for the objects in caches of torch and SymPy: fewer of them.
+gc.set_threshold(700, 10, 60)
 
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -67,3 +73,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - seen.keys()) if name.partition("::")[0] in files)
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")
+
+
+@pytest.fixture
+def frozen_objects() -> Iterator[None]:
+    """Exclude the objects of earlier tests from garbage collections, for tests that collect often.
+
+    A full collection takes a second or two after some hundred tests. Not for tests that plan often: each planning counts frozen objects
+    (`sft.common.process_lock`).
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

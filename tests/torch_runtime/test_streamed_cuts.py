@@ -256,6 +256,7 @@ def test_a_full_disk_is_an_error_and_changes_nothing(
         sft.Options(host_folder=str(tmp_path / "missing"))
 
 
+@pytest.mark.usefixtures("frozen_objects")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of a process in /proc")
 def test_an_interrupted_step_changes_nothing(problems: list[PlanningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before every few programs of a step with cuts in files does not change the next step."""

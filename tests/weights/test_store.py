@@ -229,6 +229,7 @@ def _writer(path: Path) -> DiskStore:
     return store
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill)

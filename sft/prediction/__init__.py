@@ -5,7 +5,7 @@ from sft.prediction.npy import NpyWriter
 from sft.prediction.ome_tiff import OmeTiffWriter
 from sft.prediction.ome_zarr import OmeZarrWriter
 from sft.prediction.polygon_tracer import LabelPolygon, PolygonTracer
-from sft.prediction.polygons import PolygonWriter
+from sft.prediction.polygon_writer import PolygonWriter
 from sft.prediction.predict import PredictionResult
 from sft.prediction.raster import PredictedRaster, RasterWriter
 

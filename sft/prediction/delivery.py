@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
-from sft.prediction.heads import Kind
+from sft.prediction.prediction_head import Kind
 from sft.prediction.raster import PredictedRaster, RasterRows, RasterWriter
 
 __all__ = ["Delivery", "resolve_dtype"]

@@ -24,12 +24,12 @@ from sft.common.interval import Interval
 from sft.planner.plan import Plan
 from sft.prediction.cog import CogWriter
 from sft.prediction.delivery import Delivery, resolve_dtype
-from sft.prediction.heads import KINDS, Kind, PredictionHead
 from sft.prediction.image_frame import ImageFrame
 from sft.prediction.npy import NpyWriter
 from sft.prediction.ome_tiff import OmeTiffWriter
 from sft.prediction.ome_zarr import OmeZarrWriter
-from sft.prediction.polygons import PolygonWriter
+from sft.prediction.polygon_writer import PolygonWriter
+from sft.prediction.prediction_head import KINDS, Kind, PredictionHead
 from sft.prediction.raster import PredictedRaster, RasterWriter
 from sft.sources.open import open_image
 from sft.torch_runtime.pass_statistics import Reading

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import sft
 from sft.common.errors import InputError, some_names
-from sft.prediction.heads import Kind
+from sft.prediction.prediction_head import Kind
 from sft.wsi.commands import CommandResult
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError

@@ -1,7 +1,7 @@
 """Files of predictions: maps of slides of any size, written strip by strip by `sft.predict`, one folder for each slide.
 
 A segmentation gives classes or probabilities at the resolution of the run. A model with a pooled head gives its evidence (`Evidence`): for
-each class a map whose sum over all positions, plus a bias, is the score. Each folder has ``prediction.json``, written last: a folder that
+each class a map; its sum over all positions, plus a bias, is the score. Each folder has ``prediction.json``, written last: a folder that
 has it is complete. A command that is started again, after a kill or with more slides, skips slides if the file names the same weights,
 settings and slide file.
 """
@@ -25,7 +25,7 @@ import sft
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.prediction import CogWriter, NpyWriter, OmeTiffWriter, OmeZarrWriter, PolygonWriter, PredictedRaster, RasterWriter
-from sft.prediction.heads import Kind
+from sft.prediction.prediction_head import Kind
 from sft.prediction.raster import RasterRows
 from sft.sources.labels import LabelSource
 from sft.wsi.data.label_maps import IGNORED_LABEL

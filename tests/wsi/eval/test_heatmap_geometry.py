@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import sft
+from sft.prediction.image_frame import ImageFrame
 from sft.wsi.cli import read_config
 from sft.wsi.data.augment import Augmentation
 from sft.wsi.data.dataset import SlideFrame
@@ -136,6 +137,8 @@ def test_places_are_in_px_of_the_whole_slide(mpp: float | None, tmp_path: Path) 
     record, factor = experiment.table.records[0], 1.0 if mpp is None else 2.0
     frame = experiment.feed.frame(record)
     assert frame == SlideFrame(scale=(factor, factor), origin_px=(160.0, 120.0))
+    seen = ImageFrame.of(experiment.feed.source(record))  # the place that predicted files have
+    assert (seen.scale, seen.origin_px) == (frame.scale, frame.origin_px)
     maker = HeatmapMaker(experiment, tmp_path / "maps")
     heatmap = maker.draw(record, 1, saliency=False, num_crops=1, crop_px=24)
     assert heatmap.stride_px == (16.0 * factor, 16.0 * factor)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sft
 
 
 # [recipe]
-def at_native_resolution(detector: nn.Module, height: int, width: int, budget: str) -> nn.Module:
+def at_native_resolution(detector: Any, height: int, width: int, budget: str) -> Any:
     """Run the backbone of a torchvision detector in strips; images of this size are not resized."""
-    transform: nn.Module = detector.transform  # type: ignore[assignment]
-    transform.min_size, transform.max_size = (min(height, width),), max(height, width)  # type: ignore[assignment]
-    detector.backbone = sft.compile(detector.backbone, (1, 3, None, None), budget=budget)  # type: ignore[arg-type]
+    detector.transform.min_size, detector.transform.max_size = (min(height, width),), max(height, width)
+    detector.backbone = sft.compile(detector.backbone, (1, 3, None, None), budget=budget)
     return detector
     # [end]
 

@@ -30,7 +30,7 @@ def main(folder: Path) -> sft.prediction.PredictionResult:
     waves = [np.sin(x / (20 + 9 * band)) * np.cos(y / (25 + 7 * band)) for band in range(4)]
     bands = (4000 + 3000 * np.stack(waves)).astype(np.uint16)
     profile = {"driver": "GTiff", "height": 600, "width": 500, "count": 4, "dtype": "uint16", "tiled": True, "blockxsize": 256}
-    place = rasterio.transform.from_origin(399960, 5800020, 10, 10)
+    place = rasterio.Affine(10, 0, 399960, 0, -10, 5800020)
     with rasterio.open(folder / "scene.tif", "w", **profile, blockysize=256, crs="EPSG:32632", transform=place) as file:
         file.write(bands)
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Plans for a GPU, made on a CPU: modelled time, and simulated reserved memory with and without the steps' memory pool.
 
-Nothing runs on a GPU. Times are those of :mod:`sft.planner.cost.gpu_time` for an H100 in bfloat16 with channels-last images. Reserved
+Nothing runs on a GPU here. Times are those of :mod:`sft.planner.cost.gpu_time`, whose rates were measured on an H100, in bfloat16 with
+channels-last images. Reserved
 memory is that of the simulated caching allocator (:mod:`sft.runtime.caching_allocator`) with its default settings. A test compares new
 plans with the newest result.
 """
@@ -69,6 +70,7 @@ class Result:
         reserved_bytes: bytes that the allocator reserves.
         reserved_without_pool_bytes: the same for a step in the default pool.
         host_bytes: bytes of values that wait on the host.
+        replays_passes: true if whole passes are recorded as CUDA graphs, whose pool is the graphs' own.
     """
 
     case: Case
@@ -79,6 +81,7 @@ class Result:
     reserved_bytes: int
     reserved_without_pool_bytes: int
     host_bytes: int
+    replays_passes: bool
 
 
 def build(case: Case) -> nn.Module:
@@ -122,6 +125,7 @@ def measure(case: Case) -> Result:
         reserved_bytes=plan.projected_reserved_bytes,
         reserved_without_pool_bytes=without_pool.reserved_bytes,
         host_bytes=plan.host_bytes,
+        replays_passes=plan.replays_passes,
     )
 
 
@@ -136,6 +140,7 @@ HEADERS = (
     "x tensors",
     "x tensors, default pool",
     "host GiB",
+    "CUDA graphs",
 )
 
 
@@ -154,6 +159,7 @@ def cells(result: Result) -> list[str]:
         f"{result.reserved_bytes / result.tensor_bytes:.3f}",
         f"{result.reserved_without_pool_bytes / result.tensor_bytes:.3f}",
         f"{result.host_bytes / 2**30:.2f}",
+        "of passes" if result.replays_passes else "",
     ]
 
 
@@ -167,7 +173,10 @@ def main() -> None:
     for case in CASES:
         results.append(measure(case))
         Console().print("  ".join(cells(results[-1])), highlight=False)
-    notes = "Nothing ran on a GPU: modelled seconds of an H100 in bfloat16, channels last, and reserved bytes of the simulated allocator."
+    notes = (
+        "Nothing ran on a GPU here: modelled seconds of an H100 (measured rates) in bfloat16, channels last, and reserved bytes of the "
+        "simulated allocator."
+    )
     raw = {"environment": environment(args.threads), "results": [asdict(result) for result in results]}
     stem = result_stem(args.out, "gpu-plans")
     write_results(stem, raw, [Table(title="Plans for a GPU", headers=HEADERS, rows=[cells(result) for result in results])], notes, None)

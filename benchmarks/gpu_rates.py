@@ -3,8 +3,8 @@
 Host seconds are those of a call that returns while the device still works, over many calls on tensors so small that the host is the slower
 of the two. Device seconds come from CUDA events around a sequence of calls that the host issues ahead of the device.
 
-    python -P benchmarks/gpu_rates.py --out results            # 40 seconds
-    python -P benchmarks/gpu_rates.py --device cpu --minutes 0.2
+    python benchmarks/gpu_rates.py --out results            # 40 seconds
+    python benchmarks/gpu_rates.py --device cpu --minutes 0.2
 """
 
 from __future__ import annotations

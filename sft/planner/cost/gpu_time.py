@@ -2,33 +2,65 @@
 
 The host issues instructions one after the other while the device works, so a program takes
 
-    max(sum of host seconds, sum of kernel seconds),
+    max(sum of host seconds, sum of kernel seconds).
 
-and a kernel the largest of its floating-point operations over the rate of its type and width, its bytes over the memory's bandwidth, and a
-floor. Convolutions and matrix products run in tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles
-may leave multiprocessors idle.
+An instruction takes the host the call of PyTorch and the interpretation of the instruction. A kernel takes the larger of its floating-point
+operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Two kernels are bound
+by neither: a convolution adds its bias in a kernel of its own, element by element, and a reduction (the gradient of a bias) reads slowly.
+Convolutions and matrix products run in tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles may leave
+multiprocessors idle.
 
-The rates of :data:`H100` are assumptions. Nothing of them was measured. They rank plans of one model; the seconds are not a forecast.
+The rates of :data:`H100` are rounded measurements (``benchmarks/gpu_rates.py``, ``benchmarks/results/*-h100-gpu-rates.md``; a test compares
+them with the newest result), except four that the script does not measure: the interpretation of an instruction and of a program, from
+profiles of whole steps, the share of double precision, and the number of multiprocessors. They rank plans of one model; the seconds are not
+a forecast. Single precision is TF32, as PyTorch's default; without it, products take 3 to 40 times as long.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.program import Instruction, Program, Slot, slots_of
 
-__all__ = ["H100", "GpuModel"]
+__all__ = ["H100", "ConvolutionRates", "GpuModel"]
 
+aten = torch.ops.aten
+
+#: A convolution, or the gradient of its image or of its weight.
+Direction = Literal["forward", "data", "weight"]
 #: Edge of a tile of a convolution or matrix product.
 _TILE = 128
 #: Least share of the rate that a kernel reaches, however few tiles it has: small problems are divided along the sum, too.
 _MIN_OCCUPANCY = 0.15
-#: Rates of the two backward convolutions relative to the forward one.
-_GRADIENT_SHARES = (0.85, 0.75)
+#: Least ratio of elements read to elements written of a reduction.
+_REDUCTION_RATIO = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionRates:
+    """FLOPs per second of half-precision convolutions with as many channels as the narrower of image and result has.
+
+    Attributes:
+        channels: number of channels.
+        forward: rate of the convolution.
+        data: rate of the gradient of its image.
+        weight: rate of the gradient of its weight.
+    """
+
+    channels: int
+    forward: float
+    data: float
+    weight: float
+
+    def rate(self, direction: Direction) -> float:
+        """The rate of a direction."""
+        return {"forward": self.forward, "data": self.data, "weight": self.weight}[direction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,76 +69,108 @@ class GpuModel:
 
     Attributes:
         name: name in reports.
-        half_flops_per_second: pairs of a number of channels, and FLOPs per second of half-precision convolutions that have at most so many;
-            the last entry has no limit.
-        single_share: rate in single precision, relative to half precision.
+        convolutions: rates of half-precision convolutions by channels, ascending; between and below them the rate is a power of the
+            channels, above them that of the last.
+        single_share: rate in single precision (TF32), relative to half precision.
         double_share: rate in double precision.
         bytes_per_second: bandwidth of the memory.
+        biases_per_second: elements to which a convolution adds its bias.
+        reduced_elements_per_second: elements that a reduction reads.
         link_bytes_per_second: bandwidth to the host, in each direction.
         num_multiprocessors: number of multiprocessors.
-        min_kernel_seconds: floor of a kernel.
+        min_kernel_seconds: floor of a kernel in a stream.
+        min_replayed_seconds: floor of a kernel in a CUDA graph.
+        min_product_seconds: floor of a convolution or matrix product.
         call_seconds: host seconds of an operator.
         product_seconds: host seconds of a convolution or matrix product.
         kernel_call_seconds: host seconds of a Triton kernel.
         view_seconds: host seconds of an operator without a kernel.
+        instruction_seconds: host seconds to interpret an instruction, in addition to its call.
         program_seconds: host seconds to bind a program.
     """
 
     name: str
-    half_flops_per_second: tuple[tuple[float, float], ...]
+    convolutions: tuple[ConvolutionRates, ...]
     single_share: float
     double_share: float
     bytes_per_second: float
+    biases_per_second: float
+    reduced_elements_per_second: float
     link_bytes_per_second: float
     num_multiprocessors: int
     min_kernel_seconds: float
+    min_replayed_seconds: float
+    min_product_seconds: float
     call_seconds: float
     product_seconds: float
     kernel_call_seconds: float
     view_seconds: float
+    instruction_seconds: float
     program_seconds: float
 
     def seconds(self, program: Program, *, replays: bool = False) -> float:
         """Seconds of a program; without those of the host where a CUDA graph ``replays`` it."""
         host_seconds, device_seconds = self.program_seconds, 0.0
         for instruction in program.instructions:
-            host, device = self._instruction_seconds(instruction)
+            host, device = self.instruction_times(instruction, replays=replays)
             host_seconds += host
             device_seconds += device
         return device_seconds if replays else max(host_seconds, device_seconds)
 
-    def flops_per_second(self, dtype: torch.dtype, num_channels: float = math.inf) -> float:
+    def flops_per_second(self, dtype: torch.dtype, num_channels: float = math.inf, direction: Direction = "forward") -> float:
         """FLOPs per second of products of a type, for so many channels."""
-        rate = next(rate for limit, rate in self.half_flops_per_second if num_channels <= limit)
-        return rate * {2: 1.0, 4: self.single_share, 8: self.double_share}.get(dtype.itemsize, 1.0)
+        return self._half_rate(num_channels, direction) * {2: 1.0, 4: self.single_share, 8: self.double_share}.get(dtype.itemsize, 1.0)
 
-    def _instruction_seconds(self, instruction: Instruction) -> tuple[float, float]:
-        """Seconds of the host and of the device."""
+    def _half_rate(self, num_channels: float, direction: Direction) -> float:
+        """Rate of half-precision products: a power of the channels between two measured numbers of channels."""
+        table = self.convolutions
+        position = bisect_left([rates.channels for rates in table], num_channels)
+        if position == len(table) or len(table) == 1:
+            return table[-1].rate(direction)
+        low, high = table[max(0, position - 1)], table[max(1, position)]
+        exponent = math.log(high.rate(direction) / low.rate(direction)) / math.log(high.channels / low.channels)
+        return low.rate(direction) * float((max(1, num_channels) / low.channels) ** exponent)
+
+    def instruction_times(self, instruction: Instruction, *, replays: bool = False) -> tuple[float, float]:
+        """Seconds of an instruction on the host, and on the device, where the floor of a kernel depends on ``replays``."""
         outputs = [out for out in instruction.outputs if out is not None]
         is_new = any(out.root == out.number for out in outputs)
-        if not instruction.writes and not is_new:
-            return self.view_seconds, 0.0
-        if instruction.function is torch.empty:
-            return self.view_seconds, 0.0
-        call = kernel_call_of(instruction.function)
-        host = self.product_seconds if instruction.flops else self.call_seconds if call is None else self.kernel_call_seconds
+        if (not instruction.writes and not is_new) or instruction.function is torch.empty:
+            return self.instruction_seconds + self.view_seconds, 0.0
         reads = slots_of(instruction)
         written = {slot.root: slot for slot in (*outputs, *instruction.writes)}
         num_bytes = sum(slot.num_bytes for slot in (*{slot.number: slot for slot in reads}.values(), *written.values()))
-        if not instruction.flops:
-            return host, num_bytes / self.bytes_per_second + self.min_kernel_seconds
-        return self._product_seconds(instruction, outputs, reads, num_bytes)
+        floor = self.min_replayed_seconds if replays else self.min_kernel_seconds
+        if instruction.flops:
+            return self._product_seconds(instruction, reads, num_bytes, floor)
+        host = self.call_seconds if kernel_call_of(instruction.function) is None else self.kernel_call_seconds
+        num_read = max((math.prod(slot.shape) for slot in reads), default=0)
+        num_written = sum(math.prod(slot.shape) for slot in written.values())
+        device = num_bytes / self.bytes_per_second
+        if num_read > _REDUCTION_RATIO * num_written:
+            device = max(device, num_read / self.reduced_elements_per_second)
+        return self.instruction_seconds + host, device + floor
 
-    def _product_seconds(self, instruction: Instruction, outputs: list[Slot], reads: list[Slot], num_bytes: int) -> tuple[float, float]:
+    def _product_seconds(self, instruction: Instruction, reads: list[Slot], num_bytes: int, floor: float) -> tuple[float, float]:
         """Seconds of a convolution or matrix product, or of the products that compute its gradients."""
-        products = [out for out in outputs if len(out.shape) > 1] or outputs
+        outputs = [out for out in instruction.outputs if out is not None]
         main = max(reads + outputs, key=lambda slot: slot.num_bytes)
-        channels = [slot.shape[1] for slot in (*products, *reads) if len(slot.shape) > 1]
+        products = _products(instruction) or [("forward", slot) for slot in (outputs or list(instruction.writes))[:1]]
+        channels = [slot.shape[1] for slot in (*(slot for _, slot in products), *reads) if len(slot.shape) > 1]
         num_channels = min(channels, default=1)
-        share = 1.0 if len(products) == 1 else sum(_GRADIENT_SHARES) / 2
-        rate = share * self.flops_per_second(main.dtype, num_channels) * self._occupancy(products[0])
-        seconds = max(num_bytes / self.bytes_per_second, instruction.flops / rate)
-        return len(products) * self.product_seconds, seconds + len(products) * self.min_kernel_seconds
+        computing, host = 0.0, self.instruction_seconds
+        for direction, slot in products:
+            rate = self.flops_per_second(main.dtype, num_channels, direction) * self._occupancy(slot if direction != "weight" else main)
+            computing += instruction.flops / len(products) / rate
+            host += self.product_seconds
+        device = max(num_bytes / self.bytes_per_second, computing) + len(products) * max(floor, self.min_product_seconds)
+        if _adds_bias(instruction):
+            device += math.prod(products[0][1].shape) / self.biases_per_second + floor
+            host += self.call_seconds
+        elif instruction.function is aten.convolution_backward.default and instruction.outputs[-1] is not None:
+            device += max(math.prod(slot.shape) for slot in reads) / self.reduced_elements_per_second + floor
+            host += self.call_seconds
+        return host, device
 
     def _occupancy(self, product: Slot) -> float:
         """Share of the multiprocessors that work, on average over the waves of tiles."""
@@ -116,19 +180,43 @@ class GpuModel:
         return max(_MIN_OCCUPANCY, num_waves / math.ceil(num_waves)) if num_waves else 1.0
 
 
-#: NVIDIA H100 SXM: half precision on tensor cores, single precision in TF32.
+def _products(instruction: Instruction) -> list[tuple[Direction, Slot]]:
+    """The products of an operator with their results: the gradients of a convolution's image and weight, or the first result."""
+    if instruction.function is aten.convolution_backward.default:
+        directions: tuple[Direction, ...] = ("data", "weight")
+        return [(direction, out) for direction, out in zip(directions, instruction.outputs, strict=False) if out is not None]
+    return [("forward", out) for out in instruction.outputs[:1] if out is not None]
+
+
+def _adds_bias(instruction: Instruction) -> bool:
+    """True if an operator adds a bias after its convolution in a kernel of its own; cuDNN's fused call and our kernels do not."""
+    return instruction.function is aten.convolution.default and len(instruction.arguments) > 2 and instruction.arguments[2] is not None
+
+
+#: NVIDIA H100 SXM with PyTorch 2.11 and cuDNN: half precision on tensor cores, single precision in TF32.
 H100 = GpuModel(
     name="H100",
-    half_flops_per_second=((64, 240e12), (128, 450e12), (256, 550e12), (math.inf, 600e12)),
+    convolutions=(
+        ConvolutionRates(channels=3, forward=20e12, data=15e12, weight=25e12),
+        ConvolutionRates(channels=64, forward=423e12, data=385e12, weight=457e12),
+        ConvolutionRates(channels=128, forward=694e12, data=662e12, weight=646e12),
+        ConvolutionRates(channels=256, forward=771e12, data=733e12, weight=667e12),
+        ConvolutionRates(channels=512, forward=803e12, data=678e12, weight=426e12),
+    ),
     single_share=0.5,
     double_share=0.1,
-    bytes_per_second=2.7e12,
-    link_bytes_per_second=25e9,
+    bytes_per_second=2.9e12,
+    biases_per_second=3.3e11,
+    reduced_elements_per_second=4.7e11,
+    link_bytes_per_second=54e9,
     num_multiprocessors=132,
     min_kernel_seconds=2e-6,
-    call_seconds=6e-6,
-    product_seconds=18e-6,
-    kernel_call_seconds=25e-6,
-    view_seconds=2e-6,
-    program_seconds=25e-6,
+    min_replayed_seconds=1e-6,
+    min_product_seconds=8e-6,
+    call_seconds=9e-6,
+    product_seconds=22e-6,
+    kernel_call_seconds=19e-6,
+    view_seconds=3e-6,
+    instruction_seconds=8e-6,
+    program_seconds=250e-6,
 )

@@ -169,8 +169,9 @@ class PlanSearch:
     ) -> FittedPlan:
         """Find a plan that fits with its overhead, which is known only of complete plans.
 
-        If none of the plans that fit by their projection does, others are searched for in so much less than the budget. In the end the
-        smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
+        If none of the plans that fit by their projection does, others are searched for in so much less than the budget as the least
+        overhead among them. In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with
+        overhead always has a plan.
         """
         if estimator is None:
             try:
@@ -186,6 +187,7 @@ class PlanSearch:
 
         overhead_bytes = 0
         while True:
+            num_known = len(known)
             try:
                 fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
             except SmallestPlanError as error:
@@ -199,7 +201,9 @@ class PlanSearch:
             fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
-            overhead_bytes = max(fitted.projected.projection.overhead_bytes, overhead_bytes + 1)
+            tried = [each for _, each in [*known.values()][num_known:]] or [fitted]
+            least_bytes = min(each.projected.projection.overhead_bytes for each in tried)
+            overhead_bytes = max(least_bytes, overhead_bytes + overhead_bytes // 8 + 1)
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""

@@ -37,6 +37,11 @@ class ProjectedPlan:
     region: Region
     projection: Projection
 
+    @property
+    def key(self) -> object:
+        """Key of equal plans."""
+        return self.choices, self.region.schedule
+
 
 def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:
     """Build the region of these decisions and project it.

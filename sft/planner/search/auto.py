@@ -241,8 +241,9 @@ def _least_cost(fitting: Sequence[tuple[float, ProjectedPlan]]) -> float:
 
 
 def by_time(problem: PlanningProblem, plans: Iterable[ProjectedPlan], rates: DeviceRates) -> list[ProjectedPlan]:
-    """The plans in the order of their timelines, shortest first."""
-    return sorted(plans, key=lambda plan: project_timeline(problem, plan.choices, plan.projection, rates).estimated_seconds)
+    """The distinct plans in the order of their timelines, shortest first."""
+    distinct = {plan.key: plan for plan in plans}
+    return sorted(distinct.values(), key=lambda plan: project_timeline(problem, plan.choices, plan.projection, rates).estimated_seconds)
 
 
 def _cheapest_or_offloaded(problem: PlanningProblem, fitting: Sequence[tuple[float, ProjectedPlan]], rates: DeviceRates) -> ProjectedPlan:

@@ -42,14 +42,9 @@ def timing_candidates(
     for plan in _candidate_plans(problem, room_bytes, budget_bytes, options, device_type):
         projection = plan.projection
         fits = projection.peak_bytes <= room_bytes and problem.resources.fits_host(projection.host_bytes)
-        if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and _plan_key(plan) != _plan_key(best):
-            plans.setdefault(_plan_key(plan), plan)
+        if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and plan.key != best.key:
+            plans.setdefault(plan.key, plan)
     return tuple(sorted(plans.values(), key=lambda plan: plan.projection.flops))
-
-
-def _plan_key(plan: ProjectedPlan) -> object:
-    """Key of equal plans."""
-    return plan.choices, plan.region.schedule
 
 
 def _candidate_plans(

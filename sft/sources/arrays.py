@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,9 @@ class ArrayImage:
         SourceError: the file cannot be mapped.
     """
 
+    #: Element types that are pixels.
+    dtypes: Collection[str] = tuple(PIXEL_DTYPES)
+
     def __init__(
         self,
         array: AnyArray | str | os.PathLike[str],
@@ -228,10 +231,12 @@ class ArrayImage:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
         given = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
         self._name = "array" if self.path is None else str(self.path)
-        if not isinstance(given, np.ndarray) or given.dtype.name not in PIXEL_DTYPES:
+        if isinstance(given, np.ndarray) and given.dtype == np.bool_ and "bool" in self.dtypes:
+            given = given.view(np.uint8)
+        if not isinstance(given, np.ndarray) or given.dtype.name not in self.dtypes:
             raise InputError(
                 f"cannot use {self._name} of {getattr(given, 'dtype', type(given).__name__)} as an image: pixels are "
-                f"{', '.join(PIXEL_DTYPES)}. Convert it, or use sft.sources.ArraySource."
+                f"{', '.join(self.dtypes)}. Convert it, or use sft.sources.ArraySource."
             )
         self._given = given
         whole = given[..., None] if given.ndim == 2 else given
@@ -256,7 +261,7 @@ class ArrayImage:
         # A mapped file travels as its path: pickling a memmap would read all of it.
         given = self._given if self.path is None else self.path
         layout = self.layout if self._given.ndim == 3 else None
-        return _rebuild_image, (given, layout, self.mpp, self.background)
+        return _rebuild_image, (given, layout, self.mpp, self.background, type(self))
 
     @property
     def level_dimensions(self) -> tuple[Size, ...]:
@@ -298,6 +303,10 @@ class ArrayImage:
 
 
 def _rebuild_image(
-    given: AnyArray | Path, layout: Layout | None, mpp: tuple[float, float] | None, background: tuple[Any, ...]
+    given: AnyArray | Path,
+    layout: Layout | None,
+    mpp: tuple[float, float] | None,
+    background: tuple[Any, ...],
+    kind: type[ArrayImage] | None = None,
 ) -> ArrayImage:
-    return ArrayImage(given, layout=layout, mpp=mpp, background=background)
+    return (kind or ArrayImage)(given, layout=layout, mpp=mpp, background=background)

@@ -88,12 +88,15 @@ class ZarrImage(FileImage[_ZarrLevels]):
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``.
             Default: `None`
         series: number of the image in a group of several (bioformats2raw). Default: `None` (the only one)
+        labels: True to read whole numbers of any size as well: label maps. Default: `False`
 
     Raises:
         SourceError: the folder does not exist. Other errors are raised at the first use.
     """
 
-    series: int | None = None  # a default for pickles of older releases
+    # Defaults for pickles of older releases.
+    series: int | None = None
+    labels: bool = False
 
     def __init__(
         self,
@@ -102,9 +105,10 @@ class ZarrImage(FileImage[_ZarrLevels]):
         layout: Layout | None = None,
         at: Mapping[str, int] | None = None,
         series: int | None = None,
+        labels: bool = False,
     ) -> None:
         super().__init__(path)
-        self.layout, self.at, self.series = layout, dict(at or {}), series
+        self.layout, self.at, self.series, self.labels = layout, dict(at or {}), series, labels
 
     def _open(self) -> _ZarrLevels:
         try:
@@ -188,7 +192,8 @@ class ZarrImage(FileImage[_ZarrLevels]):
         first, axes = handle.arrays[0], handle.axes
         if not {"y", "x"} <= set(axes) or len(axes) != first.ndim:
             raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
-        if first.dtype.name not in PIXEL_DTYPES or any(array.dtype != first.dtype for array in handle.arrays):
+        is_label = self.labels and first.dtype.kind in "ui"
+        if (first.dtype.name not in PIXEL_DTYPES and not is_label) or any(array.dtype != first.dtype for array in handle.arrays):
             types = ", ".join(sorted({array.dtype.name for array in handle.arrays}))
             raise SourceError(
                 f"cannot use {self.path} as an image: it holds {types}; pixels are one of {', '.join(PIXEL_DTYPES)}. Convert it; labels "

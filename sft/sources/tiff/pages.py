@@ -28,7 +28,7 @@ __all__ = ["JPEG", "YCBCR", "LevelPages", "NotTiledError", "select_levels"]
 JPEG = 7
 YCBCR = 6
 #: photometric interpretations that are read as they are
-_GREY, _RGB = 1, 2
+_GREY, _RGB, _PALETTE = 1, 2, 3
 _APERIO_YCBCR = 33003
 #: bit of the kind of a page (NewSubfileType) that makes it a mask of another
 _MASK_PAGE = 4
@@ -62,7 +62,9 @@ class LevelPages:
         return len(self.pages) * int(self.keyframe.samplesperpixel)
 
 
-def select_levels(path: Path, tiff: Any, *, series: int | None = None, at: Mapping[str, int] | None = None) -> list[LevelPages]:
+def select_levels(
+    path: Path, tiff: Any, *, series: int | None = None, at: Mapping[str, int] | None = None, labels: bool = False
+) -> list[LevelPages]:
     """Levels of the image, the largest first.
 
     Args:
@@ -70,6 +72,7 @@ def select_levels(path: Path, tiff: Any, *, series: int | None = None, at: Mappi
         tiff: a ``tifffile.TiffFile``.
         series: number of the image in an OME-TIFF of several.
         at: index along every axis other than channels, height and width.
+        labels: True for a label map.
 
     Raises:
         InputError: no such series or index, or an axis without one.
@@ -96,7 +99,7 @@ def select_levels(path: Path, tiff: Any, *, series: int | None = None, at: Mappi
         levels = _plain_levels(path, tiff, at or {})
     levels.sort(key=lambda level: -level.keyframe.imagewidth)
     for level in levels:
-        _check_level(path, level, levels[0])
+        _check_level(path, level, levels[0], labels)
     return levels
 
 
@@ -198,7 +201,7 @@ def _refuse_masks(path: Path, tiff: Any) -> None:
         )
 
 
-def _check_level(path: Path, level: LevelPages, base: LevelPages) -> None:
+def _check_level(path: Path, level: LevelPages, base: LevelPages, labels: bool) -> None:
     """Refuse a level that is not decoded exactly.
 
     Raises:
@@ -206,7 +209,7 @@ def _check_level(path: Path, level: LevelPages, base: LevelPages) -> None:
         SourceError: no reader of this package decodes it correctly.
     """
     page = level.keyframe
-    unread = _unsupported_content(page)
+    unread = _unsupported_content(page, labels)
     if unread:
         raise SourceError(f"cannot read {path}: {unread}.")
     for each in level.pages:
@@ -214,16 +217,17 @@ def _check_level(path: Path, level: LevelPages, base: LevelPages) -> None:
     turned = page.tags.valueof("Orientation", default=1)
     if turned != 1:
         raise SourceError(f"cannot open {path}: it is stored turned (orientation {int(turned)}). Write it upright, without that tag.")
-    reason = _decode_error(level, base)
+    reason = _decode_error(level, base, labels)
     if reason and page.dtype.itemsize > 1:
         raise SourceError(f"cannot read {path}: {reason}. Convert it to grey or RGB in tiles, with levels of the same type.")
     if reason:
         raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
 
 
-def _unsupported_content(page: Any) -> str | None:
+def _unsupported_content(page: Any, labels: bool) -> str | None:
     """Content of a page that no reader of this package decodes; None if all of it is pixels."""
-    if page.dtype is None or (page.dtype.name not in PIXEL_DTYPES and page.dtype.kind != "b"):
+    is_label = labels and page.dtype is not None and page.dtype.kind in "ui"
+    if page.dtype is None or (page.dtype.name not in PIXEL_DTYPES and page.dtype.kind != "b" and not is_label):
         known = ", ".join(PIXEL_DTYPES)
         return (
             f"its samples are {page.dtype or 'of an unknown type'}; pixels are one of {known}. Convert it; labels are read by open_labels"
@@ -251,7 +255,7 @@ def _check_segments(path: Path, page: Any, each: Any) -> None:
         raise SourceError(f"cannot open {path}: it lists {len(each.dataoffsets)} {kind} of {count}. Copy or write it again.")
 
 
-def _decode_error(level: LevelPages, base: LevelPages) -> str | None:
+def _decode_error(level: LevelPages, base: LevelPages, labels: bool) -> str | None:
     """Reason against decoding a level directly; None if its pixels are those of the file."""
     page, first = level.keyframe, base.keyframe
     samples, is_byte = page.samplesperpixel, page.dtype == np.uint8
@@ -259,6 +263,8 @@ def _decode_error(level: LevelPages, base: LevelPages) -> str | None:
         return f"its samples are {page.dtype} of {page.bitspersample} bits"
     if level.num_channels != base.num_channels:
         return f"a level has {level.num_channels} channels, the first {base.num_channels}"
+    if labels and page.photometric == _PALETTE and page.compression not in (6, JPEG):
+        return None
     if is_byte and any(int(kind) in _ALPHA for kind in page.extrasamples):
         return f"it has {samples} samples a pixel, one of them alpha"
     if page.compression in (6, _APERIO_YCBCR) or page.photometric not in (_GREY, _RGB, YCBCR):

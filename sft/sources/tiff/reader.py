@@ -94,6 +94,7 @@ class TiffImage(FileImage[_TiffHandle]):
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``;
             ``{"page": 3}`` in a file of several images without a description. Default: `None`
         host_budget_bytes: limit of a decoded strip or tile. Default: `None` (1 GiB)
+        labels: True for a label map: whole numbers of any size, indices of palettes, and 0 for missing tiles. Default: `False`
 
     Raises:
         SourceError: the file does not exist. Other errors are raised at the first use: `NotTiledError` for another kind of TIFF.
@@ -103,6 +104,7 @@ class TiffImage(FileImage[_TiffHandle]):
     series: int | None = None
     at: Mapping[str, int] = MappingProxyType({})
     host_budget_bytes: int | str | None = None
+    labels: bool = False
 
     def __init__(
         self,
@@ -112,10 +114,11 @@ class TiffImage(FileImage[_TiffHandle]):
         series: int | None = None,
         at: Mapping[str, int] | None = None,
         host_budget_bytes: int | str | None = None,
+        labels: bool = False,
     ) -> None:
         super().__init__(path)
         self.num_threads = resolve_threads(num_threads)
-        self.series, self.at, self.host_budget_bytes = series, dict(at or {}), host_budget_bytes
+        self.series, self.at, self.host_budget_bytes, self.labels = series, dict(at or {}), host_budget_bytes, labels
         #: tiles of the rectangles read so far; exact where one thread reads at a time
         self.num_tiles_decoded = 0
 
@@ -160,11 +163,14 @@ class TiffImage(FileImage[_TiffHandle]):
             with ExitStack() as stack:
                 file: Any = stack.enter_context(self.path.open("rb")) if remote_path(self.path) is not None else self.path
                 tiff = stack.enter_context(tifffile.TiffFile(file))
-                pages = select_levels(self.path, tiff, series=self.series, at=self.at)
+                pages = select_levels(self.path, tiff, series=self.series, at=self.at, labels=self.labels)
                 levels = tuple(map(build_level, pages))
                 resolution = read_resolution(tiff, pages[0].keyframe, self.series or 0)
                 names = read_channel_names(tiff, self.series or 0, levels[0].num_channels)
-                handle = _TiffHandle(self.path, levels, resolution, names, read_geo_tags(self.path))
+                tags = read_geo_tags(self.path)
+                handle = _TiffHandle(self.path, levels, resolution, names, tags)
+                if self.labels and tags.missing_value is None:
+                    handle.background = (0,) * handle.num_channels
         except (SftError, ImportError):
             raise
         except Exception as error:

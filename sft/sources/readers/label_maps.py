@@ -1,0 +1,311 @@
+"""Label maps as images of one channel of whole numbers, read in rectangles: tiled TIFF, COG, OME-Zarr, ``.npy``, PNG.
+
+A label map has the types of pixels and further integers. Policies:
+
+- *Colours.* A map of several channels needs ``channel=`` (PANDA has the label in red) or ``colours=``, a table from RGB to labels; a colour
+  outside of the table is an error. Palettes are read as their indices.
+- *Missing tiles* have the nodata value, otherwise 0.
+- *PNG and other pictures* are decoded completely, within a host budget; Pillow's limit on the number of pixels does not count.
+- *Another resolution* (`CellView`): the label under the centre of each pixel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.common.errors import InputError, SourceError
+from sft.common.untrusted.foreign_files import file_format
+from sft.sources.arrays import ArrayImage
+from sft.sources.file_image import FileImage
+from sft.sources.image import Image, ImageFacts, Pixels, Raster, Size, missing_extra, pixel_dtype
+from sft.sources.labels import IndexArray
+from sft.sources.readers.decode_limits import check_decode_bytes
+from sft.sources.readers.geotiff import GeoImage
+from sft.sources.readers.remote import source_path
+from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root
+from sft.sources.tiff import NotTiledError, TiffImage
+from sft.sources.views import OneLevelView, RasterView
+
+__all__ = ["CellView", "LabelChannel", "PictureLabels", "open_label_image"]
+
+#: ``(red, green, blue)`` to label.
+ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
+
+_NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
+_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_PICTURE_DTYPES = {"1": np.uint8, "L": np.uint8, "P": np.uint8, "I;16": np.uint16, "I": np.int32, "RGB": np.uint8, "RGBA": np.uint8}
+_pillow_lock = threading.Lock()
+
+
+def open_label_image(
+    path: str | os.PathLike[str],
+    *,
+    channel: int | None = None,
+    colours: ColourTable | None = None,
+    series: int | None = None,
+    at: Mapping[str, int] | None = None,
+    host_budget_bytes: int | str | None = None,
+) -> Raster:
+    """Open a label map as an image of one channel of whole numbers.
+
+    Args:
+        path: of the file or folder, or a URL of a TIFF or Zarr image.
+        channel: number of the channel that holds the labels, in a map of several. Default: `None`
+        colours: label of each colour, in a map of RGB. Default: `None`
+        series: number of the image in a file of several. Default: `None`
+        at: index along every axis other than channels, height and width. Default: `None`
+        host_budget_bytes: limit of a picture, tile or strip that is decoded at once. Default: `None` (1 GiB)
+
+    Raises:
+        BudgetError: a picture, tile or strip exceeds the host budget.
+        InputError: several channels without a choice, or values that are no whole numbers.
+        SourceError: it cannot be read.
+    """
+    where = source_path(path)
+    image = _open(where, series, at, host_budget_bytes)
+    num_channels, dtype = image.num_channels, pixel_dtype(image)
+    if dtype.kind not in "ui":
+        raise InputError(f"cannot read labels from {where}: it holds {dtype}, labels are whole numbers. Convert it, or use open_image.")
+    if colours is not None:
+        return ColourLabels(image, colours)
+    if channel is None and num_channels > 1:
+        raise InputError(
+            f"cannot read labels from {where}: it has {num_channels} channels. Choose channel=0 (in PANDA the label is in red), or give "
+            "colours={(r, g, b): label}; or save one channel of it."
+        )
+    if not 0 <= (channel or 0) < num_channels:
+        raise InputError(
+            f"cannot read labels from channel {channel} of {where}: it has channels 0 to {num_channels - 1}. Choose one of them."
+        )
+    return image if num_channels == 1 else LabelChannel(image, channel or 0)
+
+
+def _open(path: Any, series: int | None, at: Mapping[str, int] | None, host_budget_bytes: int | str | None) -> Raster:
+    if not path.exists():
+        raise SourceError(f"cannot read labels from {path}: there is no such file. Check the path.")
+    if not path.is_file():
+        if any((path / name).exists() for name in ZARR_FILES):
+            return ZarrImage(path, series=series, at=at, labels=True)
+        raise SourceError(f"cannot read labels from {path}: it is a folder without Zarr metadata. Give a file, or a Zarr array or group.")
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise SourceError(f"cannot read labels from {path}: {error.strerror or error}. Make it readable.") from error
+    if head.startswith(_NPY_MAGIC):
+        return LabelArray(path)
+    if head.startswith(_ZIP_MAGIC) and isinstance(path, Path) and zip_root(path) is not None:
+        return ZarrImage(path, series=series, at=at, labels=True)
+    if head.startswith(_TIFF_MAGIC):
+        image = TiffImage(path, series=series, at=at, host_budget_bytes=host_budget_bytes, labels=True)
+        try:
+            _ = image.facts
+        except NotTiledError:
+            return PictureLabels(path, host_budget_bytes=host_budget_bytes)
+        image.check_complete()
+        return image
+    if head.startswith(b"<VRTDataset"):
+        return GeoImage(path, palette=True, mask="ignore")
+    return PictureLabels(path, host_budget_bytes=host_budget_bytes)
+
+
+class LabelArray(ArrayImage):
+    """Mapped ``.npy`` file of whole numbers or booleans as a label image."""
+
+    dtypes = ("uint8", "uint16", "int16", "uint32", "int32", "int64", "bool")
+
+
+class PictureLabels(FileImage[Pixels]):
+    """PNG or another picture as a label image, decoded completely by Pillow when it is opened.
+
+    Args:
+        path: of the file.
+        host_budget_bytes: limit of the decoded picture. Default: `None` (1 GiB)
+
+    Raises:
+        SourceError: the file does not exist. Other errors are raised at the first use.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, host_budget_bytes: int | str | None = None) -> None:
+        super().__init__(path)
+        self.host_budget_bytes = host_budget_bytes
+
+    def _open(self) -> Pixels:
+        try:
+            from PIL import Image as PillowImage
+            from PIL import UnidentifiedImageError
+        except ImportError as error:
+            raise missing_extra(f"read labels from {self.path}", "tissue", error) from error
+        with _pillow_lock, self.path.open("rb") as file:
+            limit, PillowImage.MAX_IMAGE_PIXELS = PillowImage.MAX_IMAGE_PIXELS, None  # the host budget is the limit
+            try:
+                picture = PillowImage.open(file)
+                dtype = _PICTURE_DTYPES.get(
+                    picture.mode.removesuffix("B").removesuffix("L") if picture.mode.startswith("I;") else picture.mode
+                )
+                if dtype is None:
+                    raise SourceError(
+                        f"cannot read labels from {self.path}: its pixels have the mode {picture.mode}. Save one channel of it."
+                    )
+                num_bytes = picture.width * picture.height * len(picture.getbands()) * np.dtype(dtype).itemsize
+                check_decode_bytes(self.path, "the picture", num_bytes, self.host_budget_bytes)
+                num_same = sum(_frame_size(picture, number) == picture.size for number in range(1, getattr(picture, "n_frames", 1)))
+                if num_same:
+                    raise InputError(
+                        f"cannot read labels from {self.path}: it has {num_same + 1} images of {picture.width} x {picture.height} px. Give the "
+                        "one that is the mask."
+                    )
+                if getattr(picture, "n_frames", 1) > 1:
+                    picture.seek(0)
+                pixels: npt.NDArray[Any] = np.asarray(picture).astype(dtype, copy=False)
+            except UnidentifiedImageError as error:
+                known = file_format(self.path) or "no format of an image that is known"
+                raise SourceError(f"cannot read labels from {self.path}: it is {known}, or it is damaged. Give a label map.") from error
+            finally:
+                PillowImage.MAX_IMAGE_PIXELS = limit
+        return pixels[..., None] if pixels.ndim == 2 else pixels
+
+    def _describe(self, handle: Pixels) -> ImageFacts:
+        height, width, num_channels = handle.shape
+        return ImageFacts(
+            level_dimensions=((width, height),),
+            tiles_px=(None,),
+            num_channels=num_channels,
+            background=(0,) * num_channels,
+            dtype=handle.dtype.name,
+        )
+
+    def _read(self, handle: Pixels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        return handle[y : y + h, x : x + w].copy()
+
+
+def _frame_size(picture: Any, number: int) -> Size:
+    """Size of a frame: the levels of a pyramid are smaller."""
+    size = picture.size
+    picture.seek(number)
+    frame: Size = picture.size
+    picture.seek(0)
+    assert picture.size == size
+    return frame
+
+
+class LabelChannel(RasterView):
+    """One channel of an image.
+
+    Args:
+        image: of several channels.
+        channel: number of the channel.
+    """
+
+    def __init__(self, image: Image, channel: int) -> None:
+        super().__init__(image)
+        self.channel = channel
+
+    @property
+    def num_channels(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def background(self) -> tuple[Any, ...]:
+        """Value of labels that are not stored."""
+        return super().background[self.channel : self.channel + 1]
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        return np.ascontiguousarray(self.image.read(x, y, w, h, level)[..., self.channel : self.channel + 1])
+
+
+class ColourLabels(RasterView):
+    """Labels of an RGB image by a table of colours.
+
+    Args:
+        image: RGB of uint8.
+        colours: label of each colour.
+
+    Raises:
+        InputError: no RGB image of uint8, or a table that is none.
+    """
+
+    def __init__(self, image: Image, colours: ColourTable) -> None:
+        super().__init__(image)
+        if super().num_channels != 3 or super().dtype != np.uint8:
+            raise InputError(
+                f"cannot look up colours of {image}: it has {super().num_channels} channels of {super().dtype}. Give RGB of uint8."
+            )
+        for colour, label in colours.items():
+            if len(colour) != 3 or not all(0 <= value <= 255 for value in colour) or int(label) != label:
+                raise InputError(
+                    f"cannot read labels with colours {{{colour}: {label}}}: give {{(r, g, b): label}} with r, g, b of 0 to 255."
+                )
+        self.colours = {tuple(colour): int(label) for colour, label in colours.items()}
+        codes = {(red << 16) | (green << 8) | blue: label for (red, green, blue), label in colours.items()}
+        self._codes = np.array(sorted(codes), np.uint32)
+        self._labels = np.array([codes[int(code)] for code in self._codes], np.int64)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """int64."""
+        return np.dtype(np.int64)
+
+    @property
+    def num_channels(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def background(self) -> tuple[Any, ...]:
+        """0: tiles that are not stored have the colour of the file."""
+        return (0,)
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        pixels = self.image.read(x, y, w, h, level).astype(np.uint32)
+        codes = (pixels[..., 0] << 16) | (pixels[..., 1] << 8) | pixels[..., 2]
+        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        unknown = self._codes[places] != codes
+        if unknown.any():
+            row, column = np.argwhere(unknown)[0].tolist()
+            colour = tuple(int(value) for value in pixels[row, column])
+            raise InputError(
+                f"cannot read labels from {self.image}: the colour {colour} at column {x + column}, row {y + row} is not in the table, which "
+                f"has {sorted(self.colours)}. Add it to colours."
+            )
+        labels: Pixels = self._labels[places][..., None]
+        return labels
+
+
+class CellView(OneLevelView):
+    """Label image of another resolution: for each row and column, the row and column of the image below.
+
+    Args:
+        image: of one channel.
+        rows: row of the image for each row of the view.
+        columns: column of the image for each column of the view.
+    """
+
+    def __init__(self, image: Image, rows: IndexArray, columns: IndexArray) -> None:
+        super().__init__(image)
+        self.rows, self.columns = rows, columns
+
+    def _size_px(self) -> Size:
+        return len(self.columns), len(self.rows)
+
+    def _tile_px(self) -> None:
+        """None: tiles of the image below lie at other places."""
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """None: the image that the labels belong to states it."""
+        return None
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        rows, columns = self.rows[y : y + h], self.columns[x : x + w]
+        top, left = int(rows.min()), int(columns.min())
+        block = self.image.read(left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
+        return np.ascontiguousarray(block[(rows - top)[:, None], columns - left])

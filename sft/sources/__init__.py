@@ -8,12 +8,13 @@ from sft.sources.file_image import FileImage
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import Layout
 from sft.sources.image import Image, ImageFacts, Raster, check_region, read_strips
-from sft.sources.labels import LabelSource
+from sft.sources.labels import ImageLabels, LabelSource, label_cells
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
 from sft.sources.readers.decode_limits import ReadCostWarning
 from sft.sources.readers.encoded import EncodedImage
 from sft.sources.readers.geotiff import GeoImage, MaskMode
+from sft.sources.readers.label_maps import open_labels
 from sft.sources.readers.nifti import NiftiVolume
 from sft.sources.readers.openslide import Slide
 from sft.sources.readers.zarr import ZarrImage
@@ -40,6 +41,7 @@ __all__ = [
     "Georeference",
     "Image",
     "ImageFacts",
+    "ImageLabels",
     "LabelSource",
     "Layout",
     "MaskMode",
@@ -68,8 +70,10 @@ __all__ = [
     "at_mpp",
     "check_region",
     "check_rows",
+    "label_cells",
     "load_tensor",
     "open_image",
+    "open_labels",
     "percentile_range",
     "read_strips",
     "select_samples",

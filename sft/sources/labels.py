@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,21 @@ from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.arrays import map_npy_file
 from sft.sources.host_arrays import HostArray, as_host_array, check_mapping, release_pages
+from sft.sources.image import Image, Size, pixel_dtype
+from sft.sources.resample import level_scale
+from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import check_rows, check_samples, equal_rows
 
-__all__ = ["IndexArray", "LabelSource", "gather_cells"]
+__all__ = ["ImageLabels", "IndexArray", "LabelSource", "gather_cells", "label_cells"]
 
 #: Indices along one axis of an array.
 IndexArray = npt.NDArray[np.intp]
+#: Rows of an image that are compared at a time.
+_ROWS_COMPARED = 256
+#: Denominators of the scale between two resolutions, as of `sft.sources.resample`.
+_MAX_DENOMINATOR = 1000
+#: Px of a slide for a label; more than any slide has.
+_MAX_SCALE = 1 << 40
 
 
 class LabelSource:
@@ -135,13 +145,7 @@ class LabelSource:
             InputError: a value has none.
         """
         assert self.values is not None
-        known, labels = (np.array(list(numbers), np.int64) for numbers in (self.values, self.values.values()))
-        place = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        unknown = known[place] != values
-        if unknown.any():
-            raise InputError(f"cannot read labels from {self._name}: value {values[unknown][0]} has none; labelled are {known.tolist()}.")
-        chosen: npt.NDArray[np.int64] = labels[place]
-        return chosen
+        return _mapped(values, self.values, self._name)
 
     def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
@@ -181,3 +185,128 @@ def gather_cells(array: npt.NDArray[Any], rows: IndexArray, columns: IndexArray)
     distinct, places = np.unique(rows, return_inverse=True)
     values: npt.NDArray[Any] = array[distinct][:, columns][places]
     return values
+
+
+def _mapped(values: npt.NDArray[Any], labels: Mapping[int, int], name: str) -> npt.NDArray[np.int64]:
+    """Labels of values by a table, which is sorted.
+
+    Raises:
+        InputError: a value has none.
+    """
+    known, targets = (np.array(list(numbers), np.int64) for numbers in (labels, labels.values()))
+    place = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    unknown = known[place] != values
+    if unknown.any():
+        raise InputError(f"cannot read labels from {name}: value {values[unknown][0]} has none; labelled are {known.tolist()}.")
+    chosen: npt.NDArray[np.int64] = targets[place]
+    return chosen
+
+
+class ImageLabels:
+    """An image of one channel of whole numbers as a `sft.sources.Source` of ``torch.int64``, shape ``[1, 1, H, W]``.
+
+    >>> from sft.sources import ArrayImage
+    >>> source = ImageLabels(ArrayImage(np.array([[0, 255]], np.uint8)), values={0: 0, 255: 1})
+    >>> out = torch.empty(1, 1, 1, 2, dtype=torch.int64)
+    >>> source.rows(Interval(0, 1), out)
+    >>> out.flatten().tolist()
+    [0, 1]
+
+    Args:
+        image: such as `sft.sources.open_labels` reads, and views of it.
+        values: label of each value of the image. Default: `None` (the values are the labels)
+
+    Raises:
+        InputError: several channels, or values that are no whole numbers.
+    """
+
+    dtype = torch.int64
+
+    def __init__(self, image: Image, *, values: Mapping[int, int] | None = None) -> None:
+        num_channels, dtype = int(getattr(image, "num_channels", 1)), pixel_dtype(image)
+        if num_channels != 1 or dtype.kind not in "ui":
+            raise InputError(f"cannot read labels from {image}: it has {num_channels} channels of {dtype}. Give one of whole numbers.")
+        self.image = image
+        self.values = None if values is None else dict(sorted(values.items()))
+        self.shape: tuple[int, int, int, int] = (1, 1, image.height_px, image.width_px)
+        self._blocks = RowBlocks(image, Interval(0, image.width_px))
+
+    def __repr__(self) -> str:
+        return f"ImageLabels({self.image!r}, shape={self.shape})"
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out`` with rows; see `sft.sources.Source`.
+
+        Raises:
+            InputError: the interval or ``out`` does not fit (`out` is unchanged), or a value has no label.
+            SourceError: the image cannot be read.
+        """
+        check_rows(repr(self.image), self.shape, interval, out, dtype=self.dtype)
+        if interval:
+            values = self._blocks.rows(interval)[..., 0]
+            out[0, 0].numpy()[...] = values if self.values is None else _mapped(values, self.values, repr(self.image))
+
+    def repeated_rows(self, columns: Interval) -> BoolArray:
+        """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
+
+        Raises:
+            SourceError: the image cannot be read.
+        """
+        height = self.image.height_px
+        same = np.zeros(height, bool)
+        last: npt.NDArray[Any] | None = None
+        for top in range(0, height, _ROWS_COMPARED):
+            rows = self._blocks.rows(Interval(top, min(top + _ROWS_COMPARED, height)))[:, columns.start : columns.stop, 0]
+            above = rows[:-1] if last is None else np.concatenate([last, rows[:-1]])
+            same[top + (last is None) : top + len(rows)] = (rows[1 if last is None else 0 :] == above).all(axis=1)
+            last = rows[-1:]
+        return same
+
+
+def label_cells(
+    label_size: Size, *, slide_size: Size, image_size: Size, scale: tuple[float, float], name: str
+) -> tuple[IndexArray, IndexArray] | None:
+    """Row and column of a label map for each row and column of an image; None for one label a pixel.
+
+    A label map of another resolution shows the same field: its first label begins where the slide does. One of floor(size / n) or
+    ceil(size / n) px, as a level of a pyramid, is reduced by exactly n (`sft.sources.resample.level_scale`), any other by the quotient of
+    the sizes. A pixel of the image has the label under its centre. With ``s`` px of the slide's largest level for a pixel of the image, and
+    ``d`` for a label, pixel ``i`` has label ``floor((i + 1/2) s / d)``, at most the last one.
+
+    >>> rows, columns = label_cells((2, 2), slide_size=(4, 4), image_size=(4, 4), scale=(1.0, 1.0), name="map")
+    >>> rows.tolist()
+    [0, 0, 1, 1]
+
+    Args:
+        label_size: (width, height) of the label map, in px.
+        slide_size: (width, height) of the slide's largest level, in px.
+        image_size: (width, height) of the image, in px.
+        scale: px of the largest level for a pixel of the image, (x, y).
+        name: of the label map, for messages.
+
+    Raises:
+        InputError: its sides have another ratio than the slide's, by more than a pixel of the label map.
+    """
+    if label_size == image_size:
+        return None
+    # Sizes are rounded, up or down: each leaves its scale open within a range.
+    pairs = list(zip(slide_size, label_size, strict=True))
+    lowest = max(Fraction(px, count + 1) for px, count in pairs)
+    highest = min(Fraction(px, count - 1) if count > 1 else Fraction(_MAX_SCALE) for px, count in pairs)
+    if lowest >= highest:
+        raise InputError(
+            f"label map {name} has {label_size[0]} x {label_size[1]} px, its slide {slide_size[0]} x {slide_size[1]} px, and "
+            f"{image_size[0]} x {image_size[1]} px at this resolution: the sides have another ratio. Give the label map of this slide."
+        )
+    columns, rows = (
+        _cells(image_px, Fraction(step).limit_denominator(_MAX_DENOMINATOR), label_px, count)
+        for image_px, step, label_px, count in zip(image_size, scale, level_scale(slide_size, label_size), label_size, strict=True)
+    )
+    return rows, columns
+
+
+def _cells(image_px: int, scale: Fraction, label_px: Fraction, num_labels: int) -> IndexArray:
+    """Label of each pixel along an axis: the one under its centre."""
+    centres = (2 * np.arange(image_px) + 1) * (scale.numerator * label_px.denominator)
+    cells: IndexArray = np.minimum(centres // (2 * scale.denominator * label_px.numerator), num_labels - 1)
+    return cells

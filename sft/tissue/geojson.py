@@ -32,7 +32,7 @@ from sft.sources.image import missing_extra
 from sft.tissue.mask import TissueMask
 from sft.tissue.polygons import Polygon, Regions
 
-__all__ = ["mask_outline", "read_geojson", "write_geojson"]
+__all__ = ["import_shapely", "mask_outline", "polygons_of", "read_features", "read_geojson", "write_geojson"]
 
 #: Classes that an error lists.
 _MAX_LISTED = 20
@@ -80,20 +80,37 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
         InputError: a name that no feature has; the message lists those that there are.
         SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
     """
-    shapely = _import_shapely(f"read {path}")
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
-    try:
-        require_regular_file(path)
-        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)))
-        chosen = [feature for feature in features if selected is None or not feature.selectors.isdisjoint(selected)]
-        shapes = [feature.geometry and shapely.make_valid(shapely.geometry.shape(feature.geometry)) for feature in chosen]
-    except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
-        raise SourceError(f"cannot read {path} as GeoJSON: {_reason(error)}. Export it again.") from error
-    polygons = [_polygons(shape) if shape else [] for shape in shapes]
+    pairs = read_features(path, selected)
+    features, chosen = [feature for feature, _ in pairs], [feature for feature, _ in pairs if feature.is_selected(selected)]
+    polygons = [polygons_of(shape) for feature, shape in pairs if feature.is_selected(selected)]
     if selected is not None and required:
         with_area = frozenset[str]().union(*(feature.selectors for feature, pieces in zip(chosen, polygons, strict=True) if pieces))
         _check_names(path, selected, features, with_area)
     return Regions([polygon for pieces in polygons for polygon in pieces])
+
+
+def read_features(path: str | os.PathLike[str], selected: Set[str] | None = None) -> list[tuple[_Feature, Any]]:
+    """All features of a file, each with its valid geometry of shapely; None in place of the geometry of features that are not selected.
+
+    Raises:
+        SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
+    """
+    shapely = import_shapely(f"read {path}")
+    try:
+        require_regular_file(path)
+        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)))
+        return [
+            (
+                feature,
+                shapely.make_valid(shapely.geometry.shape(feature.geometry))
+                if feature.geometry and feature.is_selected(selected)
+                else None,
+            )
+            for feature in features
+        ]
+    except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
+        raise SourceError(f"cannot read {path} as GeoJSON: {_reason(error)}. Export it again.") from error
 
 
 def _reason(error: Exception) -> str:
@@ -135,6 +152,11 @@ class _Feature:
     geometry: Any
     label: str | None
     selectors: frozenset[str]
+    ordered_names: tuple[str, ...] = ()  #: the full name of its class first, then its base classes, then its own name
+
+    def is_selected(self, names: Set[str] | None) -> bool:
+        """True if one of the names selects it; None selects all."""
+        return names is None or not self.selectors.isdisjoint(names)
 
 
 def _check_names(path: str | os.PathLike[str], names: Set[str], features: Sequence[_Feature], with_area: Set[str]) -> None:
@@ -166,14 +188,14 @@ def mask_outline(mask: TissueMask) -> Regions:
     Raises:
         SourceError: shapely is not installed.
     """
-    shapely = _import_shapely("outline a mask")
+    shapely = import_shapely("outline a mask")
     # Runs of tissue in each row: where they begin and end, by turns.
     changes = np.diff(np.pad(mask.pixels, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     row, column = (places.astype(float) for places in np.nonzero(changes))
     joined = shapely.union_all(shapely.box(column[0::2], row[0::2], column[1::2], row[0::2] + 1))
     step = np.array(mask.step)
     # Corners lie on the mask's grid, in whole numbers, until here.
-    return Regions([[ring * step for ring in polygon] for polygon in _polygons(joined)])
+    return Regions([[ring * step for ring in polygon] for polygon in polygons_of(joined)])
 
 
 def _features(content: Any) -> Iterator[_Feature]:
@@ -189,7 +211,9 @@ def _features(content: Any) -> Iterator[_Feature]:
         names = (name,) if isinstance(name, str) and name else ()
         derived = tuple(_SEPARATOR.join(classes[:count]) for count in range(len(classes), 0, -1))  # the full name first
         label = next(iter((*derived, *names)), None)
-        yield _Feature(geometry=content["geometry"], label=label, selectors=frozenset((*derived, *classes, *names)))
+        yield _Feature(
+            geometry=content["geometry"], label=label, selectors=frozenset((*derived, *classes, *names)), ordered_names=(*derived, *names)
+        )
     else:
         yield _Feature(geometry=content, label=None, selectors=frozenset())
 
@@ -208,18 +232,25 @@ def _class_names(classification: Any) -> tuple[str, ...]:
     return tuple(part.strip() for name in names for part in str(name).split(_SEPARATOR) if part.strip())
 
 
-def _polygons(geometry: Any) -> list[Polygon]:
-    """Polygons of a shapely geometry; lines and points are left out."""
+def polygons_of(geometry: Any) -> list[Polygon]:
+    """Polygons of a shapely geometry, none of None; lines and points are left out."""
+    if geometry is None:
+        return []
     if geometry.geom_type == "Polygon":
         return (
             []
             if geometry.is_empty
             else [tuple(np.asarray(ring.coords, float)[:-1, :2] for ring in (geometry.exterior, *geometry.interiors))]
         )
-    return [polygon for part in getattr(geometry, "geoms", ()) for polygon in _polygons(part)]
+    return [polygon for part in getattr(geometry, "geoms", ()) for polygon in polygons_of(part)]
 
 
-def _import_shapely(purpose: str) -> Any:
+def import_shapely(purpose: str) -> Any:
+    """The package shapely.
+
+    Raises:
+        SourceError: it is not installed.
+    """
     try:
         import shapely
         import shapely.geometry

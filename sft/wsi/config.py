@@ -48,6 +48,7 @@ class DataConfig:
         test_fraction: share of the patients for testing, likewise.
         mask_values: for segmentation: index of the class for each value of the label maps, such as {0: 0, 255: 1} for masks of 0 and
             255; 255 as index: ignored. Default: values are class indices, 255 is ignored.
+        mask_channel: for segmentation: number of the channel that holds the labels, in label maps of several (0 in PANDA).
         background: colour of painted background, three numbers of 0 to 255; default: that of the slide's file (white for scanners, the
             fill value of a Zarr array).
     """
@@ -63,6 +64,7 @@ class DataConfig:
     test_fraction: float = 0.0
     mask_values: dict[int, int] | None = None
     background: list[int] | None = None
+    mask_channel: int | None = None
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

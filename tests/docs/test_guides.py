@@ -55,6 +55,13 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list((tmp_path / "runs" / "first" / "heatmaps").rglob("*.png"))
 
 
+def test_the_page_of_scientific_images_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("tifffile", "imagecodecs", "rasterio", "shapely"):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    assert _run("readers.md", {}) == 4
+
+
 def test_the_readme_is_short() -> None:
     """At most 700 words and 60 numbers, without code, pictures and link targets."""
     text = (_ROOT / "README.md").read_text()

@@ -25,7 +25,7 @@ from sft.common.untrusted.foreign_files import file_format
 from sft.sources.arrays import ArrayImage
 from sft.sources.file_image import FileImage
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Size, missing_extra, pixel_dtype
-from sft.sources.labels import IndexArray
+from sft.sources.labels import ImageLabels, IndexArray, label_cells
 from sft.sources.readers.decode_limits import check_decode_bytes
 from sft.sources.readers.geotiff import GeoImage
 from sft.sources.readers.remote import source_path
@@ -33,7 +33,7 @@ from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import OneLevelView, RasterView
 
-__all__ = ["CellView", "LabelChannel", "PictureLabels", "open_label_image"]
+__all__ = ["CellView", "ColourTable", "open_label_image", "open_labels"]
 
 #: ``(red, green, blue)`` to label.
 ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
@@ -42,6 +42,44 @@ _NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _PICTURE_DTYPES = {"1": np.uint8, "L": np.uint8, "P": np.uint8, "I;16": np.uint16, "I": np.int32, "RGB": np.uint8, "RGBA": np.uint8}
 _pillow_lock = threading.Lock()
+
+
+def open_labels(
+    path: str | os.PathLike[str],
+    *,
+    like: Image | None = None,
+    values: Mapping[int, int] | None = None,
+    channel: int | None = None,
+    colours: ColourTable | None = None,
+    series: int | None = None,
+    at: Mapping[str, int] | None = None,
+    host_budget_bytes: int | str | None = None,
+) -> ImageLabels:
+    """Open a label map as a `sft.sources.Source` of ``torch.int64``, which is read strip by strip.
+
+    Args:
+        path: of a TIFF, COG, Zarr, ``.npy`` or picture file, or a URL of a TIFF or Zarr image.
+        like: image that the labels belong to. A label map of another resolution follows the rule of `sft.sources.label_cells`: each pixel
+            has the label under its centre. Default: `None` (the size of the label map)
+        values: label of each value. Default: `None` (the values are the labels)
+        channel: number of the channel that holds the labels, in a map of several: 0 in PANDA. Default: `None`
+        colours: label of each colour, in a map of RGB. Default: `None`
+        series: number of the image in a file of several. Default: `None`
+        at: index along every axis other than channels, height and width. Default: `None`
+        host_budget_bytes: limit of a picture, tile or strip that is decoded at once. Default: `None` (1 GiB)
+
+    Raises:
+        BudgetError: a picture, tile or strip exceeds the host budget.
+        InputError: several channels without a choice, values that are no whole numbers, or sides of another ratio than the image's.
+        SourceError: it cannot be read.
+    """
+    labels: Image = open_label_image(path, channel=channel, colours=colours, series=series, at=at, host_budget_bytes=host_budget_bytes)
+    if like is not None:
+        size = (like.width_px, like.height_px)
+        own_size = (labels.width_px, labels.height_px)
+        cells = label_cells(own_size, slide_size=size, image_size=size, scale=(1.0, 1.0), name=str(path))
+        labels = labels if cells is None else CellView(labels, *cells)
+    return ImageLabels(labels, values=values)
 
 
 def open_label_image(
@@ -146,31 +184,27 @@ class PictureLabels(FileImage[Pixels]):
         with _pillow_lock, self.path.open("rb") as file:
             limit, PillowImage.MAX_IMAGE_PIXELS = PillowImage.MAX_IMAGE_PIXELS, None  # the host budget is the limit
             try:
-                picture = PillowImage.open(file)
-                dtype = _PICTURE_DTYPES.get(
-                    picture.mode.removesuffix("B").removesuffix("L") if picture.mode.startswith("I;") else picture.mode
-                )
-                if dtype is None:
-                    raise SourceError(
-                        f"cannot read labels from {self.path}: its pixels have the mode {picture.mode}. Save one channel of it."
-                    )
-                num_bytes = picture.width * picture.height * len(picture.getbands()) * np.dtype(dtype).itemsize
-                check_decode_bytes(self.path, "the picture", num_bytes, self.host_budget_bytes)
-                num_same = sum(_frame_size(picture, number) == picture.size for number in range(1, getattr(picture, "n_frames", 1)))
-                if num_same:
-                    raise InputError(
-                        f"cannot read labels from {self.path}: it has {num_same + 1} images of {picture.width} x {picture.height} px. Give the "
-                        "one that is the mask."
-                    )
-                if getattr(picture, "n_frames", 1) > 1:
-                    picture.seek(0)
-                pixels: npt.NDArray[Any] = np.asarray(picture).astype(dtype, copy=False)
+                pixels = self._decode(PillowImage.open(file))
             except UnidentifiedImageError as error:
                 known = file_format(self.path) or "no format of an image that is known"
                 raise SourceError(f"cannot read labels from {self.path}: it is {known}, or it is damaged. Give a label map.") from error
             finally:
                 PillowImage.MAX_IMAGE_PIXELS = limit
         return pixels[..., None] if pixels.ndim == 2 else pixels
+
+    def _decode(self, picture: Any) -> npt.NDArray[Any]:
+        dtype = _PICTURE_DTYPES.get("I;16" if picture.mode.startswith("I;16") else picture.mode)
+        size = f"{picture.width} x {picture.height} px"
+        if dtype is None:
+            raise SourceError(f"cannot read labels from {self.path}: its pixels have the mode {picture.mode}. Save one channel of it.")
+        num_bytes = picture.width * picture.height * len(picture.getbands()) * np.dtype(dtype).itemsize
+        check_decode_bytes(self.path, "the picture", num_bytes, self.host_budget_bytes)
+        num_frames = getattr(picture, "n_frames", 1)
+        num_same = sum(_frame_size(picture, number) == picture.size for number in range(1, num_frames))
+        if num_same:
+            raise InputError(f"cannot read labels from {self.path}: it has {num_same + 1} images of {size}. Give the one that is the mask.")
+        pixels: npt.NDArray[Any] = np.asarray(picture).astype(dtype, copy=False)
+        return pixels
 
     def _describe(self, handle: Pixels) -> ImageFacts:
         height, width, num_channels = handle.shape
@@ -273,8 +307,8 @@ class ColourLabels(RasterView):
             row, column = np.argwhere(unknown)[0].tolist()
             colour = tuple(int(value) for value in pixels[row, column])
             raise InputError(
-                f"cannot read labels from {self.image}: the colour {colour} at column {x + column}, row {y + row} is not in the table, which "
-                f"has {sorted(self.colours)}. Add it to colours."
+                f"cannot read labels from {self.image}: the colour {colour} at column {x + column}, row {y + row} is not in the table, "
+                f"which has {sorted(self.colours)}. Add it to colours."
             )
         labels: Pixels = self._labels[places][..., None]
         return labels

@@ -27,20 +27,22 @@ import torch
 
 from sft.common.errors import SftError
 from sft.common.interval import Interval
-from sft.sources import BadTile, Cached, Cropped, LabelSource, Normalized, Raster, Source
+from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source
 from sft.sources.image import Image
+from sft.sources.readers.label_maps import open_label_image
 from sft.sources.views import RasterView
-from sft.tissue import Masked
+from sft.tissue import AnnotationLabels, Masked, read_annotations
+from sft.tissue.annotations import is_annotation_file
 from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.data.cache_budget import cache_budget
-from sft.wsi.data.label_maps import IGNORED_LABEL, LabelMap, align_labels, count_values, label_problem
+from sft.wsi.data.label_maps import IGNORED_LABEL, align_labels, count_values, label_problem
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
 from sft.wsi.data.table import SlideRecord
-from sft.wsi.data.tissue import PackedMask, TissueArea, area_bounding_box, find_area, paint_outside, read_area, read_mask, rescale_area
-from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured
+from sft.wsi.data.tissue import PackedMask, TissueArea, area_bounding_box, find_area, paint_outside, read_area, rescale_area
+from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured, Turned
 
 __all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlideFrame", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
 
@@ -65,6 +67,10 @@ class SlideFrame:
     def to_slide(self, x_px: float, y_px: float) -> tuple[float, float]:
         """A place of the image, in px of the slide's largest level."""
         return self.origin_px[0] + x_px * self.scale[0], self.origin_px[1] + y_px * self.scale[1]
+
+
+#: Class of QuPath for what counts for nothing.
+_IGNORED_CLASS = "Ignore*"
 
 
 class SlideDataset:
@@ -131,28 +137,37 @@ class SlideDataset:
         image, stain = self._normalised(record)
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
-    def labels(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> LabelSource:
+    def labels(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> ImageLabels:
         """The label map of a slide, cropped and turned with it; of any resolution (`sft.wsi.data.label_maps`).
 
         Raises:
-            InputError: its sides have another ratio than the slide's.
+            InputError: its sides have another ratio than the slide's, or its annotations have classes that the task lacks.
             SourceError: it cannot be read.
         """
-        labels = self._label_map(record).turned(mirrored=augmentation.mirrored, quarters=augmentation.quarters)
-        return LabelSource(labels.values, values=self._config.data.mask_values, cells=labels.cells)
+        labels = self._label_map(record)
+        if augmentation.quarters or augmentation.mirrored:
+            labels = Turned(labels, quarters=augmentation.quarters, mirrored=augmentation.mirrored)
+        is_annotated = record.mask is not None and is_annotation_file(record.mask)
+        return ImageLabels(labels, values=None if is_annotated else self._config.data.mask_values)
 
-    def _label_map(self, record: SlideRecord) -> LabelMap:
+    def _label_map(self, record: SlideRecord) -> Image:
         assert record.mask is not None  # the table was read for segmentation
         slide = self._open(record)
         image, box = self._view_of(record, slide)
-        labels = align_labels(
-            read_mask(record.mask),
-            slide_size=(slide.whole.width_px, slide.whole.height_px),
-            image_size=(image.width_px, image.height_px),
-            scale=slide.scale,
-            name=str(record.mask),
-        )
-        return labels if box is None else labels.cropped(box)
+        labels: Image
+        if is_annotation_file(record.mask):
+            classes = {name: index for index, name in enumerate(self._config.task.classes or ())} | {_IGNORED_CLASS: IGNORED_LABEL}
+            layers = read_annotations(record.mask, classes, required=False, georeference=RasterView(slide.whole).georeference)
+            labels = AnnotationLabels(layers, width_px=image.width_px, height_px=image.height_px, scale=slide.scale)
+        else:
+            labels = align_labels(
+                open_label_image(record.mask, channel=self._config.data.mask_channel),
+                slide_size=(slide.whole.width_px, slide.whole.height_px),
+                image_size=(image.width_px, image.height_px),
+                scale=slide.scale,
+                name=str(record.mask),
+            )
+        return labels if box is None else Cropped(labels, x=box.x, y=box.y, w=box.w, h=box.h)
 
     @property
     def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
@@ -170,7 +185,8 @@ class SlideDataset:
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)  # whole numbers, of the slide's size
                 counts = count_values(self._label_map(record))
-                problem = label_problem(counts, self._config.task.classes or (), self._config.data.mask_values)
+                mask_values = None if is_annotation_file(record.mask) else self._config.data.mask_values
+                problem = label_problem(counts, self._config.task.classes or (), mask_values)
                 if problem is not None:
                     return f"label map {record.mask} {problem}"
                 self.label_values[record.name] = counts

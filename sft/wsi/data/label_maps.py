@@ -5,30 +5,24 @@ A label map has one value for each pixel. By default the value is the index of t
 to ignore a third. A class that no training slide has a pixel of is a mistake in the masks nearly always: the most common binary mask, of
 0 and 255, would otherwise be read as background and ignored pixels, and train on nothing.
 
-A label map of another resolution shows the same field: its first pixel begins where the slide does. One of floor(size / n) or
-ceil(size / n) px, as a level of a pyramid, is reduced by exactly n (`sft.sources.resample.level_scale`), any other by the quotient of the
-sizes. A pixel of the image has the label under its centre. With ``s`` px of the slide's largest level for a pixel of the image, and ``d``
-for a label, pixel ``i`` has label ``floor((i + 1/2) s / d)``, at most the last one.
+A label map of another resolution is aligned by the rule of `sft.sources.label_cells`. Annotations (GeoJSON, ASAP XML) are label maps,
+too: a class has the polygons of its name, and the first class also the pixels outside of all polygons.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.common.errors import InputError
-from sft.sources.image import Size
-from sft.sources.labels import IndexArray, gather_cells
-from sft.sources.resample import level_scale
-from sft.tissue.mask import Box
+from sft.sources import label_cells
+from sft.sources.image import Image, Raster, Size, read_strips
+from sft.sources.readers.label_maps import CellView
 
-__all__ = ["IGNORED_LABEL", "LabelMap", "absent_classes", "align_labels", "count_values", "label_problem", "values_text"]
+__all__ = ["IGNORED_LABEL", "absent_classes", "align_labels", "count_values", "label_problem", "values_text"]
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
@@ -40,58 +34,13 @@ _MAX_COUNTED = 1 << 16
 _MAX_LISTED = 20
 #: Distinct values of a label map at most; more are no labels.
 _MAX_VALUES = 4096
-#: Denominators of the scale between two resolutions, as of `sft.sources.resample`.
-_MAX_DENOMINATOR = 1000
-#: Px of a slide for a label; more than any slide has.
-_MAX_SCALE = 1 << 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelMap:
-    """Label map of the image of a run.
-
-    Attributes:
-        values: ``[height, width]``, of any resolution.
-        cells: row and column of ``values`` for each row and column of the image; None for one value a pixel.
-    """
-
-    values: npt.NDArray[Any]
-    cells: tuple[IndexArray, IndexArray] | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Height and width of the image."""
-        return (self.values.shape[0], self.values.shape[1]) if self.cells is None else (len(self.cells[0]), len(self.cells[1]))
-
-    def cropped(self, box: Box) -> LabelMap:
-        """The label map of a part of the image."""
-        rows, columns = slice(box.y, box.y + box.h), slice(box.x, box.x + box.w)
-        if self.cells is None:
-            return LabelMap(values=self.values[rows, columns])
-        return LabelMap(values=self.values, cells=(self.cells[0][rows], self.cells[1][columns]))
-
-    def turned(self, *, mirrored: bool, quarters: int) -> LabelMap:
-        """The label map of the image that is mirrored and then turned by quarters, anticlockwise."""
-        if self.cells is None:
-            return LabelMap(values=np.rot90(self.values[:, ::-1] if mirrored else self.values, quarters))
-        values, (rows, columns) = self.values, self.cells
-        columns = columns[::-1] if mirrored else columns
-        for _ in range(quarters % 4):
-            values, rows, columns = values.T, columns[::-1], rows
-        return LabelMap(values=values, cells=(rows, columns))
-
-    def rows(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Values of some rows of the image."""
-        if self.cells is None:
-            return self.values[start:stop]
-        return gather_cells(self.values, self.cells[0][start:stop], self.cells[1])
-
-
-def align_labels(values: npt.NDArray[Any], *, slide_size: Size, image_size: Size, scale: tuple[float, float], name: str) -> LabelMap:
-    """The label map of an image, from values of any resolution; the rule is that of the module.
+def align_labels(labels: Raster, *, slide_size: Size, image_size: Size, scale: tuple[float, float], name: str) -> Image:
+    """The label map of an image, from one of any resolution; the rule is that of `sft.sources.label_cells`.
 
     Args:
-        values: of the whole slide, ``[height, width]``.
+        labels: of the whole slide, one channel.
         slide_size: (width, height) of the slide's largest level, in px.
         image_size: (width, height) of the image, in px.
         scale: px of the largest level for a pixel of the image, (x, y).
@@ -100,44 +49,19 @@ def align_labels(values: npt.NDArray[Any], *, slide_size: Size, image_size: Size
     Raises:
         InputError: its sides have another ratio than the slide's, by more than a pixel of the label map.
     """
-    size = (values.shape[1], values.shape[0])
-    if size == image_size:
-        return LabelMap(values=values)
-    # Sizes are rounded, up or down: each leaves its scale open within a range.
-    pairs = list(zip(slide_size, size, strict=True))
-    lowest = max(Fraction(px, count + 1) for px, count in pairs)
-    highest = min(Fraction(px, count - 1) if count > 1 else Fraction(_MAX_SCALE) for px, count in pairs)
-    if lowest >= highest:
-        raise InputError(
-            f"label map {name} has {size[0]} x {size[1]} px, its slide {slide_size[0]} x {slide_size[1]} px, and {image_size[0]} x "
-            f"{image_size[1]} px at this resolution: the sides have another ratio. Give the label map of this slide."
-        )
-    columns, rows = (
-        _cells(image_px, Fraction(step).limit_denominator(_MAX_DENOMINATOR), label_px, count)
-        for image_px, step, label_px, count in zip(image_size, scale, level_scale(slide_size, size), size, strict=True)
-    )
-    return LabelMap(values=values, cells=(rows, columns))
+    cells = label_cells((labels.width_px, labels.height_px), slide_size=slide_size, image_size=image_size, scale=scale, name=name)
+    return labels if cells is None else CellView(labels, *cells)
 
 
-def _cells(image_px: int, scale: Fraction, label_px: Fraction, num_labels: int) -> IndexArray:
-    """Label of each pixel along an axis: the one under its centre."""
-    centres = (2 * np.arange(image_px) + 1) * (scale.numerator * label_px.denominator)
-    cells: IndexArray = np.minimum(centres // (2 * scale.denominator * label_px.numerator), num_labels - 1)
-    return cells
-
-
-def count_values(labels: npt.NDArray[Any] | LabelMap) -> dict[int, int]:
-    """Pixels of each value of a label map, which may be a mapped file larger than the memory.
+def count_values(labels: npt.NDArray[Any] | Image) -> dict[int, int]:
+    """Pixels of each value of a label map, which may be larger than the memory: an array, or an image of one channel.
 
     >>> count_values(np.array([[0, 255], [255, 255]], np.uint8))
     {0: 1, 255: 3}
     """
     counts: Counter[int] = Counter()
-    labels = labels if isinstance(labels, LabelMap) else LabelMap(values=labels)
-    height_px, width_px = labels.shape
-    step = max(1, _PIXELS_COUNTED // max(1, width_px))
-    for start in range(0, height_px, step):
-        rows = np.ravel(labels.rows(start, start + step))
+    for strip in _strips(labels):
+        rows = np.ravel(strip)
         if rows.dtype == np.bool_:
             rows = rows.view(np.uint8)
         if rows.min() >= 0 and rows.max() < _MAX_COUNTED:  # without sorting
@@ -150,6 +74,15 @@ def count_values(labels: npt.NDArray[Any] | LabelMap) -> dict[int, int]:
         if len(counts) > _MAX_VALUES:
             break
     return dict(sorted(counts.items()))
+
+
+def _strips(labels: npt.NDArray[Any] | Image) -> Iterator[npt.NDArray[Any]]:
+    """Labels in strips of some million pixels."""
+    if isinstance(labels, np.ndarray):
+        step = max(1, _PIXELS_COUNTED // max(1, labels.shape[1]))
+        yield from (labels[top : top + step] for top in range(0, len(labels), step))
+    else:
+        yield from read_strips(labels, max(1, _PIXELS_COUNTED // labels.width_px))
 
 
 def label_problem(counts: Mapping[int, int], classes: Sequence[str], mask_values: Mapping[int, int] | None) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,12 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as PillowImage
-from PIL import UnidentifiedImageError
 
-from sft.common.errors import InputError, SourceError
-from sft.common.untrusted.foreign_files import file_format
+from sft.common.errors import InputError, SftError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
+from sft.sources.readers.label_maps import open_label_image
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
 from sft.tissue.mask import Box
 from sft.wsi.run.files import atomic_write_with_parents
@@ -46,42 +44,17 @@ _OUTLINE_RGB = (20, 150, 40)
 
 
 def read_mask(path: Path) -> npt.NDArray[Any]:
-    """A mask or label map ``[height, width]``: a mapped ``.npy`` file, or an image of one channel.
+    """A tissue mask ``[height, width]``: a ``.npy`` file, or an image of one channel.
 
     Raises:
         SourceError: it cannot be read.
         InputError: it has channels, or several images of one size.
     """
-    num_images = 1
     try:
-        if path.suffix == ".npy":
-            mask: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-        else:
-            with PillowImage.open(path) as opened:
-                mask = np.asarray(opened)
-                for number in range(1, getattr(opened, "n_frames", 1)):
-                    opened.seek(number)  # the levels of a pyramid are smaller
-                    num_images += opened.size == mask.shape[1::-1]
-    except Exception as error:  # a damaged file raises almost anything
-        raise SourceError(f"cannot read mask {path}: {_reason(path, error)}. Give a .npy file or an image.") from error
-    if mask.ndim != 2 or mask.dtype.kind not in "bui" or 0 in mask.shape:
-        channels = " Save one channel of it." if mask.ndim == 3 and mask.dtype.kind in "bui" else ""
-        raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].{channels}")
-    if num_images > 1:
-        raise InputError(f"mask {path} has {num_images} images of {mask.shape[1]} x {mask.shape[0]} px. Give the one that is the mask.")
-    return mask
-
-
-def _reason(path: Path, error: Exception) -> str:
-    """Reason of a failure in words; a library's own message only where it says more."""
-    if path.suffix.lower() in _GEOJSON:
-        return "polygons are for tissue; a label map has a value for each pixel"
-    if isinstance(error, UnidentifiedImageError):
-        with suppress(OSError):
-            return f"it is {file_format(path) or 'no format of an image that is known'}, or it is damaged"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).rstrip(".")
+        labels = open_label_image(path)
+        return labels.read(0, 0, labels.width_px, labels.height_px)[..., 0]
+    except SftError as error:
+        raise type(error)(f"cannot read mask {path}: {error} Give a .npy file or an image of whole numbers [height, width].") from error
 
 
 def read_area(path: Path, slide: Raster) -> TissueArea:

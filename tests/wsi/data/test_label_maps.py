@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
 import sft
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
-from sft.sources import ArrayImage, LabelSource
+from sft.sources import ArrayImage, Cropped, ImageLabels, LabelSource
 from sft.tissue import Regions
-from sft.tissue.mask import Box
 from sft.wsi.data.label_maps import absent_classes, align_labels, count_values, label_problem, values_text
 from sft.wsi.data.tissue import area_bounding_box, read_mask
+from sft.wsi.data.transforms import Turned
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
 from tests.helpers.wsi import run_wsi as main
 
@@ -164,10 +166,9 @@ def test_counts_of_all_kinds_of_integers() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("m.geojson", "polygons are for tissue; a label map has a value for each pixel"),
-        ("m.npy", "the magic string is not correct"),
+        ("m.npy", "it is a PDF document, or it is damaged"),
         ("m.png", "it is a PDF document, or it is damaged"),
-        ("none.png", "No such file or directory"),
+        ("none.png", "there is no such file"),
     ],
 )
 def test_a_file_that_is_no_label_map_is_named(name: str, message: str, tmp_path: Path) -> None:
@@ -210,17 +211,16 @@ def _labels_under_centres(values: Any, size: tuple[int, int], scale: float, labe
 )
 def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], label_px: tuple[float, float]) -> None:
     values = np.random.default_rng(0).integers(0, 250, shape).astype(np.uint8)
-    labels = align_labels(values, slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+    labels = align_labels(ArrayImage(values), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
     expected = _labels_under_centres(values, (50, 37), 2.0, label_px)
-    assert labels.shape == (50, 37) and np.array_equal(labels.rows(0, 50), expected)
+    assert np.array_equal(labels.read(0, 0, 37, 50)[..., 0], expected)
     assert count_values(labels) == count_values(expected)
-    box = Box(x=3, y=5, w=21, h=30)
     for mirrored in (False, True):
         for quarters in range(4):
-            turned = labels.cropped(box).turned(mirrored=mirrored, quarters=quarters)
+            turned = Turned(Cropped(labels, x=3, y=5, w=21, h=30), mirrored=mirrored, quarters=quarters)
             crop = expected[5:35, 3:24]
             truth = np.rot90(crop[:, ::-1] if mirrored else crop, quarters)
-            source = pickle.loads(pickle.dumps(LabelSource(turned.values, cells=turned.cells)))
+            source = pickle.loads(pickle.dumps(ImageLabels(turned)))
             out = torch.empty(1, 1, 9, truth.shape[1], dtype=torch.int64)
             source.rows(Interval(7, 16), out)
             assert np.array_equal(out[0, 0].numpy(), truth[7:16]) and source.shape[2:] == truth.shape
@@ -231,7 +231,7 @@ def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], la
 @pytest.mark.parametrize("shape", [(101, 37), (37, 50), (26, 26), (1, 75), (12, 7)])
 def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(InputError, match="the sides have another ratio"):
-        align_labels(np.zeros(shape, np.uint8), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+        align_labels(ArrayImage(np.zeros(shape, np.uint8)), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
 
 
 def test_cells_outside_of_the_array_are_refused() -> None:
@@ -246,3 +246,41 @@ def test_a_run_takes_label_maps_of_a_lower_resolution(tmp_path: Path, capsys: py
     np.save(tmp_path / "m0.npy", np.array([[0, 0, 1, 1]] * 8, np.uint8))
     assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
     assert "4 x 8 px, its slide 64 x 64 px, and 64 x 64 px at this resolution: the sides have another ratio" in capsys.readouterr().err
+
+
+def _annotated(folder: Path, ring: list[tuple[int, int]], name: str, number: int) -> str:
+    """A GeoJSON file of one polygon of a class."""
+    geometry = {"type": "Polygon", "coordinates": [[*ring, ring[0]]]}
+    feature = {"type": "Feature", "geometry": geometry, "properties": {"classification": {"name": name}}}
+    path = folder / f"m{number}.geojson"
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+    return path.name
+
+
+def test_a_run_takes_annotations_and_panda_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dlup#232: annotations as label maps; PANDA: the label in red, as a tiled TIFF of another resolution."""
+    _maps(tmp_path, {"train": (0, 1), "val": (0, 1)})
+    square = [(16, 16), (48, 16), (48, 48), (16, 48)]
+    rows = [
+        {"slide": f"s{number}.tif", "mask": _annotated(tmp_path, square, "tum", number), "patient": f"p{number}", "split": split}
+        for number, split in enumerate(("train", "val"))
+    ]
+    config = _config(tmp_path, write_table(tmp_path / "polygons.csv", rows), ["back", "tum"])
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    text = (tmp_path / "run" / "val" / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    row = dict(zip(text[0].split(","), text[1].split(","), strict=True))
+    assert float(row["tum_true_px"]) == 32 * 32 and float(row["back_true_px"]) == 64 * 64 - 32 * 32
+    _annotated(tmp_path, square, "Tumour", 0)
+    capsys.readouterr()
+    assert main(["train", "--config", str(config), "--dry-run"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 annotations are of other classes, such as 'Tumour'. Its 1 annotations are 'Tumour' (1)" in told
+    labels = np.zeros((32, 32, 3), np.uint8)
+    labels[8:24, 8:24, 0] = 1
+    for number, entry in enumerate(rows):
+        tifffile.imwrite(tmp_path / f"r{number}.tif", labels, tile=(16, 16), photometric="rgb", metadata=None, compression="deflate")
+        entry["mask"] = f"r{number}.tif"
+    table = write_table(tmp_path / "panda.csv", rows)
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
+    assert "it has 3 channels. Choose channel=0" in " ".join(capsys.readouterr().err.split())
+    assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_channel=0)), "--dry-run"]) == 0

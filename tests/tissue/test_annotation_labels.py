@@ -1,0 +1,183 @@
+"""Annotations as labels: GeoJSON, ASAP XML, shapefile and GeoPackage, painted in strips at any resolution."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft import InputError, SourceError
+from sft.common.interval import Interval
+from sft.sources import Cropped, Georeference, ImageLabels
+from sft.tissue import AnnotationLabels, Regions, read_annotations
+
+shapely = pytest.importorskip("shapely")
+
+#: Outer ring and hole of a tumour, and a necrosis in it.
+_TUMOUR, _HOLE, _NECROSIS = (
+    [(2, 2), (30, 2), (30, 20), (2, 20)],
+    [(20, 5), (26, 5), (26, 11), (20, 11)],
+    [(4, 4), (12, 4), (12, 12), (4, 12)],
+)
+_CLASSES = {"Tumor": 1, "Necrosis": 2}
+
+
+def _geojson(path: Path) -> Path:
+    def feature(rings: Any, classification: Any) -> Any:
+        closed = [[*ring, ring[0]] for ring in rings]
+        geometry = {"type": "Polygon", "coordinates": closed}
+        return {"type": "Feature", "geometry": geometry, "properties": {"classification": classification}}
+
+    features = [feature([_NECROSIS], {"name": "Necrosis"}), feature([_TUMOUR, _HOLE], {"names": ["Tumor", "Positive"]})]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+    return path
+
+
+def _asap(path: Path) -> Path:
+    def annotation(ring: Any, group: str, kind: str = "Polygon") -> str:
+        corners = "".join(f'<Coordinate Order="{order}" X="{x}" Y="{y}"/>' for order, (x, y) in reversed(list(enumerate(ring))))
+        return f'<Annotation Name="a" Type="{kind}" PartOfGroup="{group}"><Coordinates>{corners}</Coordinates></Annotation>'
+
+    bridged = [*_TUMOUR, _TUMOUR[0], *_HOLE, _HOLE[0]]  # the outline of a hole in one ring, as programs write it
+    text = annotation(_NECROSIS, "Necrosis") + annotation(bridged, "Tumor", "Spline") + annotation(_TUMOUR[:1], "Tumor", "Dot")
+    path.write_text(f'<?xml version="1.0"?><ASAP_Annotations><Annotations>{text}</Annotations></ASAP_Annotations>')
+    return path
+
+
+def _labels(path: Path, classes: dict[str, int], **options: Any) -> Any:
+    layers = read_annotations(path, classes, **options)
+    return AnnotationLabels(layers, width_px=40, height_px=24).read(0, 0, 40, 24)[..., 0]
+
+
+def _expected() -> Any:
+    labels = np.zeros((24, 40), np.uint8)
+    labels[2:20, 2:30] = 1
+    labels[5:11, 20:26] = 0
+    labels[4:12, 4:12] = 2
+    return labels
+
+
+def test_qupath_with_derived_classes_and_holes_pathology_whole_slide_data_41(tmp_path: Path) -> None:
+    path = _geojson(tmp_path / "a.geojson")
+    assert np.array_equal(_labels(path, _CLASSES), _expected())
+    assert np.array_equal(_labels(path, {"Tumor: Positive": 1, "Necrosis": 2}), _expected())
+    covered = _labels(path, {"Necrosis": 2, "Tumor": 1})
+    assert (covered[4:12, 4:12] == 1).all(), "the class that is named later counts"
+
+
+def test_asap_xml_asap_68(tmp_path: Path) -> None:
+    """computationalpathologygroup/ASAP#68, #195, #242: annotations of CAMELYON."""
+    labels = _labels(_asap(tmp_path / "a.xml"), _CLASSES)
+    assert np.array_equal(labels[:, :18], _expected()[:, :18])
+    assert labels[15, 28] == 1 and labels[22, 35] == 0
+
+
+@pytest.mark.parametrize("write", [_geojson, _asap])
+def test_classes_that_are_not_there_are_named(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path / ("a.geojson" if write is _geojson else "a.xml"))
+    with pytest.raises(InputError, match=r"no annotation with an area has 'Tumour'\. Its 2 annotations are 'Necrosis' \(1\), 'Tumor"):
+        read_annotations(path, {"Tumour": 1, "Necrosis": 2})
+    with pytest.raises(InputError, match=r"1 annotations are of other classes, such as 'Necrosis'.*ignore_others=True leaves them out"):
+        read_annotations(path, {"Tumor": 1})
+    assert set(np.unique(_labels(path, {"Tumor": 7}, ignore_others=True))) == {0, 7}
+    assert set(np.unique(_labels(path, {**_CLASSES, "Stroma": 3}, required=False))) == {0, 1, 2}
+    for wrong in ({}, {"Tumor": -1}, {"Tumor": 0.5}):
+        with pytest.raises(InputError, match="give the label of each class"):
+            read_annotations(path, wrong)  # type: ignore[arg-type]
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_any_rectangle_and_resolution_has_the_labels_of_the_full_map(data: st.DataObject) -> None:
+    corners = st.lists(st.tuples(st.integers(-5, 70), st.integers(-50, 600).map(lambda y: y / 10)), min_size=3, max_size=6, unique=True)
+    layers = [(data.draw(st.integers(0, 300)), Regions([[data.draw(corners)]])) for _ in range(data.draw(st.integers(1, 4)))]
+    scale = data.draw(st.sampled_from([(1.0, 1.0), (2.0, 2.0), (0.5, 3.0)]))
+    image = AnnotationLabels(layers, width_px=30, height_px=20, scale=scale)
+    full = image.read(0, 0, 30, 20)
+    expected = np.zeros((20, 30), np.int64)
+    for label, regions in layers:
+        expected[regions.region(0, 0, 30, 20, step=scale)] = label
+    assert np.array_equal(full[..., 0], expected)
+    y, h = data.draw(st.integers(0, 18)), data.draw(st.integers(1, 2))
+    x, w = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 10))
+    assert np.array_equal(image.read(x, y, w, h), full[y : y + h, x : x + w])
+    source = ImageLabels(Cropped(pickle.loads(pickle.dumps(image)), x=x, y=0, w=w, h=20))
+    out = torch.empty(1, 1, h, w, dtype=torch.int64)
+    source.rows(Interval(y, y + h), out)
+    assert np.array_equal(out[0, 0], expected[y : y + h, x : x + w])
+
+
+@pytest.mark.parametrize("kind", ["shp", "gpkg"])
+def test_shapefiles_and_geopackages(kind: str, tmp_path: Path) -> None:
+    pyogrio, rasterio = pytest.importorskip("pyogrio"), pytest.importorskip("rasterio")
+    scene = Georeference(crs_wkt=rasterio.crs.CRS.from_epsg(32632).to_wkt(), transform=(10.0, 0.0, 500_000.0, 0.0, -10.0, 5_000_000.0))
+
+    def on_ground(rings: Any) -> Any:
+        moved = [[scene.point(x, y) for x, y in ring] for ring in rings]
+        return shapely.Polygon(moved[0], moved[1:])
+
+    path = tmp_path / f"a.{kind}"
+    geometry = shapely.to_wkb(np.array([on_ground([_NECROSIS]), on_ground([_TUMOUR, _HOLE])]))
+    classes = np.array(["Necrosis", "Tumor"], object)
+    pyogrio.raw.write(path, geometry, field_data=[classes], fields=["class"], crs="EPSG:32632", geometry_type="Polygon")
+    assert np.array_equal(_labels(path, _CLASSES, georeference=scene), _expected())
+    with pytest.raises(InputError, match="it has 'class'"):
+        read_annotations(path, _CLASSES, georeference=scene, column="land_use")
+    with pytest.raises(InputError, match="the image has no georeference"):
+        read_annotations(path, _CLASSES)
+    other = Georeference(crs_wkt=rasterio.crs.CRS.from_epsg(3857).to_wkt(), transform=scene.transform)
+    with pytest.raises(InputError, match=r"in EPSG:32632: the image is in EPSG:3857\. Convert it"):
+        read_annotations(path, _CLASSES, georeference=other)
+    path.write_bytes(path.read_bytes()[:90])
+    with pytest.raises(SourceError, match=rf"a\.{kind} as a shapefile or GeoPackage"):
+        read_annotations(path, _CLASSES, georeference=scene)
+
+
+_BOMB = (
+    '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY x "' + "y" * 100 + '"><!ENTITY z "&x;&x;&x;&x;">]><ASAP_Annotations>&z;</ASAP_Annotations>'
+)
+_EXTERNAL = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><ASAP_Annotations>&x;</ASAP_Annotations>'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bomb.xml", _BOMB, "it has a document type, whose entities may expand to any size"),
+        ("external.xml", _EXTERNAL, "it has a document type"),
+        ("deep.xml", "<a>" * 500 + "</a>" * 500, "more than 200 levels"),
+        ("cut.xml", "<ASAP_Annotations><Annotations>", "it is no XML"),
+        ("other.xml", "<html></html>", "its root is 'html', not 'ASAP_Annotations'"),
+        ("nan.xml", '<Annotation Type="Polygon">' + '<Coordinate X="nan" Y="1"/>' * 3 + "</Annotation>", "no finite number"),
+        ("text.xml", '<Annotation Type="Polygon"><Coordinate X="a" Y="1"/></Annotation>', "could not convert"),
+        ("corner.xml", '<Annotation Type="Polygon"><Coordinate X="1"/></Annotation>', "a corner lacks 'Y'"),
+        ("bytes.xml", "\x00\x01", "it is no XML"),
+        ("names.geojson", '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": null}]}', "annotations are none"),
+        ("nan.geojson", '{"type": "Point", "coordinates": [NaN, 1]}', "NaN is no number"),
+        ("list.geojson", '{"type": "FeatureCollection", "features": [3]}', "cannot read"),
+        ("a.txt", "", r"give \.geojson"),
+    ],
+)
+def test_damaged_annotations(name: str, content: str, message: str, tmp_path: Path) -> None:
+    if "<Annotation " in content:
+        content = f"<ASAP_Annotations><Annotations>{content}</Annotations></ASAP_Annotations>"
+    (tmp_path / name).write_text(content)
+    with pytest.raises((InputError, SourceError), match=message):
+        read_annotations(tmp_path / name, _CLASSES)
+
+
+def test_annotations_without_a_name(tmp_path: Path) -> None:
+    """QuPath writes annotations without a class."""
+    polygon = {"type": "Polygon", "coordinates": [[*_TUMOUR, _TUMOUR[0]]]}
+    (tmp_path / "a.geojson").write_text(json.dumps({"type": "Feature", "geometry": polygon, "properties": {}}))
+    with pytest.raises(InputError, match=r"has 'Tumor', 'Necrosis'\. Its 1 annotations are '\(no class\)' \(1\)"):
+        read_annotations(tmp_path / "a.geojson", _CLASSES)
+    with pytest.raises(SourceError, match="cannot read"):
+        read_annotations(tmp_path / "none.xml", _CLASSES)

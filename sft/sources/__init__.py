@@ -4,17 +4,16 @@ from sft.common.errors import SkipSlideError
 from sft.sources.arrays import ArrayImage, ArraySource
 from sft.sources.cached import Cached
 from sft.sources.error_policy import BadTile, OnError, Tolerant
-from sft.sources.file_image import FileImage
+from sft.sources.file_image import FileImage, ReadCostWarning
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import Layout
 from sft.sources.image import Image, ImageFacts, Raster, check_region, read_strips
 from sft.sources.labels import ImageLabels, LabelSource, label_cells
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
-from sft.sources.readers.decode_limits import ReadCostWarning
 from sft.sources.readers.encoded import EncodedImage
 from sft.sources.readers.geotiff import GeoImage, MaskMode
-from sft.sources.readers.label_maps import open_labels
+from sft.sources.readers.label_images import open_labels
 from sft.sources.readers.nifti import NiftiVolume
 from sft.sources.readers.openslide import Slide
 from sft.sources.readers.zarr import ZarrImage

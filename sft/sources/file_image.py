@@ -5,6 +5,8 @@
 - *Only the path is state.* A reader pickles, survives ``fork`` (each process opens its own handle at its first read), and may be read from
   several threads: a read holds a reference to its handle, and closing the reader only drops another one.
 - *Every failure is a* ``SourceError`` *that names the file and the place.*
+
+Some files are decoded in large units: full images (PNG, JPEG), compressed strips, large tiles. `check_decode_bytes` limits their memory.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from sft.common.errors import SftError, SourceError
+from sft.common.byte_units import format_bytes, parse_bytes
+from sft.common.errors import BudgetError, SftError, SourceError
 from sft.sources.georeference import Georeference
 from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
 from sft.sources.readers.remote import source_path
 
-__all__ = ["FileImage"]
+__all__ = ["COSTLY_BYTES", "DEFAULT_DECODE_BYTES", "FileImage", "ReadCostWarning", "check_decode_bytes"]
 
+#: Units of more bytes than this are warned of.
+COSTLY_BYTES = 64 << 20
+#: Limit of a unit without a budget of the caller.
+DEFAULT_DECODE_BYTES = 1 << 30
 Handle = TypeVar("Handle")
 Result = TypeVar("Result")
 
@@ -142,7 +149,7 @@ class FileImage(LevelledImage, Generic[Handle]):
         return self.facts.tiles_px
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
+        """Read the rectangle of `w` x `h` pixels with its top left corner at column `x`, row `y` of `level`.
 
         Returns:
             Array of shape ``[h, w, num_channels]`` and type `dtype`.
@@ -176,3 +183,34 @@ class FileImage(LevelledImage, Generic[Handle]):
             raise SourceError(
                 f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
             ) from error
+
+
+class ReadCostWarning(UserWarning):
+    """A file is decoded in units that are much larger than the rows of a strip."""
+
+
+def check_decode_bytes(path: object, unit: str, num_bytes: int, host_budget_bytes: int | str | None) -> None:
+    """Refuse a file if its unit of decoding exceeds the host budget.
+
+    >>> check_decode_bytes("a.png", "the image", 6 << 30, "4GiB")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    sft.common.errors.BudgetError: cannot read a.png: the image is decoded at once, into 6.00 GiB; the host budget is 4.00 GiB. ...
+
+    Args:
+        path: of the file, for the message.
+        unit: what is decoded at once, such as ``"the image"``.
+        num_bytes: of the decoded unit.
+        host_budget_bytes: limit of the caller. None: 1 GiB.
+
+    Raises:
+        BudgetError: it does.
+    """
+    limit = DEFAULT_DECODE_BYTES if host_budget_bytes is None else parse_bytes(host_budget_bytes)
+    if num_bytes > limit:
+        limit_name = "the limit without a host budget" if host_budget_bytes is None else "the host budget"
+        raise BudgetError(
+            f"cannot read {path}: {unit} is decoded at once, into {format_bytes(num_bytes)}; {limit_name} is {format_bytes(limit)}. Give "
+            f'host_budget_bytes="{-(-num_bytes >> 20)}MiB" if the host has it, or write the image as a tiled TIFF or OME-Zarr.',
+            needed_bytes=num_bytes,
+        )

@@ -69,7 +69,7 @@ class Image(Protocol):
         ...
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
+        """Read the rectangle of `w` x `h` pixels with its top left corner at column `x`, row `y` of `level`.
 
         Returns:
             Array of shape ``[h, w, channels]``: uint8, or of the type that the image states in its attribute ``dtype``.

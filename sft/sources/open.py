@@ -29,8 +29,8 @@ from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
 from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
+from sft.sources.file_image import COSTLY_BYTES, ReadCostWarning
 from sft.sources.image import Raster, pixel_dtype
-from sft.sources.readers.decode_limits import COSTLY_BYTES, ReadCostWarning
 from sft.sources.readers.dicom import find_dicom_file
 from sft.sources.readers.encoded import EncodedImage, encoded_format
 from sft.sources.readers.geotiff import GeoImage, MaskMode, has_rasterio

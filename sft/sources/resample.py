@@ -196,7 +196,7 @@ class Resampled(OneLevelView):
 
 
 def _largest_value(dtype: np.dtype[Any]) -> int:
-    """Largest magnitude of an integer type; 1 for floating-point types, whose sums are rounded."""
+    """Largest magnitude of an integer type; 1 for floating-point types, which have rounded sums."""
     return 1 if dtype.kind == "f" else max(abs(int(limit)) for limit in dtype_range(dtype))
 
 

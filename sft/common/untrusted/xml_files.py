@@ -27,7 +27,7 @@ def parse_xml(text: str | bytes) -> ElementTree.Element:
     >>> parse_xml('<!DOCTYPE a [<!ENTITY b "boom">]><a>&b;</a>')
     Traceback (most recent call last):
         ...
-    sft.common.untrusted.xml_files.XmlError: it has a document type, whose entities may expand to any size
+    sft.common.untrusted.xml_files.XmlError: it has a document type, and its entities may expand to any size
 
     Raises:
         XmlError: no XML, or XML with a document type.
@@ -37,7 +37,7 @@ def parse_xml(text: str | bytes) -> ElementTree.Element:
     depth = 0
 
     def refuse(*_: object) -> None:
-        raise XmlError("it has a document type, whose entities may expand to any size")
+        raise XmlError("it has a document type, and its entities may expand to any size")
 
     def start(name: str, attributes: dict[str, str]) -> None:
         nonlocal depth

@@ -21,9 +21,8 @@ import numpy as np
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import SourceError
-from sft.sources.file_image import FileImage
+from sft.sources.file_image import FileImage, check_decode_bytes
 from sft.sources.image import ImageFacts, Pixels, missing_extra
-from sft.sources.readers.decode_limits import check_decode_bytes
 
 __all__ = ["EncodedImage", "encoded_format"]
 

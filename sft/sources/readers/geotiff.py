@@ -28,11 +28,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from sft.common.errors import InputError, SourceError
-from sft.sources.file_image import FileImage
+from sft.sources.file_image import FileImage, check_decode_bytes
 from sft.sources.georeference import Georeference
 from sft.sources.image import ImageFacts, Pixels, dtype_range, missing_extra, valid_mpp
 from sft.sources.normalize import PIXEL_DTYPES
-from sft.sources.readers.decode_limits import check_decode_bytes
 from sft.sources.readers.remote import RemotePath
 from sft.sources.readers.thread_pool import resolve_threads
 

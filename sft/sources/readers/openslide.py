@@ -173,7 +173,7 @@ class Slide(LevelledImage):
         return None if reference is None else reference.scaled(downsample, downsample)
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
+        """Read the rectangle of `w` x `h` pixels with its top left corner at column `x`, row `y` of `level`.
 
         OpenSlide places a rectangle by whole pixels of the file's largest level.  So at a level whose downsample is
         not a whole number, the rectangle is shifted by at most half such a pixel, and its pixels are interpolated: they

@@ -4,7 +4,7 @@
 - *Channels.* The samples of a page; in OME-TIFF and ImageJ stacks also the pages along the axis C. Along every other axis (Z, T) one index
   is chosen with ``at``.
 - *Files that OpenSlide reads otherwise are refused* with a `NotTiledError`, and `sft.sources.open_image` then takes OpenSlide: alpha,
-  palettes, CMYK, and vendors whose tiles overlap or are placed by a table.
+  palettes, CMYK, and vendors with tiles that overlap or are placed by a table.
 - *Content that would be misread is refused* with a `SourceError`: rotated images, several images of one size without a description of
   their axes, pixels in another file, missing directories, internal masks.
 """
@@ -42,7 +42,7 @@ _FOREIGN_SOFTWARE = ("MedScan",)  # Trestle
 
 
 class NotTiledError(SourceError):
-    """A TIFF whose pixels are not decoded directly: OpenSlide may read it."""
+    """A TIFF with pixels that are not decoded directly: OpenSlide may read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def _plain_levels(path: Path, tiff: Any, at: Mapping[str, int]) -> list[LevelPag
 
 
 def _series_levels(path: Path, tiff: Any, series: int | None, at: Mapping[str, int]) -> list[LevelPages]:
-    """Levels of one series of a file whose pages are described: OME-TIFF, or a stack of ImageJ."""
+    """Levels of one series of a file that describes its pages: OME-TIFF, or a stack of ImageJ."""
     number = series or 0
     if not 0 <= number < len(tiff.series):
         raise InputError(f"cannot read series {number} of {path}: it has series 0 to {len(tiff.series) - 1}. Choose one of them.")

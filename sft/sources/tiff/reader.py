@@ -33,15 +33,14 @@ import numpy as np
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import SftError, SourceError
-from sft.sources.file_image import FileImage
+from sft.sources.file_image import COSTLY_BYTES, FileImage, check_decode_bytes
 from sft.sources.image import ImageFacts, Pixels, StatedResolution, missing_extra
-from sft.sources.readers.decode_limits import COSTLY_BYTES, check_decode_bytes
 from sft.sources.readers.geotiff import georeference_mpp, read_georeference
 from sft.sources.readers.remote import remote_path
 from sft.sources.readers.thread_pool import for_each, resolve_threads
 from sft.sources.tiff.metadata import GeoTags, read_channel_names, read_geo_tags, read_resolution
 from sft.sources.tiff.pages import select_levels
-from sft.sources.tiff.tiles import TiffLevel, TiffPlane, build_level
+from sft.sources.tiff.segments import TiffLevel, TiffPlane, build_level
 
 __all__ = ["TiffImage"]
 

@@ -29,7 +29,7 @@ from sft.common.errors import SftError
 from sft.common.interval import Interval
 from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source
 from sft.sources.image import Image
-from sft.sources.readers.label_maps import open_label_image
+from sft.sources.readers.label_images import open_label_image
 from sft.sources.views import RasterView
 from sft.tissue import AnnotationLabels, Masked, read_annotations
 from sft.tissue.annotations import is_annotation_file

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sft.sources import label_cells
 from sft.sources.image import Image, Raster, Size, read_strips
-from sft.sources.readers.label_maps import CellView
+from sft.sources.readers.label_images import CellView
 
 __all__ = ["IGNORED_LABEL", "absent_classes", "align_labels", "count_values", "label_problem", "values_text"]
 

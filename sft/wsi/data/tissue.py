@@ -19,7 +19,7 @@ from PIL import Image as PillowImage
 from sft.common.errors import InputError, SftError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
-from sft.sources.readers.label_maps import open_label_image
+from sft.sources.readers.label_images import open_label_image
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
 from sft.tissue.mask import Box
 from sft.wsi.run.files import atomic_write_with_parents

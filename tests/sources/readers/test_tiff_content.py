@@ -63,11 +63,11 @@ def test_every_layout_and_type(dtype: str, layout: str, channels: int, compressi
 def test_uncompressed_strips_are_divided_anywhere(height: int, strip: int, planes: bool, data: st.DataObject) -> None:
     import tempfile
 
-    from sft.sources.tiff import tiles
+    from sft.sources.tiff import segments
 
     pixels = numbers((height, 5, 3), "uint16")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_STRIP_BYTES", data.draw(st.integers(1, 200)))
+        patch.setattr(segments, "_STRIP_BYTES", data.draw(st.integers(1, 200)))
         layout = "strips, planes" if planes else "strips"
         image = TiffImage(write(Path(folder) / "a.tif", pixels, layout, rowsperstrip=strip))
         y = data.draw(st.integers(0, height - 1))

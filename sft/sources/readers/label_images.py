@@ -23,10 +23,9 @@ import numpy.typing as npt
 from sft.common.errors import InputError, SourceError
 from sft.common.untrusted.foreign_files import file_format
 from sft.sources.arrays import ArrayImage
-from sft.sources.file_image import FileImage
+from sft.sources.file_image import FileImage, check_decode_bytes
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Size, missing_extra, pixel_dtype
 from sft.sources.labels import ImageLabels, IndexArray, label_cells
-from sft.sources.readers.decode_limits import check_decode_bytes
 from sft.sources.readers.geotiff import GeoImage
 from sft.sources.readers.remote import source_path
 from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root

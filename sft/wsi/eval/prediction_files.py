@@ -27,7 +27,7 @@ from sft.common.interval import Interval
 from sft.prediction import CogWriter, NpyWriter, OmeTiffWriter, OmeZarrWriter, PolygonWriter, PredictedRaster, RasterWriter
 from sft.prediction.prediction_head import Kind
 from sft.prediction.raster import RasterRows
-from sft.sources.labels import LabelSource
+from sft.sources import Source
 from sft.wsi.data.label_maps import IGNORED_LABEL
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError
@@ -194,7 +194,7 @@ class ConfusionCounter:
         path: a name, which no file has.
     """
 
-    def __init__(self, labels: LabelSource, num_classes: int) -> None:
+    def __init__(self, labels: Source, num_classes: int) -> None:
         self._labels, self._num_classes = labels, num_classes
         self.counts: npt.NDArray[np.int64] = np.zeros((num_classes, num_classes), np.int64)
         self.path = Path("confusion")

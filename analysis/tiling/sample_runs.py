@@ -13,15 +13,17 @@ Values that cross between stages have their samples in the first dimension; an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops.base import Operator
 from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleTracker
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS, SAMPLE_IMAGE_RULES, SAMPLE_RULES
 
-__all__ = ["SampleRuns", "SampleStage", "find_sample_runs", "sort_into_runs"]
+__all__ = ["SampleRuns", "SampleStage", "find_sample_runs", "run_cuts", "sort_into_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,36 @@ def sort_into_runs(
         if len(excluded) == before:
             stages = (SampleStage(names=tuple(runs[stage]), is_run=stage >= 0 and stage % 2 == 0) for stage in sorted(runs))
             return SampleRuns(stages=tuple(stages), axes=tracker.axes)
+
+
+def run_cuts(graph: Graph, names: Sequence[str], axes: Mapping[str, SampleAxis], outputs: Sequence[str], num_cuts: int) -> tuple[int, ...]:
+    """Positions at which a run is cut into parts of about equal bytes, where few bytes cross.
+
+    Args:
+        graph: the graph.
+        names: operators of the run in execution order.
+        axes: position of the samples in their values.
+        outputs: values that are read outside; none of them may cross a cut.
+        num_cuts: number of cuts; the result may have fewer.
+    """
+    if not num_cuts:
+        return ()
+    sizes = [math.prod(graph[name].shape) * graph[name].itemsize_bytes for name in names]
+    total = list(accumulate(sizes))
+    position = {name: index for index, name in enumerate(names)}
+    last_read = [max((position.get(user, -1) for user in graph.users[name]), default=-1) for name in names]
+    crossing: dict[int, int] = {}
+    for cut in range(1, len(names)):
+        read_later = [index for index in range(cut) if last_read[index] >= cut]
+        if all(names[index] in axes and names[index] not in outputs for index in read_later):
+            crossing[cut] = sum(sizes[index] for index in read_later)
+    cuts = []
+    for number in range(1, num_cuts + 1):
+        low, high = ((number + shift) * total[-1] / (num_cuts + 1) for shift in (-0.4, 0.4))
+        near = [cut for cut in crossing if low <= total[cut - 1] <= high]
+        if near:
+            cuts.append(min(near, key=lambda cut: crossing[cut]))
+    return tuple(sorted(set(cuts)))
 
 
 def _stages(operators: Sequence[Node], inside: set[str], prologue: frozenset[str]) -> dict[str, int]:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sft.common.interval import Interval
 from sft.lower.builder import ProgramBuilder
 from sft.lower.concat import DimSlice, add_slices, dim_slices
 from sft.lower.context import GradContribution, SegmentInfo
-from sft.lower.program import Slot
+from sft.lower.program import Instruction, Slot, slots_of
 
-__all__ = ["add_contributions", "contribution_slot", "sum_contributions", "sum_global_gradients"]
+__all__ = [
+    "accumulate_products",
+    "add_contributions",
+    "add_patch_gradient",
+    "contribution_slot",
+    "sum_contributions",
+    "sum_global_gradients",
+]
 
 aten = torch.ops.aten
+
+#: Element types in which a product may add to its accumulator; of narrower ones the sum is rounded by the call.
+_ACCUMULATED_DTYPES = (torch.float32, torch.float64)
 
 
 def contribution_slot(builder: ProgramBuilder, term: GradContribution) -> Slot:
@@ -98,3 +111,96 @@ def sum_global_gradients(builder: ProgramBuilder, gradients: Sequence[tuple[Slot
     for slot, _ in addends:
         builder.add_into(total, slot)
     return total, True
+
+
+def accumulate_products(builder: ProgramBuilder) -> None:
+    """Let products of matrices add to an accumulator in place: ``acc += a @ b`` in one call, without a buffer for the product."""
+    instructions = builder.instructions
+    num_reads = Counter(slot.root for instruction in instructions for slot in slots_of(instruction))
+    external = {slot.root for slot in (*builder.ports.values(), *builder.results.values())}
+    accumulators = {slot.number for slot in builder.ports.values()}
+    makers = {
+        out.number: (position, index)
+        for position, instruction in enumerate(instructions)
+        if instruction.function in (aten.mm.default, aten.convolution_backward.default)
+        for index, out in enumerate(instruction.outputs)
+        if out is not None
+    }
+    changed: dict[int, list[Instruction]] = {}
+    for position, instruction in enumerate(instructions):
+        if instruction.function is not aten.add_.Tensor or len(instruction.arguments) != 2 or instruction.keywords:
+            continue
+        target, term = instruction.arguments
+        maker = makers.get(term.number) if type(term) is Slot else None
+        if maker is None or num_reads[term.root] != 1 or term.root in external or target.number not in accumulators:
+            continue
+        if target.dtype == term.dtype and term.dtype in _ACCUMULATED_DTYPES:
+            accumulated = _accumulated(instructions[maker[0]], maker[1], target)
+            if accumulated is not None:
+                changed |= {maker[0]: accumulated, position: []}
+    instructions[:] = [each for position, instruction in enumerate(instructions) for each in changed.get(position, [instruction])]
+
+
+def _accumulated(product: Instruction, index: int, target: Slot) -> list[Instruction] | None:
+    """Instructions that add result ``index`` of a product to a buffer, in place of the product; ``None`` if no such call exists."""
+    if product.function is aten.mm.default:
+        arguments, keywords = (target, *product.arguments), {"out": target}
+        return [
+            product._replace(function=aten.addmm.out, arguments=arguments, keywords=keywords, outputs=(), writes=(target,), num_bytes=0)
+        ]
+    grad, image, weight, _, stride, padding, dilation, is_transposed, _, groups, mask = product.arguments
+    kernel, extents = list(weight.shape[2:]), image.shape[2:]
+    is_patch = kernel == list(stride) and not any(padding) and set(dilation) == {1} and groups == 1 and not is_transposed
+    if (
+        index != 1
+        or not is_patch
+        or any(extent % size for extent, size in zip(extents, kernel, strict=True))
+        or image.dtype != target.dtype
+    ):
+        return None
+    flops = 2 * math.prod(grad.shape) * math.prod(weight.shape[1:])
+    added = product._replace(
+        function=add_patch_gradient,
+        arguments=(target, grad, image),
+        outputs=(),
+        writes=(target,),
+        flops=flops,
+        num_bytes=0,
+        scratch_bytes=grad.num_bytes + image.num_bytes,
+    )
+    if not (mask[0] or mask[2]):
+        return [added]
+    outputs = (product.outputs[0], None, product.outputs[2])
+    remaining = product._replace(
+        arguments=(*product.arguments[:-1], [mask[0], False, mask[2]]),
+        outputs=outputs,
+        flops=product.flops - flops,
+        num_bytes=sum(out.num_bytes for out in outputs if out is not None),
+    )
+    return [remaining, added]
+
+
+def add_patch_gradient(total: Tensor, grad: Tensor, image: Tensor) -> None:
+    """Add the weight gradient of a convolution of adjacent patches (kernel and stride equal, no padding) to ``total``.
+
+    The patches and the gradient are copied as matrices, whose product is added in place.
+    """
+    axes = range(2, image.dim())
+    patches = image
+    for axis in reversed(axes):
+        patches = patches.unflatten(axis, (grad.shape[axis], total.shape[axis]))
+    places, pixels = [2 * axis - 2 for axis in axes], [2 * axis - 1 for axis in axes]
+    is_contiguous = total.is_contiguous()
+    order = [1, *pixels] if is_contiguous else [*pixels, 1]
+    matrix = torch.empty(
+        grad.numel() // grad.shape[1], image.numel() * grad.shape[1] // grad.numel(), dtype=image.dtype, device=image.device
+    )
+    patches = patches.permute(0, *places, *order)
+    matrix.view(patches.shape).copy_(patches)
+    rows = grad.permute(1, 0, *axes).clone(memory_format=torch.contiguous_format).view(grad.shape[1], -1)
+    weights = total if is_contiguous else total.permute(0, *axes, 1)
+    if weights.is_contiguous():
+        flat = weights.view(grad.shape[1], -1)
+        torch.addmm(flat, rows, matrix, out=flat)
+    else:
+        weights.add_(torch.mm(rows, matrix).view(weights.shape))

@@ -13,7 +13,7 @@ from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.strips import StripStep
 from sft.common.interval import Interval
 from sft.lower.context import GradContribution, NodeContext, SegmentInfo
-from sft.lower.grad_accumulation import add_contributions
+from sft.lower.grad_accumulation import accumulate_products, add_contributions
 from sft.lower.lower_strip import StripLowering, apply_backend
 from sft.lower.lower_whole import WholeLowering
 from sft.lower.program import Program
@@ -35,6 +35,7 @@ def lower_samples(scope: SegmentInfo, step: StripStep, kind: SampleProgramKind) 
     lowering.forward(write_outputs=kind == "forward", write_rows=False)
     if kind == "joint":
         lowering.backward()
+        accumulate_products(lowering.builder)
     apply_backend(scope, lowering.builder)
     return lowering.builder.finish()
 

@@ -38,7 +38,8 @@ class SegmentChoice:
             samples or windows at a time, recomputed).
         strip_rows: rows of the segment's tallest source per strip; in an untiled segment rows of windows at a time, 0 without windows.
         state_every: a state of the sweep is kept every so many strips.
-        state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve).
+        state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve); in an untiled
+            segment checkpoints within a chunk of samples.
         batch_tile: batch elements per sweep; in an untiled segment samples at a time, 0 or the batch for all of them.
         panel_cols: columns of the widest source per panel; in an untiled segment windows of a row at a time; 0 is the full width.
         halo: source of the halo rows of a strip: carried from its neighbour, or recomputed.
@@ -74,7 +75,7 @@ class SegmentPlan:
         halo: source of the halo rows of a strip.
         restart: true if sweeps run forward once more before their backward pass, instead of keeping their states.
         state_every: a state of the sweep is kept every so many strips.
-        state_slots: if not 0, at most so many states are kept instead (Revolve).
+        state_slots: if not 0, at most so many states are kept instead (Revolve); in an untiled segment checkpoints within a chunk.
         batch_tile: batch elements per sweep; in an untiled segment samples at a time.
         num_steps: strips per sweep; of an untiled segment that takes some samples, or rows of windows, at a time, the number of chunks.
         num_forwards: forward runs of the segment in the plan; more than one if its outputs are recomputed.

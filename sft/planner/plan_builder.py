@@ -179,7 +179,7 @@ def _working_and_flops(
         return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
     differentiate = problem.sized.training and any(name in problem.sized.requires_grad for name in segment.scope.names)
     if isinstance(segment, SampleSegment):
-        programs = [*segment.chunk_programs("forward") * num_forwards, *(segment.chunk_programs("joint") if differentiate else ())]
+        programs = [*segment.programs("forward") * num_forwards, *(segment.programs("backward") if differentiate else ())]
         return max(program.peak_bytes for program in programs), sum(program.flops for program in programs)
     profiles = SweepProfiles(segment, keep=problem.sized.training, differentiate=differentiate, on_host=problem.resources.on_host)
     forward = sum(profiles[sweep].forward_flops for sweep in segment.sweeps)

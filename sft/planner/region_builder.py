@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, Node
@@ -12,6 +12,7 @@ from sft.analysis.ir.ops import window_of
 from sft.analysis.ir.ops.sample_axis import SampleLevel
 from sft.analysis.ir.ops.sample_rules import graph_of_samples
 from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
+from sft.analysis.tiling.sample_runs import run_cuts
 from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, StripStep, build_schedule
 from sft.common.errors import InputError
 from sft.common.interval import Interval
@@ -19,7 +20,7 @@ from sft.lower.context import SegmentInfo
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
-from sft.runtime.sample_segment import ChunkLevel, SampleSegment
+from sft.runtime.sample_segment import ChunkLevel, SamplePart, SampleSegment
 from sft.runtime.skip_constant import SkipConstantStrips
 from sft.runtime.strip_checkpoints import Checkpoints
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
@@ -110,7 +111,9 @@ def _segment(
 
     Segments that differ only in their kept states, or in which of their borders are streamed, share programs.
     """
-    shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
+    shared = replace(choice, state_every=1, restart=False, streamed=())
+    if choice.mode == "tiled":
+        shared = replace(shared, state_slots=0)
     key = ("segment", shared, outputs, outside, leaving)
     segment = problem.memo.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
     arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
@@ -245,13 +248,33 @@ def _sample_segment(
         sizes: _scope_of_samples(problem, scope, levels, sizes)
         for sizes in product(*(sorted({len(chunk) for chunk in level.chunks}) for level in levels))
     }
+    cuts = run_cuts(graph, choice.nodes, levels[0].samples.axes, scope.outputs, choice.state_slots)
     return SampleSegment(
         scope=scope,
-        scopes=scopes,
-        steps={sizes: _full_extent_step(each.graph, each.names, each.sources, each.streamed, ROWS) for sizes, each in scopes.items()},
+        parts=tuple(_sample_parts(scopes, choice.nodes, cuts)),
         levels=tuple(levels),
         from_source=from_source,
     )
+
+
+def _sample_parts(scopes: Mapping[tuple[int, ...], SegmentInfo], names: tuple[str, ...], cuts: Sequence[int]) -> Iterator[SamplePart]:
+    """The parts of a run between the positions ``cuts`` of its operators."""
+    for start, stop in pairwise((0, *cuts, len(names))):
+        part_scopes, crossing = {}, frozenset[str]()
+        for sizes, scope in scopes.items():
+            graph, inside = scope.graph, names[start:stop]
+            operands = {operand for name in inside for operand in graph[name].operands}
+            outputs = graph.live_out(inside)
+            crossing = frozenset(outputs).difference(scope.outputs)
+            part_scopes[sizes] = replace(
+                scope,
+                names=inside,
+                outputs=outputs,
+                sources=tuple(name for name in (*scope.sources, *names[:start]) if name in operands and name in scope.streamed),
+                in_program_layout=scope.in_program_layout.union(names[:start]),
+            )
+        steps = {sizes: _full_extent_step(each.graph, each.names, each.sources, each.streamed, ROWS) for sizes, each in part_scopes.items()}
+        yield SamplePart(scopes=part_scopes, steps=steps, cuts=crossing)
 
 
 def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, product
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from sft.lower.lower_samples import SampleProgramKind, lower_samples
 from sft.lower.program import Port, Program
 from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
 
-__all__ = ["ChunkLevel", "SampleSegment"]
+__all__ = ["ChunkLevel", "SamplePart", "SampleSegment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,47 @@ Chunk = tuple[Interval, ...]
 
 
 @dataclass(kw_only=True)
+class SamplePart:
+    """Operators of a run between two checkpoints of a chunk.
+
+    Attributes:
+        scopes: input of the lowering, by numbers of samples of a chunk at each level.
+        steps: one strip that covers the images of a chunk, by these numbers.
+        cuts: its values that later parts read.
+    """
+
+    scopes: Mapping[tuple[int, ...], SegmentInfo]
+    steps: Mapping[tuple[int, ...], StripStep]
+    cuts: frozenset[str] = frozenset()
+    _programs: dict[tuple[SampleProgramKind, tuple[int, ...]], Program] = field(default_factory=dict, repr=False)
+
+    def program(self, kind: SampleProgramKind, chunk: Chunk) -> Program:
+        """Program of a chunk; chunks of as many samples share it."""
+        sizes = tuple(map(len, chunk))
+        if (kind, sizes) not in self._programs:
+            self._programs[kind, sizes] = lower_samples(self.scopes[sizes], self.steps[sizes], kind)
+        return self._programs[kind, sizes]
+
+    @property
+    def lowered_programs(self) -> tuple[Program, ...]:
+        """The programs lowered so far."""
+        return tuple(self._programs.values())
+
+    def allocate(self, machine: BufferOps, name: str, chunk: Chunk, *, is_gradient: bool = False) -> Buffer:
+        """Buffer of a cut of a chunk, or zeros for its gradient."""
+        scope = self.scopes[tuple(map(len, chunk))]
+        dtype = scope.grad_dtype(name) if is_gradient else scope.dtype_of(name)
+        return machine.allocate(scope.shapes[name], dtype, zero=is_gradient)
+
+
+@dataclass(kw_only=True)
 class SampleSegment:
     """Segment that runs some samples at a time, on full tensors of these.
 
     Attributes:
         scope: input of the lowering, for all samples.
-        scopes: the same, by numbers of samples of a chunk at each level.
-        steps: one strip that covers the images of a chunk, by these numbers.
+        parts: its operators, as one part or several; of several, values between them are kept while a chunk runs back, and each part is
+            recomputed from these.
         levels: the samples; at a second level the windows of a row, of which the first level then takes one at a time.
         from_source: inputs, and cuts on the host, that are not resident; a chunk of the first level is read at a time.
     """
@@ -80,32 +114,29 @@ class SampleSegment:
     to_host: ClassVar[frozenset[str]] = frozenset()
 
     scope: SegmentInfo
-    scopes: Mapping[tuple[int, ...], SegmentInfo]
-    steps: Mapping[tuple[int, ...], StripStep]
+    parts: tuple[SamplePart, ...]
     levels: tuple[ChunkLevel, ...]
     from_source: frozenset[str] = frozenset()
-    _programs: dict[tuple[SampleProgramKind, tuple[int, ...]], Program] = field(default_factory=dict, repr=False)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks in order."""
         return tuple(product(*(level.chunks for level in self.levels)))
 
-    def program(self, kind: SampleProgramKind, chunk: Chunk) -> Program:
-        """Program of a chunk; chunks of as many samples share it."""
-        sizes = tuple(map(len, chunk))
-        if (kind, sizes) not in self._programs:
-            self._programs[kind, sizes] = lower_samples(self.scopes[sizes], self.steps[sizes], kind)
-        return self._programs[kind, sizes]
+    def programs(self, kind: Literal["forward", "backward"]) -> tuple[Program, ...]:
+        """Programs of one pass over all chunks, as often as they run."""
+        return tuple(program for chunk in self.chunks for program in self._chunk_programs(kind, chunk))
 
-    def chunk_programs(self, kind: SampleProgramKind) -> tuple[Program, ...]:
-        """Program of each chunk."""
-        return tuple(self.program(kind, chunk) for chunk in self.chunks)
+    def _chunk_programs(self, kind: Literal["forward", "backward"], chunk: Chunk) -> Iterator[Program]:
+        again = self.parts if kind == "forward" else self.parts[:-1]
+        yield from (part.program("forward", chunk) for part in again)
+        if kind == "backward":
+            yield from (part.program("joint", chunk) for part in self.parts)
 
     @property
     def lowered_programs(self) -> tuple[Program, ...]:
         """The programs lowered so far."""
-        return tuple(self._programs.values())
+        return tuple(program for part in self.parts for program in part.lowered_programs)
 
     @property
     def reusable_sources(self) -> Mapping[str, tuple[str, ...]]:
@@ -129,13 +160,37 @@ class SampleSegment:
         for first, chunks in groupby(self.chunks, key=itemgetter(0)):
             with self._inputs(machine, values, first) as inputs:
                 for chunk in chunks:
-                    program = self.program("forward", chunk)
-                    bindings = self._bound_values(machine, program, values, inputs, chunk)
-                    for port in program.ports:
-                        if port.role == "out":
-                            bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
-                    machine.run(program, bindings)
-                    bindings.clear()
+                    self._run_forward(machine, values, inputs, chunk, self.parts, writes_outputs=True).clear()
+
+    def _run_forward(
+        self,
+        machine: Machine,
+        values: ValueBindings,
+        inputs: Mapping[str, Buffer],
+        chunk: Chunk,
+        parts: Sequence[SamplePart],
+        *,
+        writes_outputs: bool,
+    ) -> dict[str, Buffer]:
+        """Run the first parts of a chunk; returns the cuts between them. If outputs are written, cuts are dropped after their last use."""
+        cuts: dict[str, Buffer] = {}
+        for number, part in enumerate(parts):
+            program = part.program("forward", chunk)
+            bindings = self._bound_values(machine, program, values, inputs, cuts, chunk)
+            for port in program.ports:
+                if port.role == "out" and port.name in part.cuts:
+                    bindings[port] = cuts[port.name] = part.allocate(machine, port.name, chunk)
+                elif port.role == "out" and writes_outputs:
+                    bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)
+                elif port.role == "out":
+                    bindings[port] = part.allocate(machine, port.name, chunk)
+            machine.run(program, bindings)
+            bindings.clear()
+            if writes_outputs:
+                later = {port.name for each in parts[number + 1 :] for port in each.program("forward", chunk).ports}
+                for name in [name for name in cuts if name not in later]:
+                    del cuts[name]
+        return cuts
 
     def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None:
         """Recompute and differentiate all chunks, in reverse order."""
@@ -143,21 +198,48 @@ class SampleSegment:
             sink_grads: dict[str, Buffer] = {}
             with self._inputs(machine, values, first) as inputs:
                 for chunk in chunks:
-                    program = self.program("joint", chunk)
-                    bindings = self._bound_values(machine, program, values, inputs, chunk)
-                    for port in program.ports:
-                        if port.role == "grad_source" and port.name in grads.sinks:
-                            if port.name not in sink_grads:
-                                sink_grads[port.name] = self._zero_gradient(machine, port.name, first)
-                            bindings[port] = self._samples(machine, sink_grads[port.name], port.name, chunk, is_read=True)
-                        elif port.role in ("grad_out", "grad_source", "grad_side"):
-                            bindings[port] = self._samples(machine, grads.by_name[port.name], port.name, chunk)
-                    machine.run(program, bindings)
-                    bindings.clear()
+                    cuts = self._run_forward(machine, values, inputs, chunk, self.parts[:-1], writes_outputs=False)
+                    self._run_backward(machine, values, inputs, cuts, grads, sink_grads, chunk)
             for name in list(sink_grads):
                 gradient = sink_grads.pop(name)
                 machine.add_to_sink(grads.sinks[name], *self._region(name, first), gradient)
                 del gradient
+
+    def _run_backward(
+        self,
+        machine: Machine,
+        values: ValueBindings,
+        inputs: Mapping[str, Buffer],
+        cuts: dict[str, Buffer],
+        grads: Gradients,
+        sink_grads: dict[str, Buffer],
+        chunk: Chunk,
+    ) -> None:
+        """Differentiate the parts of a chunk, the last one first."""
+        maker = {name: part for part in self.parts for name in part.cuts}
+        cut_grads: dict[str, Buffer] = {}
+        for part in reversed(self.parts):
+            program = part.program("joint", chunk)
+            for name in part.cuts:
+                cuts.pop(name, None)
+            bindings = self._bound_values(machine, program, values, inputs, cuts, chunk)
+            for port in program.ports:
+                if port.role not in ("grad_out", "grad_source", "grad_side"):
+                    continue
+                if port.name in maker:
+                    if port.name not in cut_grads:
+                        cut_grads[port.name] = maker[port.name].allocate(machine, port.name, chunk, is_gradient=True)
+                    bindings[port] = cut_grads[port.name]
+                elif port.role == "grad_source" and port.name in grads.sinks:
+                    if port.name not in sink_grads:
+                        sink_grads[port.name] = self._zero_gradient(machine, port.name, chunk[0])
+                    bindings[port] = self._samples(machine, sink_grads[port.name], port.name, chunk, is_read=True)
+                else:
+                    bindings[port] = self._samples(machine, grads.by_name[port.name], port.name, chunk)
+            machine.run(program, bindings)
+            bindings.clear()
+            for name in part.cuts:
+                cut_grads.pop(name, None)
 
     @contextmanager
     def _inputs(self, machine: Machine, values: ValueBindings, first: Interval) -> Iterator[dict[str, Buffer]]:
@@ -174,12 +256,20 @@ class SampleSegment:
             inputs.clear()
 
     def _bound_values(
-        self, machine: Machine, program: Program, values: ValueBindings, inputs: Mapping[str, Buffer], chunk: Chunk
+        self,
+        machine: Machine,
+        program: Program,
+        values: ValueBindings,
+        inputs: Mapping[str, Buffer],
+        cuts: Mapping[str, Buffer],
+        chunk: Chunk,
     ) -> dict[Port, Buffer]:
         """Bindings of the values that a program reads."""
         bindings: dict[Port, Buffer] = {}
         for port in program.ports:
-            if port.role == "source" and port.name in inputs:
+            if port.role in ("source", "side") and port.name in cuts:
+                bindings[port] = cuts[port.name]
+            elif port.role == "source" and port.name in inputs:
                 bindings[port] = self._samples(machine, inputs[port.name], port.name, chunk, is_read=True)
             elif port.role in ("source", "side"):
                 bindings[port] = self._samples(machine, values.by_name[port.name], port.name, chunk)

@@ -33,7 +33,7 @@ def test_tiles_of_a_bag_add_their_pooled_vectors_alone() -> None:
         run = next(segment for segment in plan.segments if segment.takes_samples)
         assert (run.batch_tile, run.num_steps) == (1, plan.input_shapes[0][0])
         assert f"{run.num_steps} x 1 samples" in plan.explain(full=False)
-        assert plan.redundancy < 1.5  # one forward pass more; the input needs no gradient
+        assert plan.redundancy < 1.8  # up to two forward passes more; the input needs no gradient
     added = (large.projected_peak_bytes - small.projected_peak_bytes) / 48
     assert added <= 4 * 4 * (48 + 64 + 4)  # the vector, its score, their gradients, and temporary values of the pooling
 
@@ -70,11 +70,11 @@ def test_swin_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_tiles", "plain_mib", "least_mib"), [(16, 16.9, 8.95), (64, 65.7, 9.0), (256, 261.0, 9.15)])
+@pytest.mark.parametrize(("num_tiles", "plain_mib", "least_mib"), [(16, 16.9, 7.85), (64, 65.7, 7.9), (256, 261.0, 7.95)])
 def test_vision_transformer_on_a_bag(num_tiles: int, plain_mib: float, least_mib: float) -> None:
     """The table of docs/planning.md."""
     plan = _least_plan(num_tiles, 192, 4)
     assert plan.projected_peak_bytes <= least_mib * 2**20
-    assert plan.redundancy == pytest.approx(1.34, abs=0.005)
+    assert plan.redundancy == pytest.approx(1.53, abs=0.005)
     plain = sft.plan(AttentionBag(VisionTransformer(192, 3, 4), 192), (num_tiles, 3, 64, 64), options=sft.Options(strategy="none"))
     assert plain.projected_peak_bytes / 2**20 == pytest.approx(plain_mib, abs=0.06)

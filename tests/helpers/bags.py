@@ -13,7 +13,7 @@ from sft.planner.options import Options
 from sft.planner.problem import PlanningProblem
 from sft.planner.search import auto
 from sft.planner.search.samples import SamplePlans
-from sft.planner.search.windows import WindowPlans, has_window_runs
+from sft.planner.search.window_plans import WindowPlans, has_window_runs
 
 __all__ = ["AttentionBag", "VisionTransformer", "take_samples", "take_windows"]
 
@@ -66,12 +66,12 @@ class AttentionBag(nn.Module):
         return self.head((self.score(vectors).softmax(0) * vectors).sum(0, keepdim=True))  # type: ignore[no-any-return]
 
 
-def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int) -> None:
-    """Let every search return the plan that takes so many samples at a time."""
+def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int, num_checkpoints: int = 0) -> None:
+    """Let every search return the plan that takes so many samples at a time, with so many checkpoints within them."""
 
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         problem: PlanningProblem = search._problem
-        return SamplePlans(problem, Options(), DeviceRates("cpu")).plan(num_samples)
+        return SamplePlans(problem, Options(), DeviceRates("cpu")).plan(num_samples, num_checkpoints)
 
     monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)
 

@@ -34,7 +34,7 @@ from sft.planner.search.staged import (
 )
 from sft.planner.search.tiled import Candidate, CandidateGrid
 from sft.planner.search.tiled_head import TiledHeadRecompute
-from sft.planner.search.windows import WindowPlans, has_window_runs
+from sft.planner.search.window_plans import WindowPlans, has_window_runs
 from sft.planner.stages import StagedModel
 from sft.planner.streamed_cuts import minimize_streamed_cuts, stream_seconds, streamable_values
 

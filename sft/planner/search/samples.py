@@ -20,6 +20,8 @@ __all__ = ["MIN_UNTILED_SHARE", "SamplePlans", "cost_of", "largest_chunk"]
 
 #: Least share of the bytes of all values that untiled operators of runs make; below it strips hold nearly all of the model.
 MIN_UNTILED_SHARE = 0.25
+#: Numbers of checkpoints within a chunk that are tried.
+_NUM_CHECKPOINTS = (1, 3, 7)
 
 
 class SamplePlans:
@@ -33,7 +35,7 @@ class SamplePlans:
 
     def __init__(self, problem: PlanningProblem, options: Options, rates: DeviceRates) -> None:
         self._problem, self._rates, self._requested = problem, rates, options.batch_tile
-        self._plans: dict[int, ProjectedPlan] = {}
+        self._plans: dict[tuple[int, int], ProjectedPlan] = {}
         self.exist = self._has_untiled_runs()
 
     def _has_untiled_runs(self) -> bool:
@@ -48,26 +50,40 @@ class SamplePlans:
         return untiled_bytes > MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
 
     def smallest(self) -> ProjectedPlan:
-        """The plan of fewest samples at a time."""
-        return self.plan(self._requested or 1)
+        """The plan of fewest samples at a time, with as many checkpoints within them as save bytes."""
+        best = self.plan(self._requested or 1)
+        for num_cuts in _NUM_CHECKPOINTS if self._problem.sized.training else ():
+            plan = self.plan(self._requested or 1, num_cuts)
+            if plan.projection.peak_bytes >= best.projection.peak_bytes:
+                break
+            best = plan
+        return best
 
     def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
         """The plan of most samples at a time that fits and costs less than ``worse_than``, with its cost."""
         least, most = self._requested or 1, self._requested or self._problem.sized.num_batch // 2
         plan = largest_chunk(self.plan, least, most, self._problem.sized.num_batch, room_bytes, self._problem.limits.max_projections)
         cost = math.inf if plan is None else cost_of(plan, self._rates)
+        if plan is None and self._problem.sized.training:
+            # Only with checkpoints within a sample: the fewest with which it fits.
+            plans = (self.plan(least, num_cuts) for num_cuts in _NUM_CHECKPOINTS)
+            plan = next((plan for plan in plans if plan.projection.peak_bytes <= room_bytes), None)
+            cost = math.inf if plan is None else cost_of(plan, self._rates)
         return (cost, plan) if plan is not None and cost < worse_than else None
 
-    def plan(self, num_samples: int) -> ProjectedPlan:
-        """The plan of so many samples at a time."""
-        if num_samples not in self._plans:
+    def plan(self, num_samples: int, num_cuts: int = 0) -> ProjectedPlan:
+        """The plan of so many samples at a time, with so many checkpoints within them."""
+        key = (num_samples, num_cuts)
+        if key not in self._plans:
             runs = self._problem.sized.sample_runs
             assert runs is not None
+            run, exchange = {"batch_tile": num_samples, "state_slots": num_cuts}, {"batch_tile": 0, "state_slots": 0}
             choices = [
-                SegmentChoice(nodes=stage.names, mode="whole", batch_tile=num_samples if stage.is_run else 0) for stage in runs.stages
+                SegmentChoice(nodes=stage.names, mode="whole", batch_tile=kind["batch_tile"], state_slots=kind["state_slots"])
+                for stage, kind in ((stage, run if stage.is_run else exchange) for stage in runs.stages)
             ]
-            self._plans[num_samples] = materialize(self._problem, choices)
-        return self._plans[num_samples]
+            self._plans[key] = materialize(self._problem, choices)
+        return self._plans[key]
 
 
 def largest_chunk(

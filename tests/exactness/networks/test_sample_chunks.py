@@ -114,6 +114,17 @@ def test_chunks_equal_the_full_batch(name: str, monkeypatch: pytest.MonkeyPatch)
     assert report.plan.redundancy < (2.0 if name == "frozen" else 4 / 3)
 
 
+@pytest.mark.parametrize(("name", "num_checkpoints"), [("vision_transformer", 1), ("tokens_first", 1), ("frozen", 3), ("group_norm", 2)])
+def test_checkpoints_within_a_chunk(name: str, num_checkpoints: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a run are recomputed one by one, from values between them: the same gradients, bytes and FLOPs as planned."""
+    torch.manual_seed(0)
+    take_samples(monkeypatch, 2, num_checkpoints)
+    report = assert_exact(_Pools(_ENCODERS[name]()), torch.randn(5, 3, 8, 8), to_the_byte=True, steps=1)
+    run = next(segment for segment in report.plan.segments if segment.takes_samples)
+    assert run.state_slots == num_checkpoints
+    assert 1.3 < report.plan.redundancy < (2.5 if name == "frozen" else 5 / 3)
+
+
 @given(num_samples=st.integers(2, 7), taken=st.integers(1, 6), dropout=st.booleans(), training=st.booleans())
 def test_any_chunk_of_any_bag(num_samples: int, taken: int, dropout: bool, training: bool) -> None:
     torch.manual_seed(0)

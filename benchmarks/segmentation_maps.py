@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run all cases, print and return their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2048, help="height and width in px")
-    parser.add_argument("--window-size", type=int, help="size for the sliding window, which needs memory for all scores; default: --size")
+    parser.add_argument("--window-size", type=int, help="size for the sliding window, which needs memory for all scores; 0 for none; default: --size")
     parser.add_argument("--folder", type=Path, required=True, help="for the image and the maps")
     parser.add_argument("--budget", default="256MiB", help="of sft.compile")
     parser.add_argument("--case", choices=("strips", "windows"), help="run one case in this process")
@@ -147,6 +147,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     write_image(given.folder / "image.npy", given.size)
     results: dict[str, Any] = {"size_px": given.size, "strips": run("strips", given.folder, given.budget)}
     print(json.dumps(results, indent=1), flush=True)
+    if given.window_size == 0:
+        return results
     if (given.window_size or given.size) != given.size:
         write_image(given.folder / "image.npy", given.window_size)
         results["strips at the size of the windows"] = run("strips", given.folder, given.budget)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -280,3 +282,33 @@ def test_writers_outside_of_predict(tmp_path: Path) -> None:
         assert not writer.path.exists()
         writer.publish()
     assert np.array_equal(np.load(tmp_path / "map.npy"), values[0])
+
+
+_KILLED = """
+import sys, time
+import torch
+from torch import nn
+import sft
+from sft.prediction import NpyWriter, OmeTiffWriter
+
+class Slow(NpyWriter):
+    def write(self, rows):
+        super().write(rows)
+        print("written", flush=True)
+        time.sleep(60)
+
+net = sft.compile(nn.Conv2d(3, 2, 3, padding=1), (1, 3, None, None), budget="8MiB", options=sft.Options(tile=(16, None)))
+sft.predict(net, torch.rand(1, 3, 128, 64), [OmeTiffWriter("map.ome.tif"), Slow("map.npy")])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_prediction_leaves_no_file_at_its_path(tmp_path: Path) -> None:
+    earlier = np.zeros(3)
+    np.save(tmp_path / "map.npy", earlier)
+    with subprocess.Popen([sys.executable, "-c", _KILLED], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+        process.kill()
+    assert np.array_equal(np.load(tmp_path / "map.npy"), earlier)
+    names = {path.name for path in tmp_path.iterdir()} - {"map.npy"}
+    assert names and all(name.startswith((".partial-", ".sft-")) for name in names)

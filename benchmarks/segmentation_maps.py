@@ -134,7 +134,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run all cases, print and return their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2048, help="height and width in px")
-    parser.add_argument("--window-size", type=int, help="size for the sliding window, which needs memory for all scores; 0 for none; default: --size")
+    parser.add_argument(
+        "--window-size", type=int, help="size for the sliding window, which needs memory for all scores; 0 for none; default: --size"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for the image and the maps")
     parser.add_argument("--budget", default="256MiB", help="of sft.compile")
     parser.add_argument("--case", choices=("strips", "windows"), help="run one case in this process")

@@ -133,6 +133,13 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
     assert best is not None
     evidence = np.load(tmp_path / "s6" / "map-swapped.npy")
     assert evidence.sum() + float(best.weights["head.classifier.bias"][1]) == pytest.approx(drawn["score"], rel=1e-4)
+    assert main(["predict", str(trained / "run"), "--formats", "npy", "ome.tif", "--out", str(tmp_path / "maps"), "--json"]) == 0
+    told, _ = _said(capsys)  # the same maps as files of all classes
+    (written,) = (each for each in told["maps"] if each["slide"] == "s6")
+    assert np.allclose(np.load(written["files"][0])[1], evidence, atol=1e-5 * np.abs(evidence).max())
+    assert {row["slide"] for row in _rows(tmp_path / "maps" / "predictions.csv")} == {each["slide"] for each in told["maps"]}
+    assert main(["predict", str(trained / "run"), "--kind", "classes"]) == 1
+    assert "whose maps are its evidence" in capsys.readouterr().err
     row = _rows(trained / "run" / "val" / "predictions.csv")[0]
     logits = [float(np.log(float(row[name]))) for name in ("p_plain", "p_swapped")]
     assert main(["heatmap", str(trained / "run"), *options, "--classes", "plain", "swapped"]) == 0
@@ -267,6 +274,8 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
     metrics = told["metrics"]["slides"]
     assert float(confusion[1]["iou"]) == pytest.approx(metrics["iou_dark"]["value"])
     assert np.array_equal(np.load(folder / "run" / "val" / "maps" / "t4" / "classes.npy"), np.load(masks[0]))
+    assert main(["evaluate", run, "--bootstrap", "0"]) == 0  # results are replaced as a whole
+    assert not (folder / "run" / "val" / "maps").exists() and not (folder / "run" / "val" / "pixel_confusion.csv").exists()
 
 
 def _check_predicted_masks(folder: Path, table: Path, predictions: Sequence[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:

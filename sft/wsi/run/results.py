@@ -39,8 +39,11 @@ WEIGHTS_FILE = "weights.json"
 _LOCK, _STAGED, _REPLACED = ".results.lock", ".staged-", ".replaced-"
 #: Files that an evaluation writes; other files in a folder of results are the user's and stay.
 _RESULT_FILES = frozenset(
-    ("predictions.csv", "patients.csv", "metrics.json", "failed.csv", "damaged.csv", "summary.md", "roc.png", "confusion.png", WEIGHTS_FILE)
-)
+    (
+        "predictions.csv", "patients.csv", "metrics.json", "failed.csv", "damaged.csv", "summary.md", "roc.png", "confusion.png",
+        "pixel_confusion.csv", "maps", WEIGHTS_FILE,
+    )
+)  # fmt: skip
 
 
 @contextmanager
@@ -128,7 +131,11 @@ def publish_files(staged: Path, target: Path, *, label: str = WEIGHTS_FILE) -> N
 def remove_results(folder: Path) -> None:
     """Remove the files of an earlier evaluation; the caller has the lock."""
     for name in _RESULT_FILES:
-        (folder / name).unlink(missing_ok=True)
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_weights_id(folder: Path, weights: WeightsId) -> None:

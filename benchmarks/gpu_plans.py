@@ -1,6 +1,6 @@
 """Plans for a GPU, made on a CPU: modelled time, and simulated reserved memory with and without the steps' memory pool.
 
-Nothing runs on a GPU here. Times are those of :mod:`sft.planner.cost.gpu_time`, whose rates were measured on an H100, in bfloat16 with
+Nothing runs on a GPU here. Times are those of :mod:`sft.planner.cost.gpu_time`, with rates measured on an H100, in bfloat16 with
 channels-last images. Reserved
 memory is that of the simulated caching allocator (:mod:`sft.runtime.caching_allocator`) with its default settings. A test compares new
 plans with the newest result.
@@ -70,7 +70,7 @@ class Result:
         reserved_bytes: bytes that the allocator reserves.
         reserved_without_pool_bytes: the same for a step in the default pool.
         host_bytes: bytes of values that wait on the host.
-        replays_passes: true if whole passes are recorded as CUDA graphs, whose pool is the graphs' own.
+        replays_passes: true if whole passes are recorded as CUDA graphs, which have a pool of their own.
     """
 
     case: Case

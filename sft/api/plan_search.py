@@ -390,6 +390,6 @@ def _has_device_overhead(device: torch.device) -> bool:
 
 
 def _unmeasured_error(error: SmallestPlanError) -> BudgetError:
-    """The error of a search whose smallest plan does not fit into the free memory of the device, without its overhead."""
+    """The error of a search, without overhead: its smallest plan does not fit into the free memory of the device."""
     note = " The allocator's segments and libraries' workspaces come on top: the device has too little free memory to measure them."
     return with_remedies(error.with_overhead(0), (), note)

@@ -1,0 +1,59 @@
+"""Numbers of pages about GPUs are those of the newest committed results of an H100."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _newest(kind: str) -> tuple[str, dict[str, Any]]:
+    """Name and content of the newest result of a kind."""
+    path = max((_ROOT / "benchmarks" / "results").glob(f"*-h100-gpu-{kind}.json"))
+    return path.stem, json.loads(path.read_text())
+
+
+def _link(text: str, name: str, folder: str) -> str:
+    return f"[{text}]({folder}benchmarks/results/{name}.md)"
+
+
+@pytest.mark.parametrize(("page", "folder"), [("docs/gpu.md", "../"), ("kernels/README.md", "../")])
+def test_counts_of_tests(page: str, folder: str) -> None:
+    name, results = _newest("tests")
+    text = (_ROOT / page).read_text()
+    runs = {kind: (run["passed"], run["passed"] + run.get("failed", 0)) for kind, run in results["tests"].items()}
+    passed, total = runs["kernels, compiled"]
+    assert f"[{passed} of {total} tests" in text and f"{folder}benchmarks/results/{name}.md" in text
+    if page == "docs/gpu.md":
+        passed, total = runs["marked gpu"]
+        assert _link(f"{passed} of {total} pass", name, folder) in text
+
+
+def test_cases_of_the_smoke_test() -> None:
+    name, results = _newest("smoke")
+    right = [case for case in results["cases"] if case["status"] == "ok"]
+    text = (_ROOT / "docs" / "gpu.md").read_text()
+    assert _link(f"{len(right)} of {len(results['cases'])} cases right", name, "../") in text
+    errors = [case["error"] for case in right]
+    assert f"errors {min(errors):.1e} to {max(errors):.1e}" in text
+    assert f"in all {len(right)} cases" in text
+    assert all(case["allocated_bytes"] <= case["projected_bytes"] for case in right)
+    assert all(case["reserved_bytes"] <= case["projected_reserved_bytes"] for case in right)
+    exactness = (_ROOT / "docs" / "exactness.md").read_text()
+    assert _link(f"{len(right)} steps that ran", name, "../") in exactness
+
+
+def test_time_of_a_step() -> None:
+    name, results = _newest("steps")
+    (step,) = (step for step in results["steps"] if (step["name"], step["dtype"], step["backend"]) == ("vgg16 step", "bf16", "aten"))
+    sentence = f"{1e3 * step['seconds'][1]:.1f} ms a step, and eager PyTorch {1e3 * step['plain_seconds'][1]:.1f} ms"
+    assert _link(sentence, name, "../") in (_ROOT / "docs" / "gpu.md").read_text()
+
+
+def test_rates_of_the_time_model() -> None:
+    name, _ = _newest("rates")
+    assert _link("measured rates", name, "../") in (_ROOT / "docs" / "gpu.md").read_text()

@@ -297,8 +297,6 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
     ]
     if segment.takes_samples:
         lines += _row("samples", segment.batch_tile, "at a time, recomputed in the backward pass")
-    if segment.takes_samples and segment.state_slots:
-        lines += _row("checkpoints", segment.state_slots, "at most, while a chunk of samples runs back")
     if segment.takes_windows:
         is_row, times = segment.num_panels == 1, "at a time, recomputed in the backward pass"
         lines += _row(

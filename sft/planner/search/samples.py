@@ -16,12 +16,12 @@ from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 
-__all__ = ["MIN_UNTILED_SHARE", "SamplePlans", "cost_of", "largest_chunk"]
+__all__ = ["MIN_UNTILED_SHARE", "NUM_CHECKPOINTS", "SamplePlans", "cost_of", "largest_chunk"]
 
 #: Least share of the bytes of all values that untiled operators of runs make; below it strips hold nearly all of the model.
 MIN_UNTILED_SHARE = 0.25
 #: Numbers of checkpoints within a chunk that are tried.
-_NUM_CHECKPOINTS = (1, 3, 7)
+NUM_CHECKPOINTS = (1, 3, 7)
 
 
 class SamplePlans:
@@ -52,7 +52,7 @@ class SamplePlans:
     def smallest(self) -> ProjectedPlan:
         """The plan of fewest samples at a time, with as many checkpoints within them as save bytes."""
         best = self.plan(self._requested or 1)
-        for num_cuts in _NUM_CHECKPOINTS if self._problem.sized.training else ():
+        for num_cuts in NUM_CHECKPOINTS if self._problem.sized.training else ():
             plan = self.plan(self._requested or 1, num_cuts)
             if plan.projection.peak_bytes >= best.projection.peak_bytes:
                 break
@@ -66,7 +66,7 @@ class SamplePlans:
         cost = math.inf if plan is None else cost_of(plan, self._rates)
         if plan is None and self._problem.sized.training:
             # Only with checkpoints within a sample: the fewest with which it fits.
-            plans = (self.plan(least, num_cuts) for num_cuts in _NUM_CHECKPOINTS)
+            plans = (self.plan(least, num_cuts) for num_cuts in NUM_CHECKPOINTS)
             plan = next((plan for plan in plans if plan.projection.peak_bytes <= room_bytes), None)
             cost = math.inf if plan is None else cost_of(plan, self._rates)
         return (cost, plan) if plan is not None and cost < worse_than else None

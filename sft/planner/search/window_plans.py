@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS
 from sft.analysis.tiling.window_runs import WindowStage
@@ -18,7 +20,7 @@ from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
-from sft.planner.search.samples import MIN_UNTILED_SHARE, cost_of, largest_chunk
+from sft.planner.search.samples import MIN_UNTILED_SHARE, NUM_CHECKPOINTS, cost_of, largest_chunk
 from sft.planner.search.tiled import CandidateGrid
 from sft.runtime.moves import LOSS_OP, ScheduleOp, SegmentSchedule
 
@@ -43,33 +45,50 @@ class WindowPlans:
 
     def __init__(self, grid: CandidateGrid, rates: DeviceRates) -> None:
         self._problem, self._grid, self._rates = grid.problem, grid, rates
-        self._plans: dict[tuple[int, int, int], ProjectedPlan] = {}
+        self._plans: dict[tuple[int, int, int, int], ProjectedPlan] = {}
         stages = [stage for windows in self._problem.sized.window_runs.values() for stage in windows.stages]
         self._num_windows = max(stage.num_windows for stage in stages)
 
     def smallest(self) -> list[ProjectedPlan]:
-        """The plans of one window at a time, in low strips."""
-        return [self.plan(1, height, policy) for height, policy in self._strips(lowest_first=True)]
+        """The plans of one window at a time, in low strips; the smallest of them also with checkpoints within a window."""
+        strips = self._strips(lowest_first=True)
+        plans = [self.plan(1, height, policy) for height, policy in strips]
+        if self._problem.sized.training:
+            best = min(range(len(plans)), key=lambda index: plans[index].projection.peak_bytes)
+            plans += [self.plan(1, *strips[best], num_cuts) for num_cuts in NUM_CHECKPOINTS]
+        return plans
 
     def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
         """The plan of the tallest strips, and then of most windows at a time, that fits and costs less than ``worse_than``."""
+        max_projections = self._problem.limits.max_projections
         for strips in self._strips(lowest_first=False):
-            plan = largest_chunk(
-                partial(self._plan, strips), 1, self._num_windows, self._num_windows, room_bytes, self._problem.limits.max_projections
-            )
+            plan = largest_chunk(partial(self._plan, strips), 1, self._num_windows, self._num_windows, room_bytes, max_projections)
             cost = math.inf if plan is None else cost_of(plan, self._rates)
             if plan is not None and cost < worse_than:
                 return cost, plan
-        return None
+        fitting = [plan for plan in self.smallest() if plan.projection.peak_bytes <= room_bytes]
+        costs = [(cost_of(plan, self._rates), plan) for plan in fitting]
+        best = min(costs, key=itemgetter(0), default=None)
+        return best if best is not None and best[0] < worse_than else None
 
-    def plan(self, num_windows: int, height: int, policy: int) -> ProjectedPlan:
-        """The plan of about so many windows at a time, with this strip height and state policy of the grid."""
-        return self._plan((height, policy), num_windows)
+    def plan(self, num_windows: int, height: int, policy: int, num_cuts: int = 0) -> ProjectedPlan:
+        """The plan of about so many windows at a time, with this strip height and state policy of the grid.
 
-    def _plan(self, strips: tuple[int, int], num_windows: int) -> ProjectedPlan:
-        key = (*strips, num_windows)
+        Args:
+            num_windows: windows at a time.
+            height: index of the strip height.
+            policy: index of the state policy.
+            num_cuts: checkpoints within a chunk of windows.
+        """
+        return self._plan((height, policy), num_windows, num_cuts)
+
+    def _plan(self, strips: tuple[int, int], num_windows: int, num_cuts: int = 0) -> ProjectedPlan:
+        key = (*strips, num_windows, num_cuts)
         if key not in self._plans:
-            choices = _merged(self._choices(num_windows, *strips))
+            choices = [
+                replace(choice, state_slots=num_cuts) if choice.mode == "whole" and choice.strip_rows else choice
+                for choice in _merged(self._choices(num_windows, *strips))
+            ]
             self._plans[key] = materialize(self._problem, choices, self._order(choices))
         return self._plans[key]
 

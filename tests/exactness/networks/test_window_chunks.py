@@ -80,6 +80,15 @@ def test_chunks_of_windows_equal_plain(name: str, num_windows: int, monkeypatch:
     assert report.plan.redundancy < 1.36
 
 
+@pytest.mark.parametrize("name", ["view", "max_vit"])
+def test_checkpoints_within_a_chunk_of_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    make, size = _MODELS[name]
+    take_windows(monkeypatch, 2, height=1, num_checkpoints=1)
+    report = assert_exact(make(), torch.randn(1, 3, *size), to_the_byte=True, steps=1)
+    assert any(segment.takes_windows and segment.state_slots == 1 for segment in report.plan.segments)
+
+
 @settings(max_examples=3)
 @given(
     rows=st.integers(2, 5),

@@ -158,7 +158,8 @@ class HostOutputs:
             return outputs
         if device.type == "meta" and (any(destination.paths) or destination.sink is not None):
             raise InputError(
-                "output names a file or a sink, but a model on the meta device has no values to write; give output='host' for a dry run"
+                "output names a file or a sink, but a model on the meta device computes no values to write; give output='host' for a "
+                "dry run"
             )
         try:
             for position, name in enumerate(names):

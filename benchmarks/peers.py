@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness.memory import available_bytes
 from harness.peer_measure import Question, check_outcome, measure_peer, save_reference, start_peer
-from harness.peer_report import SITUATIONS, PeerRecord, comparison_tables, outcome_table, peers_figure, write_page
+from harness.peer_report import SITUATIONS, PeerRecord, all_tables, peers_figure, write_page
 from harness.peers import METHODS, NETWORKS, PeerCase
 from harness.report import Table, add_common_arguments, environment, positive_int, result_stem, write_results
 from harness.workers import StepWorker, WorkerError, call_in_process
@@ -75,7 +75,7 @@ class Bench:
                 case = situation.case(method, self.args.threads, self.args.quick)
                 self.console.print("check", situation.text, method, markup=False)
                 row[method] = call_in_process(check_outcome, case).text
-        self.write()
+            self.write()
 
     def measure(self, cell: PeerCase, folder: Path) -> None:
         """Memory and error of all methods, then of `sft` in the memory of each."""
@@ -162,19 +162,25 @@ class Bench:
 
     def time_group(self, anchor: PeerRecord | None, group: Sequence[PeerRecord], deadline: float) -> None:
         """Rounds of plain PyTorch and some methods; at least one."""
-        members = [*([anchor] if anchor else []), *group]
+        members: list[PeerRecord] = []
         with ExitStack() as stack:
             workers = []
-            for record in members:
+            for record in [*([anchor] if anchor else []), *group]:
                 self.console.print("start", record.case.network, record.case.height, record.label, markup=False)
-                workers.append(stack.enter_context(StepWorker(replace(record.case, limit_bytes=None), start_peer)))
+                try:
+                    workers.append(stack.enter_context(StepWorker(replace(record.case, limit_bytes=None), start_peer)))
+                except WorkerError as error:  # it has its memory; the other methods go on
+                    record.note = f"not timed: {error.kind}: {str(error).splitlines()[0]}"
+                    continue
+                members.append(record)
+            has_anchor = anchor is not None and anchor in members
             for number in range(self.args.rounds):
                 started = time.monotonic()
                 turns = [(index + number) % len(members) for index in range(len(members))]
                 seconds = {index: workers[index].step() for index in turns}
                 for index, record in enumerate(members):
                     record.seconds.append(seconds[index])
-                    record.plain_seconds.append(seconds[0] if anchor else None)
+                    record.plain_seconds.append(seconds[0] if has_anchor else None)
                 if 2 * time.monotonic() - started > deadline:  # the next round would end later
                     break
         self.write()
@@ -190,7 +196,7 @@ class Bench:
 
     def tables(self) -> list[Table]:
         """Tables of the result."""
-        return [*comparison_tables(self.records), outcome_table(self.outcomes)]
+        return all_tables(self.records, self.outcomes)
 
     def write(self) -> None:
         """Write the result so far."""

@@ -17,7 +17,7 @@ from harness.peers import NETWORKS, PeerCase
 from harness.report import Table, mib
 from sft.common.atomic_files import atomic_write
 
-__all__ = ["SITUATIONS", "PeerRecord", "Situation", "comparison_tables", "outcome_table", "peers_figure", "write_page"]
+__all__ = ["SITUATIONS", "PeerRecord", "Situation", "all_tables", "comparison_tables", "outcome_table", "peers_figure", "write_page"]
 
 _REGION = re.compile(r"(<!-- tables -->\n).*?(<!-- end of tables -->\n)", re.DOTALL)
 _COLORS = {"plain": "#24292f", "checkpoint": "#8250df", "torch.compile": "#bf8700", "lightstream": "#1a7f37", "tiles": "#d0495c"}
@@ -159,6 +159,11 @@ def outcome_table(outcomes: Mapping[str, Mapping[str, str]]) -> Table:
     methods = dict.fromkeys(method for row in outcomes.values() for method in row)
     rows = [[method, *(row.get(method, "") for row in outcomes.values())] for method in methods]
     return Table(title="Output, gradients and running statistics in float64, 8 channels", headers=("method", *outcomes), rows=rows)
+
+
+def all_tables(records: Sequence[PeerRecord], outcomes: Mapping[str, Mapping[str, str]]) -> list[Table]:
+    """Tables of a result."""
+    return [*comparison_tables(records), *([outcome_table(outcomes)] if any(outcomes.values()) else [])]
 
 
 def peers_figure(records: Sequence[PeerRecord]) -> Figure | None:

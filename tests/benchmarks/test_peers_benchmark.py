@@ -10,7 +10,17 @@ import peers
 import pytest
 import torch
 from harness.peer_measure import EXACT, PeerReading, Question, check_outcome, measure_peer, save_reference
-from harness.peer_report import PeerRecord, Situation, best_own, comparison_tables, outcome_table, page_tables, peers_figure, write_page
+from harness.peer_report import (
+    PeerRecord,
+    Situation,
+    all_tables,
+    best_own,
+    comparison_tables,
+    outcome_table,
+    page_tables,
+    peers_figure,
+    write_page,
+)
 from harness.peers import METHODS, NETWORKS, PeerCase, _chosen_tile_px, build_peer, prepare_peer
 from harness.workers import Refused
 
@@ -92,7 +102,7 @@ def test_a_page_gets_its_tables(tmp_path: Path) -> None:
 def test_the_page_has_the_newest_result() -> None:
     newest = max((_ROOT / "benchmarks" / "results").glob("*-cpu-peers.json"))
     raw = json.loads(newest.read_text())
-    tables = [*comparison_tables([PeerRecord.from_json(record) for record in raw["records"]]), outcome_table(raw["outcomes"])]
+    tables = all_tables([PeerRecord.from_json(record) for record in raw["records"]], raw["outcomes"])
     assert page_tables(newest.stem, tables) in (_ROOT / "docs" / "benchmarks" / "peers.md").read_text()
 
 

@@ -1,7 +1,8 @@
 """Allocation trace: all allocations and frees of one step of a plan on a device, in order.
 
 The plan's own schedule runs on a machine that records. Every instruction of every program allocates its results, and frees what the program
-frees after it, so the peak of the requested bytes equals the projection.
+frees after it, so the peak of the requested bytes is that of the projection, or less where strips of inputs
+are freed early.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from sft.common.interval import Interval
 from sft.lower.program import Instruction, Port, Program
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
 from sft.runtime.machine import Buffer, Residuals
 from sft.runtime.region import Region
 from sft.runtime.simulated_machine import MemoryCounter, SimulatedBuffer, SimulatedMachine
+from sft.sources.strip_reader import reader_bytes
 from sft.torch_runtime.profiling import SimulatedResiduals, producer_program
 
 __all__ = ["AllocationTrace", "Workspaces", "record_program", "record_step"]
@@ -104,6 +107,38 @@ class _SavedBuffers:
 
 
 @dataclass(slots=True)
+class _RecordedStripLoader:
+    """Loader of strips of an input, in buffers that are allocated and freed as by the loader of tensors (`SourceStripLoader`).
+
+    Attributes:
+        loader: the simulated loader, with the buffers that exist at the beginning.
+        memory: counter of the device's bytes.
+        strip_bytes: bytes of a buffer.
+        num_left: strips that have no buffer yet.
+    """
+
+    loader: Any
+    memory: MemoryCounter
+    strip_bytes: int
+    num_left: int
+
+    def take(self, rows: Interval) -> SimulatedBuffer:
+        """The next strip, which takes its buffer along. The next but one is allocated when the strip before is dropped."""
+        buffers = self.loader.buffers
+        if not rows:
+            return SimulatedBuffer(self.memory, 0)
+        if len(buffers) < 2 and self.num_left:
+            self.num_left -= 1
+            buffers.append(SimulatedBuffer(self.memory, self.strip_bytes))
+        strip: SimulatedBuffer = buffers.pop(0)
+        return strip
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.loader.close()
+
+
+@dataclass(slots=True)
 class _RecordingMachine(SimulatedMachine):
     """Simulated machine that runs every instruction of its programs.
 
@@ -162,6 +197,13 @@ class _RecordingMachine(SimulatedMachine):
         del scratch
         for number in instruction.frees:
             buffers.pop(number, None)
+
+    def open_input(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> Any:
+        loader = super(_RecordingMachine, self).open_input(source, batch, order, row_bytes)
+        if self.on_host:
+            return loader
+        num_buffers, strip_bytes, _ = reader_bytes(order, row_bytes)
+        return _RecordedStripLoader(loader, self.memory, strip_bytes, sum(map(bool, order)) - num_buffers)
 
     def residual_buffers(self, saved: Residuals, slots: Sequence[int]) -> list[Any]:
         return [saved.values]

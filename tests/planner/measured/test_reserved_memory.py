@@ -17,8 +17,9 @@ from sft.api.pipeline import search
 from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
+from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
-from sft.planner.measured.allocation_trace import record_step
+from sft.planner.measured.allocation_trace import _RecordingMachine, record_step
 from sft.planner.measured.reserved_memory import choose_segments, resident_sizes, simulate_reserved_memory
 from sft.runtime.caching_allocator import AllocatorSettings
 from tests.helpers.models import seeded
@@ -120,3 +121,15 @@ def test_a_plan_for_a_gpu_of_another_machine_fits_by_its_reserved_bytes() -> Non
     assert 0 < plan.overhead_bytes < plan.projected_peak_bytes
     assert "reserved" in plan.explain()
     assert sft.plan(model, (1, 3, 1024, 1024), budget=budget, device="cpu").projected_reserved_bytes == 0
+
+
+def test_strips_of_an_input_are_freed_before_the_next_but_one_is_allocated() -> None:
+    """As by the loader of tensors: between the two, other tensors may take the memory of a strip."""
+    machine = _RecordingMachine(on_host=False)
+    order = [Interval(0, 4), Interval(4, 8), Interval(8, 12)]
+    loader = machine.open_input(None, Interval(0, 1), order, 10)
+    for rows in order:
+        strip = loader.take(rows)
+        del strip
+    loader.close()
+    assert machine.recorder.trace().events == ((1, 40), (2, 40), (1, 0), (3, 40), (2, 0), (3, 0))

@@ -57,3 +57,17 @@ def test_time_of_a_step() -> None:
 def test_rates_of_the_time_model() -> None:
     name, _ = _newest("rates")
     assert _link("measured rates", name, "../") in (_ROOT / "docs" / "gpu.md").read_text()
+
+
+def test_times_of_other_steps() -> None:
+    name, results = _newest("steps")
+    steps, text = {step["name"]: step for step in results["steps"]}, (_ROOT / "docs" / "gpu.md").read_text()
+
+    def milliseconds(case: str, key: str = "seconds") -> str:
+        return f"{1e3 * steps[case][key][1]:.1f} ms"
+
+    graphs = f"{milliseconds('resnet18 frozen strips')} a step without graphs, and "
+    assert _link(f"{graphs}{milliseconds('resnet18 frozen strips, CUDA graphs')} with them", name, "../") in text
+    assert _link(f"{steps['vgg16 large']['seconds'][1]:.2f} s", name, "../") in text
+    small = f"{milliseconds('resnet18 frozen step')}, and eager PyTorch {milliseconds('resnet18 frozen step', 'plain_seconds')}"
+    assert _link(small, name, "../") in text

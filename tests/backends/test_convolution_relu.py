@@ -81,7 +81,7 @@ def test_cudnn_runs_where_the_settings_permit_it(monkeypatch: pytest.MonkeyPatch
     operands = _operands("3x3")
     assert torch.equal(module._by_cudnn(*operands), _two_operators(*operands)) and num_calls == 1
     assert module._by_cudnn(*_operands("3x3", dtype=torch.float64)).dtype == torch.float64 and num_calls == 1
-    with torch.backends.cudnn.flags(deterministic=True):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         module._by_cudnn(*operands)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     module._by_cudnn(*operands)

@@ -540,4 +540,4 @@ def test_no_command_shows_five_examples(capsys: pytest.CaptureFixture[str]) -> N
     help_text = _parser().format_help()
     assert all(words[3] in help_text for words in examples)
     assert main(["--json"]) == 2
-    assert "subcommand" in capsys.readouterr().err
+    assert "--json" in capsys.readouterr().err

@@ -26,8 +26,10 @@ def is_chunked_array(value: object) -> bool:
 
     >>> is_chunked_array(np.zeros(3)), is_chunked_array([0.0])
     (False, False)
+    >>> is_chunked_array(np.int64(3))
+    False
     """
-    if isinstance(value, (np.ndarray, Tensor)):
+    if isinstance(value, (np.ndarray, np.generic, Tensor)):
         return False
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return isinstance(shape, tuple) and isinstance(dtype, np.dtype) and hasattr(value, "__getitem__") and not hasattr(value, "rows")

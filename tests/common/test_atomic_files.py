@@ -142,6 +142,7 @@ def test_a_folder_of_foreign_files_is_no_run_folder(tmp_path: Path) -> None:
             (tmp_path / "splits.csv").write_text("of the run")
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_one_owner_until_the_last_reference(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError):

@@ -154,6 +154,7 @@ def test_a_bar_is_shown_to_people_who_ask(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
     _measure(_Block())
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sft.common.terminal.progress_display._DELAY_SECONDS", 0.0)
     _measure(_Block(), progress=True)
     captured = capsys.readouterr()
     assert "timing programs" in captured.err and not captured.out

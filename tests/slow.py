@@ -306,6 +306,8 @@ SLOW = frozenset((*_TESTS, *(f"{test}[{parameter}]" for test, parameters in _PAR
 #: Tests of many cases that differ little: `make test` runs about one of so many, and each value of each parameter once at least;
 #: `make test-slow` runs the others.
 SAMPLED = {
+    "test_window_chunks.py::test_chunks_of_windows_equal_plain": 2,
+    "test_peers_benchmark.py::test_every_method_takes_the_same_step": 3,
     "test_position_grids.py::test_a_dot_is_in_the_cell_that_responds_most": 3,
     "test_buffer_reuse.py::test_results_do_not_change": 2,
     "test_geotiff.py::test_missing_tiles_xarray_spatial_1036_deck_gl_raster_168": 4,

@@ -257,6 +257,9 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
+    "test_plan_figure.py::test_bars_of_many_segments_can_be_seen",
+    "test_rank_failures.py::test_a_rank_that_begins_the_next_step_too_early",
+    "test_wsi_cli.py::test_a_real_slide_from_the_table_to_the_heatmap",
     "test_weight_grad_blocks.py::test_blocks_of_all_widths",
     "test_non_image_inputs.py::test_ids_alone_masks_and_other_sizes",
     "test_band_region.py::test_resnet18_with_norms_in_training",

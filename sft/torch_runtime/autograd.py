@@ -232,6 +232,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
             return _grads_of_tensors(ctx, leaf_grads, reached)
         ctx.recorded = None
         tape = _recompute_tape(region, inputs, leaves)
+        if not consume:
+            inputs.check_retain_graph()
+            ctx.tape, tape = tape, tape.fork()
     assert tape is not None
     tape.values.by_name.update(leaves)
     tape.values.by_name.update(inputs.sources)

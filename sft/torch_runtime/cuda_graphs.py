@@ -14,8 +14,10 @@ is a warning.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
@@ -31,7 +33,16 @@ from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.runtime.region import Region
 from sft.runtime.tiled_segment import TiledSegment
 
-__all__ = ["ActiveGraphs", "CudaGraphRecorder", "GraphCache", "GraphRecorder", "Recordings", "buffer_bytes", "recordable_programs"]
+__all__ = [
+    "ActiveGraphs",
+    "CudaGraphRecorder",
+    "GraphCache",
+    "GraphRecorder",
+    "Recordings",
+    "buffer_bytes",
+    "recordable_programs",
+    "recording_stream",
+]
 
 #: Roles of ports whose tensors are written.
 _WRITTEN = frozenset({"out", "grad_source", "partial", "grad_side"})
@@ -52,22 +63,36 @@ class GraphRecorder(Protocol):
         """Run the work at least once, and return a function that repeats it on the same memory."""
 
 
+_STREAMS: dict[torch.device, Any] = {}
+_STREAMS_LOCK = threading.RLock()
+
+
+@contextmanager
+def recording_stream(device: torch.device) -> Iterator[Any]:
+    """The stream of all recordings on a device, for one recording at a time.
+
+    Libraries keep a workspace for each stream that they have used, so a stream for each plan would add one to the memory of the process.
+    """
+    with _STREAMS_LOCK:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        yield _STREAMS[device]
+
+
 @dataclass(slots=True)
 class CudaGraphRecorder:
-    """Recorder of CUDA graphs, all on one stream (libraries keep workspaces for each stream that they have used) and in one memory pool.
+    """Recorder of CUDA graphs in one memory pool.
 
     Attributes:
         device: the GPU.
     """
 
     device: torch.device
-    _stream: torch.cuda.Stream | None = None
     _pool: Any = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run the work once on the recording stream, which compiles and selects kernels, then record it."""
-        with torch.cuda.device(self.device):
-            stream = self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.device(self.device), recording_stream(self.device) as stream:
             stream.wait_stream(torch.cuda.current_stream())
             try:
                 with torch.cuda.stream(stream):
@@ -192,6 +217,10 @@ class GraphCache:
         """Run a program by replaying its recording; ``None`` if it is not to be recorded."""
         if id(program) not in self._program_ids:
             return None
+        with torch.inference_mode(False), torch.no_grad():  # the buffers of a recording are written in calls of every mode
+            return self._run(program, bindings, run)
+
+    def _run(self, program: Program, bindings: PortBindings, run: RunProgram) -> dict[Port, Tensor] | None:
         addresses = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _has_fixed_address(port, self.weights))
         recording = self._recordings.get(id(program))
         if recording is None or recording.weight_addresses != addresses:

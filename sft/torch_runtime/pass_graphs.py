@@ -26,7 +26,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,8 +40,10 @@ from sft.common.errors import SftError
 from sft.runtime.region import Region, Tape
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
+from sft.torch_runtime.cuda_graphs import recording_stream
 from sft.torch_runtime.device_pool import reserve_pool
 from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
+from sft.torch_runtime.profiling import kernel_settings
 
 __all__ = ["CudaPassRecorder", "PassGraphs", "PassRecorder", "RecordedCall", "can_record_passes"]
 
@@ -69,7 +72,7 @@ class PassRecorder(Protocol):
 
 @dataclass(slots=True)
 class CudaPassRecorder:
-    """Recorder of CUDA graphs, on a stream of its own, in one memory pool.
+    """Recorder of CUDA graphs in one memory pool.
 
     Attributes:
         device: the GPU.
@@ -78,7 +81,6 @@ class CudaPassRecorder:
 
     device: torch.device
     segments: tuple[int, ...] | None
-    _stream: Any = None
     _pool: Any = None
 
     @property
@@ -87,16 +89,15 @@ class CudaPassRecorder:
             return torch.cuda.is_current_stream_capturing()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self.device):
-            self._stream = self._stream or torch.cuda.Stream()
-            with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), recording_stream(self.device) as stream:
+            with torch.cuda.stream(stream):
                 # cuBLAS keeps its workspace for each thread and stream, so it must not be part of the recording.
                 torch.cuda.current_blas_handle()
                 if self._pool is None:
                     self._pool = reserve_pool(self.device, self.segments or ())
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may use the device during the recording.
-            with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool.id, stream=stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay
 
@@ -137,9 +138,10 @@ class _Recording:
 
     def run(self, values: Mapping[str, Tensor]) -> None:
         """Replay the pass on values."""
-        for name, tensor in self.inputs.items():
-            tensor.copy_(values[name])
-        self.replay()
+        with _recording_mode():
+            for name, tensor in self.inputs.items():
+                tensor.copy_(values[name])
+            self.replay()
         if LISTENERS and not self.is_new:
             note_flops(self.flops)
         self.is_new = False
@@ -273,14 +275,16 @@ class PassGraphs:
             tape, step.tape = step.tape, None
             if step is not self._step or tape is None:
                 return False
-            inputs = {name: _empty_like(grad) for name, grad in output_grads.items()}
+            # Dense and in the layout of images, as the caller's gradient may be expanded.
+            layouts = {name: CHANNELS_LAST.get(grad.dim(), torch.contiguous_format) for name, grad in output_grads.items()}
+            inputs = {name: torch.empty_like(grad, memory_format=layouts[name]) for name, grad in output_grads.items()}
             step.backward = self._record(inputs, lambda: run(tape, dict(inputs)))
             return step.backward is not None
 
     def _recorded_step(self, leaves: Mapping[str, Tensor], run: RunForward, keep: bool) -> _RecordedStep | None:
         """The recording for these weights; ``None`` if there is none."""
         addresses = tuple((name, leaves[name].data_ptr(), leaves[name].stride()) for name in sorted(self.fixed) if name in leaves)
-        key = (*addresses, *_kernel_settings())
+        key = (*addresses, torch.backends.cudnn.enabled, *kernel_settings().values())
         if self._step is not None and self._step.key == key:
             return self._step
         self._step = None
@@ -289,7 +293,8 @@ class PassGraphs:
             self._disable()
             return None
         tapes: list[Tape] = []
-        inputs = {name: torch.empty_like(leaf) for name, leaf in leaves.items() if name not in self.fixed}
+        with _recording_mode():
+            inputs = {name: torch.empty_like(leaf) for name, leaf in leaves.items() if name not in self.fixed}
 
         def work() -> dict[str, Tensor]:
             outputs, tape = run({**leaves, **inputs})
@@ -306,7 +311,7 @@ class PassGraphs:
         results: dict[str, Tensor] = {}
         flops: list[int] = []
         try:
-            with report_flops(flops.append):
+            with _recording_mode(), report_flops(flops.append):
                 replay = self.recorder.record(lambda: results.update(work()))
         except RuntimeError as error:
             if isinstance(error, SftError):
@@ -328,14 +333,8 @@ class PassGraphs:
         self.clear()
 
 
-def _kernel_settings() -> tuple[Any, ...]:
-    """Settings of torch by which operators choose their kernels."""
-    cudnn = torch.backends.cudnn
-    settings = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision)  # type: ignore[attr-defined]  # it makes itself an object
-    return (*settings, torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled())
-
-
-def _empty_like(grad: Tensor) -> Tensor:
-    """Tensor for a gradient of an output: dense and in the layout of images, as the caller's gradient may be expanded."""
-    layout = CHANNELS_LAST.get(grad.dim(), torch.contiguous_format)
-    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device, memory_format=layout)
+@contextmanager
+def _recording_mode() -> Iterator[None]:
+    """Mode of torch in which tensors of a recording are made and written: calls of every mode use them, also outside of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

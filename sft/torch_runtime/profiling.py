@@ -48,6 +48,7 @@ __all__ = [
     "SimulatedResiduals",
     "TimingCache",
     "cache_folder",
+    "kernel_settings",
     "open_timing_cache",
     "producer_program",
     "program_hash",
@@ -278,6 +279,13 @@ def timing_environment(device: torch.device) -> dict[str, str | int | bool]:
         "torch": torch.__version__,
         "sft": _sft_version(),
         "threads": torch.get_num_threads(),
+        **kernel_settings(),
+    }
+
+
+def kernel_settings() -> dict[str, str | bool]:
+    """Settings of torch by which operators of cuDNN and cuBLAS choose their kernels."""
+    return {
         "matmul_precision": torch.backends.cuda.matmul.fp32_precision,
         "convolution_precision": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # it makes itself an object
         "cudnn_benchmark": torch.backends.cudnn.benchmark,

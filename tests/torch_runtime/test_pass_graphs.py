@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -235,6 +236,34 @@ def test_replayed_inference() -> None:
         outputs = [net(_input(seed, requires_grad=False)) for seed in range(4)]
         _assert_close(outputs, [plain(_input(seed, requires_grad=False)) for seed in range(4)])
     assert graphs.num_replays == 3 and recorder.num_records == 1
+
+
+def test_inference_mode_and_later_calls_share_a_recording() -> None:
+    net, plain = _pair()
+    graphs, recorder = _recorded(net, _input(0, requires_grad=False), grad=False)
+    for number, mode in enumerate([torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode]):
+        with mode():
+            x = _input(number, requires_grad=False)
+            _assert_close([net(x)], [plain(x)])
+    assert graphs.num_replays == 3 and recorder.num_records == 1
+
+
+def test_a_repeated_backward_pass_without_a_recording() -> None:
+    """The recording of the backward pass fails in a pass that retains the graph."""
+    net, plain = _pair(_Upsampled)
+    _recorded(net, _input(0), fails_at=2)
+    results = []
+    for one in (net, plain):
+        _step(one, _input(0))
+        one.zero_grad(set_to_none=True)
+        x = _input(1)
+        y = one(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        results.append(_results(one, x, y))
+    _assert_close(*results)
 
 
 def test_moved_weights_are_recorded_again() -> None:

@@ -1,8 +1,7 @@
 """Allocation trace: all allocations and frees of one step of a plan on a device, in order.
 
 The plan's own schedule runs on a machine that records. Every instruction of every program allocates its results, and frees what the program
-frees after it, so the peak of the requested bytes is that of the projection, or less where strips of inputs
-are freed early.
+frees after it, so the peak of the requested bytes is that of the projection, or less where strips of inputs are freed early.
 """
 
 from __future__ import annotations

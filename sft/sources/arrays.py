@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from sft.common.interval import Interval
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import Pixels, Size, check_level, check_region, dtype_range
-from sft.sources.normalize import PIXEL_DTYPES, Normalizer, ValueRange
+from sft.sources.normalize import PIXEL_DTYPES, Normalizer, copy_pixels
 from sft.sources.source import check_rows, check_samples, equal_rows
+from sft.sources.value_range import ValueRange
 from sft.sources.views import resolve_mpp
 
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]
@@ -108,16 +109,34 @@ class ArraySource:
             SourceError: the mapped file was cut short, or chunks cannot be read.
         """
         check_rows(self._name, self.shape, interval, out)
+        self._deliver(interval, out, self._normalizer.fill)
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation of the pixels."""
+        return self._normalizer
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows before normalisation; see `sft.sources.normalize.PixelSource`.
+
+        Raises:
+            InputError: as for `rows`.
+            SourceError: as for `rows`.
+        """
+        check_rows(self._name, self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
+        self._deliver(interval, out, copy_pixels)
+
+    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[HostArray, Tensor], None]) -> None:
         if not interval:
             return
         for sample in range(self.shape[0]):
             if self._pixels is None:
                 assert self._chunks is not None
-                self._normalizer.fill(self._chunks.rows(sample, interval), out[sample])
+                fill(self._chunks.rows(sample, interval), out[sample])
                 continue
             check_mapping(self._given, self._name)
             pixels = self._pixels[sample, interval.start : interval.stop]
-            self._normalizer.fill(pixels, out[sample])
+            fill(pixels, out[sample])
             release_pages(pixels)
 
     def repeated_rows(self, columns: Interval) -> BoolArray:

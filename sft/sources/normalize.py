@@ -8,8 +8,7 @@ so each strip would decode the tiles at its two edges a second time: twice the w
 in blocks that are aligned to the tiles. The blocks at both edges of the last interval are kept, one for a forward sweep and one for a
 reverse sweep: at most two blocks of raw pixels, and a third while it is used.
 
-`load_tensor` reads a full image. Reading everything at once, then converting, permuting and dividing, would need the image four or five
-times over; at 20,000 x 20,000 px each float copy has 4.8 GB. The result is allocated once and filled in place, one strip at a time.
+`load_tensor` reads a full image into one allocation, a strip at a time.
 
 Both have the same bits: subtract ``low + span * mean``, divide by ``span * std``, where ``span`` is ``high - low``, in float32 or the wider
 requested type, one rounding each. NumPy does it, since torch would start a second team of OpenMP threads in the reader thread, which
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, TypeAlias
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,9 +31,10 @@ from sft.common.interval import Interval
 from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
-from sft.sources.source import check_rows, image_equal_rows
+from sft.sources.source import Source, check_rows, image_equal_rows
+from sft.sources.value_range import ValueRange, low_and_span
 
-__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "ValueRange", "load_tensor", "normalizer_of"]
+__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "PixelSource", "copy_pixels", "load_tensor", "normalizer_of"]
 
 #: Numbers are converted, shifted and scaled in pieces of this size: three passes over memory that stays in the cache, and the bound
 #: of the scratch where the result has another type or layout.
@@ -52,8 +52,6 @@ PIXEL_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-#: ``(low, high)`` of all channels, or one pair a channel.
-ValueRange: TypeAlias = tuple[float, float] | Sequence[tuple[float, float]]
 
 
 class Normalizer:
@@ -94,7 +92,7 @@ class Normalizer:
                 "Convert them."
             )
         if value_range is not None:
-            self._low, self._span = _low_and_span(value_range, num_channels)
+            self._low, self._span = low_and_span(value_range, num_channels)
         elif clip and pixel_dtype.is_floating_point:
             raise InputError(f"cannot clip pixels of {pixel_dtype}: the type has no range. Give value_range=(low, high).")
         self.clip = clip
@@ -147,6 +145,20 @@ class Normalizer:
             if scratch is not None:
                 target[top:bottom].copy_(torch.from_numpy(piece))
 
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """Type of the pixels."""
+        return self._pixel_dtype
+
+    def channel_values(self, work_dtype: torch.dtype) -> tuple[tuple[AnyArray, AnyArray] | None, AnyArray, AnyArray]:
+        """Limits (``None`` without `clip`), subtrahend and divisor of each channel, for code that normalises elsewhere bit for bit."""
+        num_channels = len(self.mean)
+        shift, scale = (row[:num_channels] for row in self._shift_and_scale(work_dtype))
+        if not self.clip:
+            return None, shift, scale
+        low, high = (np.broadcast_to(value, num_channels) for value in self._limits(work_dtype))
+        return (low, high), shift, scale
+
     def _shift_and_scale(self, work_dtype: torch.dtype) -> tuple[AnyArray, AnyArray]:
         """Subtrahend and divisor for a full row: a row is one long vector loop, three channels are a short one."""
         if work_dtype not in self._tables:
@@ -164,25 +176,6 @@ class Normalizer:
         low = np.asarray(0 if self._low is None else self._low, dtype)
         span = np.asarray(_UNITS.get(self._pixel_dtype, 1) if self._span is None else self._span, dtype)
         return low, low + span
-
-
-def _low_and_span(value_range: ValueRange, num_channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Lower ends and extents of the value range of each channel.
-
-    >>> _low_and_span((100, 600), 2), _low_and_span([(0, 1), (2, 4)], 2)
-    (((100.0, 100.0), (500.0, 500.0)), ((0.0, 2.0), (1.0, 2.0)))
-    """
-    try:
-        pairs = np.asarray(value_range, np.float64)
-        pairs = np.broadcast_to(pairs, (num_channels, 2)) if pairs.shape == (2,) else pairs
-    except (TypeError, ValueError):
-        pairs = np.empty(0)
-    if pairs.shape != (num_channels, 2) or not np.isfinite(pairs).all() or not (pairs[:, 1] > pairs[:, 0]).all():
-        raise InputError(
-            f"cannot normalise with value_range={value_range!r}: give (low, high) with low < high, or one such pair for each of the "
-            f"{num_channels} channels."
-        )
-    return tuple(pairs[:, 0].tolist()), tuple((pairs[:, 1] - pairs[:, 0]).tolist())
 
 
 def _values(name: str, values: Sequence[float] | None, default: float, num_channels: int) -> tuple[float, ...]:
@@ -208,6 +201,25 @@ def _convert(pixels: HostArray, piece: AnyArray) -> None:
     else:  # planes: along the columns of one channel NumPy's inner loop is long, across the channels it would be three steps
         for channel in range(piece.shape[2]):
             np.copyto(piece[..., channel], pixels[..., channel])
+
+
+def copy_pixels(pixels: HostArray, out: Tensor) -> None:
+    """Copy pixels ``[rows, width, channels]`` unchanged into ``out``, ``[channels, rows, width]`` of their type."""
+    _convert(pixels, out.permute(1, 2, 0).numpy())
+
+
+@runtime_checkable
+class PixelSource(Source, Protocol):
+    """Source that also delivers its pixels in their own type: fewer bytes for a GPU, which then normalises them."""
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation that makes the pixels the source's numbers."""
+        ...
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows as `rows` reads them, before normalisation."""
+        ...
 
 
 #: Some formats have tiles of eight rows. A block is a multiple of the tile height of at least so many rows, since each read costs.
@@ -282,11 +294,34 @@ class Normalized:
             SourceError: the pixels cannot be read.
         """
         check_rows(repr(self.image), self.shape, interval, out)
+        self._deliver(interval, out, self._normalizer.fill)
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation of the pixels."""
+        return self._normalizer
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows before normalisation; see `PixelSource`.
+
+        Raises:
+            InputError: as for `rows`.
+            SourceError: the pixels cannot be read.
+        """
+        check_rows(repr(self.image), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
+        self._deliver(interval, out, copy_pixels)
+
+    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[HostArray, Tensor], None]) -> None:
+        """Read rows in full blocks, and fill their places in the interval's tensor."""
         if not interval:
             return
+
+        def place(rows: Interval, pixels: Pixels, top: int) -> None:
+            fill(pixels[rows.start - top : rows.stop - top], out[0, :, rows.start - interval.start : rows.stop - interval.start])
+
         block_rows = self.block_rows
         if block_rows is None:
-            self._fill(out, interval, interval, self._read_pixels(interval), interval.start)
+            place(interval, self._read_pixels(interval), interval.start)
             return
         first, last = interval.start // block_rows, (interval.stop - 1) // block_rows
         # Blocks outside this interval are dropped before the read.
@@ -294,7 +329,7 @@ class Normalized:
         for index in range(first, last + 1):
             block = Interval(index * block_rows, min((index + 1) * block_rows, self.shape[2]))
             pixels = known[index] if index in known else self._read_pixels(block)
-            self._fill(out, interval, block.intersect(interval), pixels, block.start)
+            place(block.intersect(interval), pixels, block.start)
             known = {kept: known[kept] for kept in known if kept > index or kept == first}
             if index in (first, last):
                 known[index] = pixels
@@ -314,12 +349,6 @@ class Normalized:
     def forget(self) -> None:
         """Drop the blocks kept for the next interval: after a pass, when their memory has a better use."""
         self._blocks = {}
-
-    def _fill(self, out: Tensor, interval: Interval, part: Interval, pixels: Pixels, top: int) -> None:
-        """Normalise the rows `part` of pixels that begin at row `top` into their place in the interval's tensor."""
-        self._normalizer.fill(
-            pixels[part.start - top : part.stop - top], out[0, :, part.start - interval.start : part.stop - interval.start]
-        )
 
     def _read_pixels(self, rows: Interval) -> Pixels:
         _, num_channels, _, width_px = self.shape
@@ -406,14 +435,8 @@ def load_tensor(
             f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: an RGB image needs "
             f"{_NUM_CHANNELS} values of each, every std above 0."
         )
-    # Subtract and divide in float32 whatever the result's type: a strip of bfloat16 pixels would be rounded three
-    # times.
-    work_dtype = torch.promote_types(dtype, torch.float32)
-    shift = torch.tensor(mean, dtype=work_dtype, device="cpu").mul_(255).view(-1, 1, 1)
-    scale = torch.tensor(std, dtype=work_dtype, device="cpu").mul_(255).view(-1, 1, 1)
-
-    height_px, width_px = image.height_px, image.width_px
-    tensor = torch.empty(1, _NUM_CHANNELS, height_px, width_px, dtype=dtype, device="cpu")
+    source = Normalized(image, mean=mean, std=std, dtype=dtype)
+    tensor = torch.empty(source.shape, dtype=dtype, device="cpu")
     top = 0
     for pixels in read_strips(image, rows):
         if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS or pixels.dtype != np.uint8:
@@ -422,9 +445,8 @@ def load_tensor(
                 "source to RGB, or read it through sft.sources.Normalized."
             )
         bottom = top + pixels.shape[0]
-        strip = torch.from_numpy(pixels).permute(2, 0, 1).to(work_dtype)
-        tensor[0, :, top:bottom].copy_(strip.sub_(shift).div_(scale))
+        source.normalizer.fill(pixels, tensor[0, :, top:bottom])
         top = bottom
         if progress is not None:
-            progress(top, height_px)
+            progress(top, source.shape[2])
     return tensor

@@ -7,7 +7,7 @@ backward, two rows of cells suffice to decode each cell once a pass. A bag of ti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from fractions import Fraction
 from math import gcd
@@ -23,9 +23,10 @@ from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, pixel_dtype
-from sft.sources.normalize import ValueRange, normalizer_of
+from sft.sources.normalize import Normalizer, copy_pixels, normalizer_of
 from sft.sources.resample import Resampled
 from sft.sources.source import check_rows, check_samples
+from sft.sources.value_range import ValueRange
 from sft.sources.views import RasterView
 
 __all__ = ["Tiles"]
@@ -148,11 +149,29 @@ class Tiles:
             SourceError: pixels cannot be read.
         """
         check_rows(repr(self), self.shape, interval, out)
+        self._deliver(interval, out, self._normalizer.fill)
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation of the pixels."""
+        return self._normalizer
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows of every tile before normalisation; see `sft.sources.normalize.PixelSource`.
+
+        Raises:
+            InputError: as for `rows`.
+            SourceError: pixels cannot be read.
+        """
+        check_rows(repr(self), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
+        self._deliver(interval, out, copy_pixels)
+
+    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Pixels, Tensor], None]) -> None:
         if not interval:
             return
         boxes = [(int(x), int(y) + interval.start, self.shape[3], len(interval)) for x, y in self.positions_px]
         for index, pixels in enumerate(self._cells.boxes(boxes)):
-            self._normalizer.fill(pixels, out[index])
+            fill(pixels, out[index])
 
     def forget(self) -> None:
         """Drop all decoded cells."""

@@ -1,8 +1,9 @@
-"""Value ranges by percentiles: robust limits of each channel for `sft.sources.Normalized`, from a bounded number of pixels."""
+"""Value ranges: limits of each channel for `sft.sources.Normalized`, given, or percentiles of a bounded number of pixels."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,10 @@ from sft.common.errors import InputError
 from sft.sources.image import Image, pixel_dtype
 from sft.sources.views import RasterView
 
-__all__ = ["percentile_range"]
+__all__ = ["ValueRange", "low_and_span", "percentile_range"]
+
+#: ``(low, high)`` of all channels, or one pair a channel.
+ValueRange: TypeAlias = tuple[float, float] | Sequence[tuple[float, float]]
 
 #: Pixels that a measurement reads, about; the bound of its memory.
 _MAX_PIXELS = 1 << 22
@@ -68,3 +72,22 @@ def _sample(image: Image) -> npt.NDArray[Any]:
     blocks = np.unique(np.linspace(0, num_blocks - 1, num_read).round().astype(np.int64)).tolist()
     pieces = [view.read(0, top, width, min(_BLOCK_ROWS, height - top), level) for top in (block * _BLOCK_ROWS for block in blocks)]
     return np.concatenate([piece.reshape(-1, piece.shape[2]) for piece in pieces]).astype(pixel_dtype(image), copy=False)
+
+
+def low_and_span(value_range: ValueRange, num_channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Lower ends and extents of the value range of each channel.
+
+    >>> low_and_span((100, 600), 2), low_and_span([(0, 1), (2, 4)], 2)
+    (((100.0, 100.0), (500.0, 500.0)), ((0.0, 2.0), (1.0, 2.0)))
+    """
+    try:
+        pairs = np.asarray(value_range, np.float64)
+        pairs = np.broadcast_to(pairs, (num_channels, 2)) if pairs.shape == (2,) else pairs
+    except (TypeError, ValueError):
+        pairs = np.empty(0)
+    if pairs.shape != (num_channels, 2) or not np.isfinite(pairs).all() or not (pairs[:, 1] > pairs[:, 0]).all():
+        raise InputError(
+            f"cannot normalise with value_range={value_range!r}: give (low, high) with low < high, or one such pair for each of the "
+            f"{num_channels} channels."
+        )
+    return tuple(pairs[:, 0].tolist()), tuple((pairs[:, 1] - pairs[:, 0]).tolist())

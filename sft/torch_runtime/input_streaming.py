@@ -4,6 +4,9 @@ On CUDA the reader's buffers are page-locked, and strips are copied on the strea
 (``sft.torch_runtime.offload``). A strip's memory on the device is allocated one strip ahead, on the computation's stream. Its copy waits
 for an event recorded then, so that it runs while the strip before is computed. The host waits for a copy only when all but one of the
 reader's buffers are being copied.
+
+A `sft.sources.normalize.PixelSource` sends its pixels, a quarter of the bytes for uint8, and the device normalises them with the operations
+of the host: the same bits. One of the two strips on the device then has the pixels of the next strip, so the bytes stay those of the plan.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor
 from sft.common.array_types import ByteArray
 from sft.common.interval import Interval
 from sft.common.pinned_memory import copy_streams
+from sft.sources.host_arrays import AnyArray
+from sft.sources.normalize import Normalizer, PixelSource
 from sft.sources.source import Source, select_samples
 from sft.sources.strip_reader import (
     NUM_RING_BUFFERS,
@@ -34,11 +39,11 @@ from sft.sources.strip_reader import (
 from sft.torch_runtime.pass_statistics import PassReading
 from sft.torch_runtime.staging import HostStaging, StagingRange
 
-__all__ = ["SourceStripLoader", "load_source", "upload_rows"]
+__all__ = ["DeviceNormalizer", "SourceStripLoader", "Uploads", "load_source", "upload_rows"]
 
 
 @dataclass(slots=True)
-class _Uploads:
+class Uploads:
     """Copies of strips to a CUDA device, from page-locked buffers of a reader.
 
     Attributes:
@@ -77,6 +82,67 @@ class _Uploads:
             event.synchronize()
 
 
+class _Pixels:
+    """A source's rows before normalisation: a `sft.sources.Source` of the pixels' type."""
+
+    def __init__(self, source: PixelSource) -> None:
+        self._source = source
+        self.shape, self.dtype = source.shape, source.normalizer.pixel_dtype
+
+    def __repr__(self) -> str:
+        return repr(self._source)
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out`` with pixels."""
+        self._source.pixel_rows(interval, out)
+
+
+class DeviceNormalizer:
+    """A normalizer's operations on a device, bit for bit those of the host: each rounds once.
+
+    Args:
+        normalizer: the normalisation.
+        dtype: float32 or float64.
+        device: the device.
+    """
+
+    def __init__(self, normalizer: Normalizer, dtype: torch.dtype, device: torch.device) -> None:
+        def vector(values: AnyArray) -> Tensor:
+            # Filled, not copied: a copy would wait for the device. A divisor that is a number would become a reciprocal.
+            data = torch.empty(len(values), 1, 1, dtype=dtype, device=device)
+            for channel, value in enumerate(values.tolist()):
+                data[channel].fill_(value)
+            return data
+
+        limits, shift, scale = normalizer.channel_values(dtype)
+        self._limits = None if limits is None else (vector(limits[0]), vector(limits[1]))
+        self._shift, self._scale = vector(shift), vector(scale)
+
+    def __call__(self, pixels: Tensor, out: Tensor) -> None:
+        """Normalise ``pixels`` into ``out``; both are ``[N, C, rows, W]``."""
+        out.copy_(pixels)
+        if self._limits is not None:
+            out.clamp_(*self._limits)
+        out.sub_(self._shift).div_(self._scale)
+
+
+@dataclass(slots=True)
+class _PixelStaging:
+    """Device memory for the pixels of the next strip.
+
+    Attributes:
+        data: bytes, as many as the tallest strip has after normalisation: the size that the plan counts, and the allocator reuses.
+        free: event from which on the pixels may be overwritten.
+        dtype: of the pixels.
+        normalize: makes them the numbers of the strip.
+    """
+
+    data: Tensor
+    free: Any
+    dtype: torch.dtype
+    normalize: DeviceNormalizer
+
+
 class SourceStripLoader:
     """Loader of strips of a source, which a thread on the host reads ahead.
 
@@ -104,15 +170,22 @@ class SourceStripLoader:
         self._num_left = 0
         samples = select_samples(source, batch)
         self._dtype, num_row_bytes = samples.dtype, row_bytes(samples)
+        self._pixels: _PixelStaging | None = None
         if device.type != "cuda":
             self._reader: StripReader | None = StripReader(samples, order)
             return
         self._staging = staging or HostStaging()
         num_targets, self._target_bytes, _ = reader_bytes(order, num_row_bytes)
-        self._uploads = _Uploads(device, self._staging.allocate(ring_bytes_of(order, num_row_bytes)))
+        self._uploads = Uploads(device, self._staging.allocate(ring_bytes_of(order, num_row_bytes)))
         self._num_left = sum(map(bool, order))
         for _ in range(num_targets):
             self._allocate_target()
+        if num_targets > 1 and isinstance(samples, PixelSource) and _is_smaller(samples):
+            data, allocated = self._targets.popleft()
+            normalize = DeviceNormalizer(samples.normalizer, samples.dtype, device)
+            self._pixels = _PixelStaging(data, allocated, samples.normalizer.pixel_dtype, normalize)
+            self._num_left += 1
+            samples = _Pixels(samples)
         self._reader = StripReader(samples, order, num_buffers=NUM_RING_BUFFERS, allocate=self._uploads.allocate)
 
     def take(self, rows: Interval) -> Tensor:
@@ -137,16 +210,24 @@ class SourceStripLoader:
             data = torch.empty(self._target_bytes, dtype=torch.uint8, device=self._device)
             self._targets.append((data, torch.cuda.current_stream(self._device).record_event()))
 
-    def _upload(self, uploads: _Uploads, reader: StripReader, rows: Interval) -> Tensor:
+    def _upload(self, uploads: Uploads, reader: StripReader, rows: Interval) -> Tensor:
         """The next strip on a CUDA device."""
         uploads.make_room()
         strip = reader.take(rows)
-        if len(self._targets) < 2:  # the strip before is dropped
+        pixels = self._pixels
+        if len(self._targets) < (1 if pixels else 2):  # the strip before is dropped
             self._allocate_target()
         data, allocated = self._targets.popleft()
-        num, channels, num_rows, width = strip.shape
-        target = data[: strip.numel() * strip.element_size()].view(self._dtype).view(num, num_rows, width, channels).permute(0, 3, 1, 2)
-        uploads.copy(target, strip, allocated)
+        target = _strip_of(data, self._dtype, strip.shape)
+        if pixels is None:
+            uploads.copy(target, strip, allocated)
+            return target
+        staged = _strip_of(pixels.data, pixels.dtype, strip.shape)
+        uploads.copy(staged, strip, pixels.free)
+        pixels.normalize(staged, target)
+        pixels.free = torch.cuda.current_stream(self._device).record_event()
+        if not self._num_left and not self._targets:  # the last strip
+            self._pixels = None
         return target
 
     def close(self) -> None:
@@ -159,11 +240,25 @@ class SourceStripLoader:
         if self._uploads is not None:
             assert self._staging is not None
             self._uploads.finish()
+            self._pixels = None  # no copy writes to it any more
             self._staging.free(self._uploads.staged)
         self._statistics.read_seconds += reader.read_seconds
         self._statistics.waited_seconds += reader.waited_seconds
         self._statistics.num_rows_read += reader.num_rows_read * self._num_batch
         self._statistics.read_bytes += reader.read_bytes
+
+
+def _is_smaller(source: PixelSource) -> bool:
+    """True if a source's pixels take fewer bytes than its numbers, and a device normalises them as the host does."""
+    pixel_dtype = source.normalizer.pixel_dtype
+    return source.dtype in (torch.float32, torch.float64) and pixel_dtype.itemsize < source.dtype.itemsize and pixel_dtype != torch.bfloat16
+
+
+def _strip_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A strip ``[N, C, rows, W]``, channels last, in the first bytes of device memory."""
+    num, channels, num_rows, width = shape
+    numbers = data[: num * channels * num_rows * width * dtype.itemsize].view(dtype)
+    return numbers.view(num, num_rows, width, channels).permute(0, 3, 1, 2)
 
 
 def upload_rows(source: Source, out: Tensor, statistics: PassReading, staging: HostStaging) -> None:
@@ -174,7 +269,7 @@ def upload_rows(source: Source, out: Tensor, statistics: PassReading, staging: H
     """
     num, _, height, _ = source.shape
     chunks = read_chunks(height, row_bytes(source))
-    uploads = _Uploads(out.device, staging.allocate(ring_bytes_of(chunks, row_bytes(source))))
+    uploads = Uploads(out.device, staging.allocate(ring_bytes_of(chunks, row_bytes(source))))
     allocated = torch.cuda.current_stream(out.device).record_event()
     reader = StripReader(source, chunks, num_buffers=NUM_RING_BUFFERS, allocate=uploads.allocate)
     try:

@@ -20,8 +20,10 @@ import sft
 from sft.planner.projection import project_step
 from sft.runtime.streamed_inputs import row_read_order
 from sft.runtime.tiled_segment import TiledSegment
+from sft.sources import ArraySource
 from sft.sources.sink import ArraySink
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
+from sft.torch_runtime.input_streaming import Uploads
 from sft.torch_runtime.offload import HostOffloader
 from sft.torch_runtime.weight_streaming import WeightPass
 from sft.weights import HostStore, RecordLayout, TensorSpec, WeightStream
@@ -48,6 +50,9 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
     "strips": (Residual, {"tile": (8, None), "state_every": 2}, {}),
     "offload": (TinyUNet, {"strategy": "offload-dp", **_HOST}, {"budget": "least"}),
     "source": (ConvNet, {"tile": (8, None), "state_every": 2}, {"source": True}),
+    "source-pixels": (ConvNet, {"tile": (8, None), "state_every": 2}, {"pixels": "uint8"}),
+    "source-pixels-16": (ConvNet, {"tile": (8, None)}, {"pixels": "uint16"}),
+    "source-pixels-whole": (ConvNet, {"strategy": "none"}, {"pixels": "uint8"}),
     "source-whole": (ConvNet, {"strategy": "none"}, {"source": True}),
     "host-output": (ConvNet, {"tile": (8, None)}, {"output": "host"}),
     "host-output-whole": (ConvNet, {"strategy": "none"}, {"output": "host"}),
@@ -61,7 +66,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
 def _steps(net: Any, x: Any, *, optimizer: Any = None) -> list[Tensor]:
     """Results of two steps."""
     update = None if optimizer is None else sft.StreamedOptimizer(net, optimizer, lr=0.1)
-    source, shape = isinstance(x, np.ndarray), x.shape
+    source, shape = not isinstance(x, Tensor), x.shape
     results: list[Tensor] = []
     for seed in range(2):
         sink = np.zeros(shape, np.float64)
@@ -87,7 +92,15 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
             chosen["weights"] = sft.WeightsFile(folder / f"{number}.safetensors", durable=False)
         output = {"output": setting["output"]} if "output" in setting else {}
         nets.append(sft.compile(copy.deepcopy(model), shape, budget=budget, options=sft.Options(**chosen), **output))
+    if setting.get("pixels"):
+        return nets, _pixels(shape, setting["pixels"])
     return nets, image(*shape).numpy() if setting.get("source") else image(*shape)
+
+
+def _pixels(shape: tuple[int, ...], dtype: str) -> ArraySource:
+    """Pixels with a normalisation of each channel."""
+    array = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    return ArraySource(array, layout="NCHW", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), dtype=torch.float64, value_range=(3, 200), clip=True)
 
 
 #: Modules with copies between the devices that make the host wait, by case.
@@ -102,7 +115,7 @@ def test_steps_have_no_races(name: str, tmp_path: Path) -> None:
     optimizer = _CASES[name][2].get("optimizer")
     (on_cpu, on_gpu), x = _compiled(name, tmp_path)
     expected = _steps(on_cpu, x, optimizer=optimizer)
-    if isinstance(x, np.ndarray):
+    if not isinstance(x, Tensor):
         on_gpu.plan_for(x, input_grad=np.zeros(x.shape))
     with gpu_steps() as gpu:
         results = _steps(on_gpu, x, optimizer=optimizer)
@@ -253,6 +266,35 @@ def test_a_reader_that_does_not_wait_for_its_copies_is_reported(tmp_path: Path) 
         patches.setattr(FakeEvent, "synchronize", lambda event: None)
         _steps(net, x)
     assert any("read of a strip" in report and "input_streaming.py" in report for report in gpu.checker.races)
+
+
+@pytest.mark.parametrize("stream", ["stream ", "computation"])
+def test_pixels_without_a_wait_are_reported(stream: str, tmp_path: Path) -> None:
+    """They would be overwritten with those of the next strip, or normalised before they arrive."""
+    (_, net), x = _compiled("source-pixels", tmp_path)
+    net.plan_for(x, input_grad=np.zeros(x.shape))
+    with gpu_steps() as gpu, pytest.MonkeyPatch.context() as patches:
+        _without_event_waits(stream)(patches)
+        _steps(net, x)
+    assert any("input_streaming.py" in report for report in gpu.checker.races)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("source-pixels", torch.uint8), ("source-pixels-whole", torch.float64)])
+def test_pixels_are_copied_in_their_own_type(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """One byte a number in place of eight; an image that is resident is normalised on the host."""
+    (_, net), x = _compiled(name, tmp_path)
+    net.plan_for(x, input_grad=np.zeros(x.shape))
+    copied = set()
+    with gpu_steps(), pytest.MonkeyPatch.context() as patches:
+        copy_strip = Uploads.copy
+
+        def noting(uploads: Uploads, target: Tensor, strip: Tensor, allocated: Any) -> None:
+            copied.add(strip.dtype)
+            copy_strip(uploads, target, strip, allocated)
+
+        patches.setattr(Uploads, "copy", noting)
+        _steps(net, x)
+    assert copied == {dtype}
 
 
 def test_strips_of_a_source_are_in_the_projected_bytes() -> None:

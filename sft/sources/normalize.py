@@ -17,7 +17,6 @@ competes with the network's for the cores.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,7 +31,7 @@ from sft.sources.georeference import Georeference
 from sft.sources.host_arrays import AnyArray, HostArray
 from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.source import Source, check_rows, image_equal_rows
-from sft.sources.value_range import ValueRange, low_and_span
+from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
 
 __all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "PixelSource", "copy_pixels", "load_tensor", "normalizer_of"]
 
@@ -70,7 +69,7 @@ class Normalizer:
         InputError: wrong numbers of values, a mean that is not finite, a std that is not a positive float32, a wrong dtype, an empty range.
     """
 
-    #: subtrahend and divisor of each channel that bring pixels to 0..1; None for those of the type (as in pickles of older releases)
+    #: subtrahend and divisor of each channel that bring pixels to 0..1; None for those of the type
     _low: tuple[float, ...] | None = None
     _span: tuple[float, ...] | None = None
     clip: bool = False
@@ -96,8 +95,8 @@ class Normalizer:
         elif clip and pixel_dtype.is_floating_point:
             raise InputError(f"cannot clip pixels of {pixel_dtype}: the type has no range. Give value_range=(low, high).")
         self.clip = clip
-        self.mean = _values("mean", mean, 0.0, num_channels)
-        self.std = _values("std", std, 1.0, num_channels)
+        self.mean = channel_numbers("mean", mean, 0.0, num_channels)
+        self.std = channel_numbers("std", std, 1.0, num_channels)
         limits = torch.finfo(torch.float32)
         wrong = [value for value in self.mean if not abs(value) < limits.max] + [
             value for value in self.std if not limits.tiny <= value < limits.max / 255
@@ -124,8 +123,11 @@ class Normalizer:
         row_numbers = width_px * num_channels
         step = max(1, min(num_rows, _PIECE_BYTES // (row_numbers * work_dtype.itemsize)))
         # Channels last and of the right type, the result itself is the place to work in.
-        direct = target.dtype is work_dtype and target.is_contiguous()
-        scratch = None if direct else np.empty((step, width_px, num_channels), _NUMPY_DTYPES[work_dtype])
+        scratch = (
+            None
+            if target.dtype is work_dtype and target.is_contiguous()
+            else np.empty((step, width_px, num_channels), _NUMPY_DTYPES[work_dtype])
+        )
         # float - 0 and / 1 would change no bit, so they are left out.
         changes = (
             not self._pixel_dtype.is_floating_point or self._span is not None or any(self.mean) or any(value != 1 for value in self.std)
@@ -176,20 +178,6 @@ class Normalizer:
         low = np.asarray(0 if self._low is None else self._low, dtype)
         span = np.asarray(_UNITS.get(self._pixel_dtype, 1) if self._span is None else self._span, dtype)
         return low, low + span
-
-
-def _values(name: str, values: Sequence[float] | None, default: float, num_channels: int) -> tuple[float, ...]:
-    if values is None:
-        return (default,) * num_channels
-    try:
-        numbers = tuple(float(value) for value in values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"cannot normalise with {name} {values!r}: expected {num_channels} numbers, one a channel.") from error
-    if len(numbers) != num_channels:
-        raise InputError(
-            f"cannot normalise with {name} {numbers}: these are {len(numbers)} values for {num_channels} channels. Give one a channel."
-        )
-    return tuple(math.copysign(0.0, 1.0) if number == 0 else number for number in numbers)  # x - -0.0 is not x for x = -0.0
 
 
 def _convert(pixels: HostArray, piece: AnyArray) -> None:

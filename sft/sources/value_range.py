@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from sft.common.errors import InputError
 from sft.sources.image import Image, pixel_dtype
 from sft.sources.views import RasterView
 
-__all__ = ["ValueRange", "low_and_span", "percentile_range"]
+__all__ = ["ValueRange", "channel_numbers", "low_and_span", "percentile_range"]
 
 #: ``(low, high)`` of all channels, or one pair a channel.
 ValueRange: TypeAlias = tuple[float, float] | Sequence[tuple[float, float]]
@@ -91,3 +92,18 @@ def low_and_span(value_range: ValueRange, num_channels: int) -> tuple[tuple[floa
             f"{num_channels} channels."
         )
     return tuple(pairs[:, 0].tolist()), tuple((pairs[:, 1] - pairs[:, 0]).tolist())
+
+
+def channel_numbers(name: str, values: Sequence[float] | None, default: float, num_channels: int) -> tuple[float, ...]:
+    """The values of a setting with one number a channel, `default` for each if there are none."""
+    if values is None:
+        return (default,) * num_channels
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cannot normalise with {name} {values!r}: expected {num_channels} numbers, one a channel.") from error
+    if len(numbers) != num_channels:
+        raise InputError(
+            f"cannot normalise with {name} {numbers}: these are {len(numbers)} values for {num_channels} channels. Give one a channel."
+        )
+    return tuple(math.copysign(0.0, 1.0) if number == 0 else number for number in numbers)  # x - -0.0 is not x for x = -0.0

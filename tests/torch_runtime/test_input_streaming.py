@@ -391,8 +391,8 @@ def test_a_host_tensor_and_a_model_on_a_gpu() -> None:
 @pytest.mark.parametrize("limits", [{}, {"value_range": (2.5, 190), "clip": True}, {"value_range": [(0, 3), (1, 300), (-5, 7)]}])
 def test_a_device_normalises_pixels_as_the_host_does(pixel_type: str, limits: dict[str, Any], dtype: torch.dtype) -> None:
     pixels = random_pixels(5, 7, 3).astype(pixel_type)
-    for settings_ in ({}, {"mean": MEAN, "std": STD}):
-        source = ArraySource(pixels, dtype=dtype, **settings_, **limits)
+    for mean, std in ((None, None), (MEAN, STD)):
+        source = ArraySource(pixels, mean=mean, std=std, dtype=dtype, **limits)
         rows = Interval(1, 4)
         expected, result = torch.empty(1, 3, 3, 7, dtype=dtype), torch.empty(1, 3, 3, 7, dtype=dtype)
         source.rows(rows, expected)

@@ -100,7 +100,9 @@ def _compiled(name: str, folder: Path) -> tuple[list[Any], Any]:
 def _pixels(shape: tuple[int, ...], dtype: str) -> ArraySource:
     """Pixels with a normalisation of each channel."""
     array = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
-    return ArraySource(array, layout="NCHW", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), dtype=torch.float64, value_range=(3, 200), clip=True)
+    return ArraySource(
+        array, layout="NCHW", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7), dtype=torch.float64, value_range=(3, 200), clip=True
+    )
 
 
 #: Modules with copies between the devices that make the host wait, by case.

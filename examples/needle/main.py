@@ -46,7 +46,7 @@ from sft.wsi import (
 )
 from sft.wsi.cli import main as run_wsi
 from sft.wsi.cli import read_config
-from sft.wsi.eval.heatmap import cells_extent
+from sft.wsi.eval.map_drawing import cells_extent
 from sft.wsi.model.backbones import num_features
 from sft.wsi.model.tasks import Task, make_task
 from sft.wsi.run.files import atomic_write_with_parents, write_text

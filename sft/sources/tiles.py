@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from fractions import Fraction
 from math import gcd
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,7 @@ class Tiles:
         """Cells of the image that were decoded so far, repetitions included; 0 for an image without a known grid of cells."""
         return self._cells.num_decoded
 
-    def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Tiles:
+    def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Self:
         """The bag of some tiles, in this order, without a copy; decoded cells are shared.
 
         Raises:
@@ -131,12 +131,35 @@ class Tiles:
         index = np.asarray(indices)
         if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu" or index.min() < 0 or index.max() >= len(self):
             raise InputError(f"cannot take tiles {indices!r} of {self}: give a list of whole numbers from 0 to {len(self) - 1}.")
+        return self.at(self.positions_px[index])
+
+    def at(self, positions_px: npt.ArrayLike) -> Self:
+        """The bag of the tiles at other positions of the image, such as coordinates of another tool; decoded cells are shared.
+
+        Args:
+            positions_px: column and row of the upper left px of each tile, whole numbers ``[N, 2]``.
+
+        Raises:
+            InputError: no tile, or one that is not inside the image.
+        """
+        positions = np.asarray(positions_px)
+        if positions.ndim != 2 or positions.shape[1] != 2 or not len(positions) or positions.dtype.kind not in "iu":
+            raise InputError(f"cannot take tiles at positions of shape {positions.shape} and {positions.dtype}: give whole numbers [N, 2].")
+        height, width = self.shape[2:]
+        last = np.array([self.image.width_px - width, self.image.height_px - height])
+        outside = np.flatnonzero((positions < 0).any(1) | (positions > last).any(1))
+        if len(outside):
+            raise InputError(
+                f"cannot take the tile of {width} x {height} px at {positions[outside[0]].tolist()} of {self.image} "
+                f"({self.image.width_px} x {self.image.height_px} px): it is not inside the image ({len(outside)} of {len(positions)} are "
+                "not). Give column and row of the upper left px."
+            )
         bag = copy(self)
-        bag.positions_px = self.positions_px[index]
-        bag.shape = (len(index), *self.shape[1:])
+        bag.positions_px = positions.astype(np.int64)
+        bag.shape = (len(positions), *self.shape[1:])
         return bag
 
-    def samples(self, batch: Interval) -> Tiles:
+    def samples(self, batch: Interval) -> Self:
         """The bag of the tiles ``batch``; see `sft.sources.select_samples`."""
         check_samples(self, batch)
         return self.take(np.arange(batch.start, batch.stop))

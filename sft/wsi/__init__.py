@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from sft.wsi.eval.predict import Predictor as Predictor
     from sft.wsi.model.backbones import cut_before_pooling as cut_before_pooling
     from sft.wsi.model.backbones import load_backbone as load_backbone
+    from sft.wsi.model.bags import AttentionBagHead as AttentionBagHead
+    from sft.wsi.model.bags import BagEvidence as BagEvidence
+    from sft.wsi.model.bags import BagModel as BagModel
+    from sft.wsi.model.bags import MaximumBagHead as MaximumBagHead
+    from sft.wsi.model.bags import MeanBagHead as MeanBagHead
+    from sft.wsi.model.bags import build_bag_model as build_bag_model
     from sft.wsi.model.heads import AttentionHead as AttentionHead
     from sft.wsi.model.heads import Evidence as Evidence
     from sft.wsi.model.heads import MaximumHead as MaximumHead
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from sft.wsi.model.heads import SegmentationHead as SegmentationHead
     from sft.wsi.model.heads import SlideModel as SlideModel
     from sft.wsi.model.heads import build_model as build_model
+    from sft.wsi.model.tile_encoders import load_tile_encoder as load_tile_encoder
     from sft.wsi.run.folder import RunFolder as RunFolder
     from sft.wsi.train.checkpoint import CheckpointFolder as CheckpointFolder
     from sft.wsi.train.distributed import joined as joined
@@ -63,7 +70,9 @@ else:
             "sft.wsi.eval.metrics": "Estimate Prediction evaluate_predictions",
             "sft.wsi.eval.predict": "Predictor",
             "sft.wsi.model.backbones": "cut_before_pooling load_backbone",
+            "sft.wsi.model.bags": "AttentionBagHead BagEvidence BagModel MaximumBagHead MeanBagHead build_bag_model",
             "sft.wsi.model.heads": "AttentionHead Evidence MaximumHead PooledHead SegmentationHead SlideModel build_model",
+            "sft.wsi.model.tile_encoders": "load_tile_encoder",
             "sft.wsi.run.folder": "RunFolder",
             "sft.wsi.train.checkpoint": "CheckpointFolder",
             "sft.wsi.train.distributed": "joined",

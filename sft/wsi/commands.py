@@ -23,6 +23,7 @@ from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_
 from sft.wsi.eval.report import plain_estimates
 from sft.wsi.eval.run_summary import write_run_summary
 from sft.wsi.eval.segmentation_masks import MaskMaker
+from sft.wsi.eval.tile_maps import TileHeatmapMaker
 from sft.wsi.run.files import counted, write_csv, write_json, write_text
 from sft.wsi.run.folder import NullRunFolder, RunFolder
 from sft.wsi.run.progress import Reporter
@@ -30,11 +31,11 @@ from sft.wsi.run.results import results_lock, staging_folder
 from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.checkpoint import restore_weights
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
-from sft.wsi.train.experiment import Experiment, check_slides, load_experiment, plan_of_size
+from sft.wsi.train.experiment import Experiment, check_slides, load_experiment
 from sft.wsi.train.run_state import RunProgress, config_fingerprint
 from sft.wsi.train.run_work import estimate_text, plain_estimate, plain_training, run_work, step_text, training_text
 from sft.wsi.train.signals import EndRequested, Interruption
-from sft.wsi.train.size_plan import experiment_without_slides
+from sft.wsi.train.size_plan import experiment_without_slides, plan_of_size, tiles_of_size
 from sft.wsi.train.trainer import Trainer
 
 __all__ = ["CommandResult", "evaluate", "heatmap", "plan", "train"]
@@ -72,7 +73,9 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
     config = budgets.config
     if size is not None:
         plan = plan_of_size(experiment_without_slides(config, trust=trust), (size[0], size[1]), ranks)
-        console.print(f"Slide of {size[1]} x {size[0]} px (width x height), on {config.train.device}", markup=False, highlight=False)
+        settings = config.model
+        tiles = f", {tiles_of_size(settings, (size[0], size[1]))} tiles of {settings.side_px} px" if settings.takes_tiles else ""
+        _say(console, f"Slide of {size[1]} x {size[0]} px (width x height){tiles}, on {config.train.device}")
     else:
         experiment = load_experiment(config, trust=trust)
         with Reporter(console, 0) as reporter:
@@ -243,7 +246,8 @@ def heatmap(
     drawn = []
     with staging_folder(place.root) as staged:
         masks = MaskMaker(loaded.experiment, staged, label=loaded.weights.text) if segments else None
-        maker = None if segments else HeatmapMaker(loaded.experiment, staged, label=loaded.weights.text)
+        make = TileHeatmapMaker if loaded.experiment.config.model.takes_tiles else HeatmapMaker
+        maker = None if segments else make(loaded.experiment, staged, label=loaded.weights.text)
         for record in loaded.records:
             if (names and record.name not in names) or record.name in loaded.failed:
                 continue
@@ -251,6 +255,8 @@ def heatmap(
                 maps = [masks.draw(record)] if masks is not None else []
                 if maker is not None:
                     maps = [maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px) for output in outputs]
+                    weights = maker.draw_weights(record)
+                    maps += [] if weights is None else [weights]
             except sft.SourceError as error:
                 if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                     raise

@@ -12,17 +12,17 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from sft.common.byte_units import parse_bytes
-from sft.common.errors import InputError, first_problems, some_names
+from sft.common.errors import some_names
 from sft.common.legacy_names import restore_fields
+from sft.wsi.config_checks import byte_problems, mask_value_problems, refuse, refuse_nulls, tile_problems
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 #: Hidden units of the attention at most; a slide's features have some thousand at most.
 _MAX_HIDDEN = 2**20
-#: Index of values of a label map that count for nothing.
-_IGNORED_INDEX = 255
+#: Side of a tile by default, that of most vision transformers.
+_TILE_PX = 224
 #: Epochs, and slides and steps between events, at most.
 _MAX_COUNT = 10**9
 _LARGEST = 2.0**128  # what float32 is infinite from
@@ -71,12 +71,12 @@ class DataConfig:
         restore_fields(self, state)
 
     def __post_init__(self) -> None:
-        _refuse_nulls("data", self)
+        refuse_nulls("data", self)
         problems = []
         if self.mpp is not None and not 0 < self.mpp < 1000:
             problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
         if self.host_budget is not None:
-            problems += _not_bytes("data.host_budget", self.host_budget)
+            problems += byte_problems("data.host_budget", self.host_budget)
         if self.background is not None and (len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background)):
             problems.append(f"data.background {self.background}: give three numbers of 0 to 255, such as [255, 255, 255]")
         if self.num_folds is not None and self.num_folds < 3:
@@ -87,7 +87,7 @@ class DataConfig:
             problems.append(f"data.fold {self.fold}: folds are counted from 0 to {(self.num_folds or 1) - 1}")
         if not (0 <= self.val_fraction < 1 and 0 <= self.test_fraction < 1 and self.val_fraction + self.test_fraction < 1):
             problems.append(f"data.val_fraction {self.val_fraction} and data.test_fraction {self.test_fraction}: leave slides to train on")
-        _refuse(problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class TaskConfig:
     num_intervals: int = 4
 
     def __post_init__(self) -> None:
-        _refuse_nulls("task", self)
+        refuse_nulls("task", self)
         problems = []
         classes: Any = self.classes  # a text is a sequence of texts, too
         if isinstance(classes, str):
@@ -126,7 +126,7 @@ class TaskConfig:
             problems.append(f"task.label_smoothing {self.label_smoothing}: give a number in 0..1")
         if self.num_intervals < 2:
             problems.append(f"task.num_intervals {self.num_intervals}: give at least 2")
-        _refuse(problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,15 @@ class ModelConfig:
             need not run.
         mean: of the pixels' channels, in 0..1.
         std: of the pixels' channels, in 0..1.
+        encoder: slide (the backbone maps the whole slide to a feature map), or tiles (it maps each tile of the tissue to a vector; the
+            head pools the vectors of all tiles of a slide).
+        tile_px: with tiles: side of a tile, in px at data.mpp; default: 224.
+        stride_px: with tiles: px from a tile to the next; default: tile_px.
+        min_tissue: with tiles: least share of a tile that is tissue, of slides with a mask or with data.tissue; default: 0.5.
+        lora_rank: with tiles: rank of low-rank adapters of the backbone's linear layers, which train in place of its weights (needs
+            peft); default: no adapters.
+        lora_layers: with lora_rank: names of the layers with adapters, such as [qkv, proj], or patterns with ``*``; default: all linear
+            layers of the backbone.
     """
 
     backbone: str = "torchvision:resnet18"
@@ -162,9 +171,34 @@ class ModelConfig:
     tile: list[int] | None = None
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    encoder: Literal["slide", "tiles"] = "slide"
+    tile_px: int | None = None
+    stride_px: int | None = None
+    min_tissue: float | None = None
+    lora_rank: int | None = None
+    lora_layers: list[str] | None = None
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
+
+    @property
+    def takes_tiles(self) -> bool:
+        """True if the backbone encodes tiles, False if it maps whole slides."""
+        return self.encoder == "tiles"
+
+    @property
+    def side_px(self) -> int:
+        """Side of a tile."""
+        return self.tile_px or _TILE_PX
+
+    @property
+    def step_px(self) -> int:
+        """Px from a tile to the next."""
+        return self.stride_px or self.side_px
 
     def __post_init__(self) -> None:
-        _refuse_nulls("model", self)
+        refuse_nulls("model", self)
         problems = []
         if not 1 <= self.attention_dim <= _MAX_HIDDEN:
             problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MAX_HIDDEN}")
@@ -177,8 +211,9 @@ class ModelConfig:
             )
         if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
             problems.append(f"model.tile {self.tile}: give two positive numbers, rows and columns, such as [256, 2048]")
-        problems += _not_bytes("model.budget", self.budget)
-        _refuse(problems)
+        problems += byte_problems("model.budget", self.budget)
+        problems += tile_problems(self)
+        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +240,8 @@ class AugmentConfig:
     stain: Literal["none", "macenko", "reinhard"] = "none"
 
     def __post_init__(self) -> None:
-        _refuse_nulls("augment", self)
-        _refuse(
+        refuse_nulls("augment", self)
+        refuse(
             f"augment.{name} {getattr(self, name)}: give a share in 0..1"
             for name in ("brightness", "contrast", "saturation", "hed")
             if not 0 <= getattr(self, name) < 1
@@ -265,7 +300,7 @@ class TrainConfig:
         restore_fields(self, state)
 
     def __post_init__(self) -> None:
-        _refuse_nulls("train", self)
+        refuse_nulls("train", self)
         problems = [
             f"train.{name} {getattr(self, name)}: give at least 1, and {_MAX_COUNT} at most"
             for name in ("epochs", "accumulate", "checkpoint_every", "patience")
@@ -282,7 +317,7 @@ class TrainConfig:
             problems.append(f"train.layer_decay {self.layer_decay}: give a factor above 0 and at most 1, such as 0.75")
         if not 0 <= self.weight_decay < inf or not 0 <= self.warmup_steps <= _MAX_COUNT or not 0 <= self.min_lr <= 1:
             problems.append("train.weight_decay and train.warmup_steps are at least 0, train.min_lr a share in 0..1")
-        _refuse(problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,13 +333,13 @@ class RanksConfig:
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        _refuse_nulls("ranks", self)
+        refuse_nulls("ranks", self)
         problems = []
         if self.bands < 1:
             problems.append(f"ranks.bands {self.bands}: give at least 1")
         if not 0 < self.timeout_seconds < 1e9:
             problems.append(f"ranks.timeout_seconds {self.timeout_seconds}: give a number of seconds above 0")
-        _refuse(problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,10 +365,20 @@ class Config:
         problems = [f"{name} is null: give a value" for name in ("run", "tensorboard") if getattr(self, name) is None]
         if "\0" in str(self.run):
             problems.append(f"run {str(self.run)!r}: it has a zero byte, which no name of a folder has; leave it out")
-        _refuse(problems)
-        if (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
+        refuse(problems)
+        if self.model.takes_tiles and "segmentation" in (self.model.head, self.task.kind):
+            problems.append(
+                f"model.encoder tiles with model.head {self.model.head} and task.kind {self.task.kind}: tiles are pooled to one vector "
+                "of a slide; for segmentation give model.encoder slide, otherwise head attention, gap or max, and another task.kind"
+            )
+        elif (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
-        problems += _mask_value_problems(self.data.mask_values, self.task)
+        problems += mask_value_problems(self.data.mask_values, self.task)
+        if self.model.takes_tiles and self.model.norm == "train" and self.ranks.bands > 1:
+            problems.append(
+                f"model.norm train with model.encoder tiles and ranks.bands {self.ranks.bands}: the statistics of a slide's tiles would be "
+                "those of one rank; give model.norm frozen or calibrated, or ranks.bands 1, with which ranks have slides of their own"
+            )
         if self.task.kind == "cox" and self.train.accumulate < 2:
             problems.append(f"task.kind cox with train.accumulate {self.train.accumulate}: a risk set needs several slides; give 8 or more")
         if self.task.kind == "classification" and self.task.class_weights != "none" and self.train.accumulate < 2:
@@ -355,7 +400,7 @@ class Config:
             problems.append(f"task.class_weights with task.kind {self.task.kind}: only classes have weights")
         if self.task.label_smoothing and self.task.kind != "classification":
             problems.append(f"task.label_smoothing with task.kind {self.task.kind}: it is for classification")
-        _refuse(problems)
+        refuse(problems)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to YAML."""
@@ -369,23 +414,6 @@ GROUPS: dict[str, type] = {
 }
 
 
-def _mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list[str]:
-    if values is None:
-        return []
-    if task.kind != "segmentation":
-        return [f"data.mask_values with task.kind {task.kind}: values of label maps are for segmentation"]
-    classes = task.classes or []
-    wrong = sorted({index for index in values.values() if not (0 <= index < len(classes) or index == _IGNORED_INDEX)})
-    unused = [name for index, name in enumerate(classes) if index not in values.values()]
-    problems = []
-    if wrong:
-        allowed = f"classes are 0 to {len(classes) - 1}, and {_IGNORED_INDEX} is for ignored values"
-        problems.append(f"data.mask_values {values}: {', '.join(map(str, wrong))} is no class; {allowed}")
-    if unused:
-        problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
-    return problems
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
@@ -395,38 +423,3 @@ def _plain(value: Any) -> Any:
 def _not_positive(config: TrainConfig, name: str) -> bool:
     value = getattr(config, name)
     return value is not None and not 0 < value < _LARGEST
-
-
-def _not_bytes(name: str, text: int | str) -> list[str]:
-    if text == "auto":
-        return []
-    try:
-        parse_bytes(text)
-    except InputError as error:
-        return [f"{name}: {error}"]
-    return []
-
-
-def _refuse_nulls(group: str, config: Any) -> None:
-    """Refuse settings without a value that must have one, and zero bytes in texts and paths.
-
-    Raises:
-        InputError: some are.
-    """
-    values = {f"{group}.{item.name}": getattr(config, item.name) for item in fields(config)}
-    _refuse(
-        f"{name} {str(value)!r}: it has a zero byte, which no name of a file has; leave it out"
-        for name, value in values.items()
-        if isinstance(value, (str, Path)) and "\0" in str(value)
-    )
-    _refuse(
-        f"{group}.{item.name} is null: give a value, or leave the line out"
-        for item in fields(config)
-        if getattr(config, item.name) is None and "None" not in str(item.type)
-    )
-
-
-def _refuse(problems: Any) -> None:
-    messages = list(problems)
-    if messages:
-        raise InputError("; ".join(first_problems(messages)))

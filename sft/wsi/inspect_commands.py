@@ -36,6 +36,7 @@ _NEEDED = (
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "zarr": ("zarr",),
     "tensorboard": ("tensorboard",),
+    "peft": ("peft",),
     "": ("triton", "torchvision", "timm"),
 }
 _OVERLAY_PX = 2048

@@ -18,10 +18,12 @@ from sft.sources.image import Pixels
 from sft.wsi.cli import main
 
 __all__ = [
+    "TileNet",
     "TinyNet",
     "damage_tile",
     "real_pixels",
     "run_wsi",
+    "tile_net",
     "tiny_net",
     "tissue_places",
     "write_config",
@@ -49,6 +51,24 @@ class TinyNet(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         scores: Tensor = self.classifier(self.pool(self.features(image)).flatten(1))
         return scores
+
+
+class TileNet(nn.Module):
+    """A convolution with a norm, and linear layers on its mean: a vector of a tile."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 5, stride=4, padding=2), nn.BatchNorm2d(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, width))
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        vectors: Tensor = self.mlp(self.norm(self.stem(tiles)).relu().mean((2, 3)))
+        return vectors
+
+
+def tile_net(width: int = 8, dropout: float = 0.0) -> nn.Module:
+    """Encoder that configurations name: ``tests.helpers.wsi:tile_net``."""
+    return TileNet(width, dropout)
 
 
 def run_wsi(arguments: Sequence[str]) -> int:

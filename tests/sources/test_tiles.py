@@ -181,3 +181,20 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 def test_wrong_indices(indices: Any) -> None:
     with pytest.raises(sft.InputError, match="whole numbers from 0 to 8"):
         Tiles(ArrayImage(_pixels(12, 12), layout="HWC"), 4).take(indices)
+
+
+def test_tiles_at_positions_of_another_tool() -> None:
+    image = ArrayImage(np.arange(48, dtype=np.uint8).reshape(6, 8))
+    tiles = Tiles(image, (2, 3)).at([[5, 4], [1, 0]])
+    assert tiles.shape == (2, 1, 2, 3) and tiles.positions_px.tolist() == [[5, 4], [1, 0]]
+    out = torch.empty(2, 1, 2, 3)
+    tiles.rows(Interval(0, 2), out)
+    assert (255 * out[:, 0, 0, 0]).round().tolist() == [37, 1]
+    for positions, message in (
+        ([[6, 0]], r"cannot take the tile of 3 x 2 px at \[6, 0\] .*it is not inside the image \(1 of 1 are not\)"),
+        ([[0, -1]], "it is not inside the image"),
+        ([], r"positions of shape \(0,\)"),
+        ([[0.5, 1]], "float64: give whole numbers"),
+    ):
+        with pytest.raises(sft.InputError, match=message):
+            tiles.at(positions)

@@ -27,7 +27,7 @@ import torch
 
 from sft.common.errors import SftError
 from sft.common.interval import Interval
-from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source
+from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source, Tiles
 from sft.sources.image import Image
 from sft.sources.readers.label_images import open_label_image
 from sft.sources.views import RasterView
@@ -47,6 +47,8 @@ from sft.wsi.data.transforms import IDENTITY, ColourAffine, Recoloured, Turned
 __all__ = ["IGNORED_LABEL", "THREAD_NAME", "Inputs", "SlideDataset", "SlideFrame", "SlidePrefetcher", "decode_ahead", "decode_first_rows"]
 
 _STAIN_PX = 1024
+#: Tiles of a slide that are decoded ahead.
+_FIRST_TILES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class SlideDataset:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._cache_bytes, _ = cache_budget(config)
-        #: (width, height) in px of the slides that were checked and found good
+        #: (width, height) in px of the network's input, of the slides that were checked and found good
         self.sizes: dict[str, tuple[int, int]] = {}
         #: of the label maps that were checked: pixels of each value
         self.label_values: dict[str, dict[int, int]] = {}
@@ -116,7 +118,7 @@ class SlideDataset:
         left, top = (0, 0) if box is None else (box.x, box.y)
         return SlideFrame(scale=slide.scale, origin_px=(left * slide.scale[0], top * slide.scale[1]))
 
-    def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Normalized:
+    def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Source:
         """Input of the network. Its decoded rows stay in host memory, up to ``data.host_budget``, as long as it is used.
 
         Raises:
@@ -190,10 +192,14 @@ class SlideDataset:
                 if problem is not None:
                     return f"label map {record.mask} {problem}"
                 self.label_values[record.name] = counts
+            self.sizes[record.name] = self._input_size(record, image)
         except SftError as error:
             return " ".join(str(error).split())
-        self.sizes[record.name] = (image.width_px, image.height_px)
         return None
+
+    def _input_size(self, record: SlideRecord, image: Raster) -> tuple[int, int]:
+        """(width, height) in px of the network's input."""
+        return image.width_px, image.height_px
 
     def _normalised(self, record: SlideRecord) -> tuple[Image, ColourAffine]:
         """The slide, and the map of its optical densities that is still to be applied."""
@@ -367,6 +373,10 @@ def decode_first_rows(source: Source) -> None:
     Raises:
         SourceError: they cannot be read.
     """
+    if isinstance(source, Tiles):  # of the first tiles alone, of which all rows are read at once
+        source = source.take(range(min(_FIRST_TILES, len(source))))
+        source.rows(Interval(0, source.shape[2]), torch.empty(source.shape, dtype=source.dtype, device="cpu"))
+        return
     batch, channels, _, *rest = source.shape
     source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype, device="cpu"))
 

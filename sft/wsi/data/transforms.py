@@ -71,6 +71,14 @@ class Turned(OneLevelView):
         (c, f), (x1, y1), (x2, y2) = (georeference.point(*self._image_point(x, y)) for x, y in ((0, 0), (1, 0), (0, 1)))
         return Georeference(crs_wkt=georeference.crs_wkt, transform=(x1 - c, x2 - c, c, y1 - f, y2 - f, f))
 
+    def positions(self, positions_px: npt.NDArray[np.int64], size_px: int) -> npt.NDArray[np.int64]:
+        """Upper left corners ``[N, 2]`` (column, row) in the view of squares of ``size_px`` at corners in the image."""
+        left, top = positions_px.T
+        if self.mirrored:
+            left = self.image.width_px - size_px - left
+        right, bottom = self.image.width_px - size_px - left, self.image.height_px - size_px - top
+        return np.stack(((left, top), (top, right), (right, bottom), (bottom, left))[self.quarters], axis=1)
+
     def _image_point(self, x: int, y: int) -> tuple[int, int]:
         """Position in the image of a position in the view, in px from the top left corners."""
         width, height = self.image.width_px, self.image.height_px

@@ -10,9 +10,10 @@ would be 30 GB as a tensor.
 from __future__ import annotations
 
 import csv
-import io
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -21,11 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib import rc_context
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from PIL import Image as PillowImage
+from torch import nn
 
 import sft
 from sft.common.array_types import Float32Array
@@ -37,15 +35,20 @@ from sft.wsi.data.dataset import SlideFrame
 from sft.wsi.data.slides import make_thumbnail
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError
-from sft.wsi.eval.report import PLAIN_TEXT
+from sft.wsi.eval.map_drawing import Grids, draw_overlay
 from sft.wsi.model.heads import Evidence, set_training
 from sft.wsi.run.files import atomic_write_with_parents, safe_names, write_csv
 from sft.wsi.train.experiment import Experiment, autocast_context, compile_model
 
-__all__ = ["Grids", "Heatmap", "HeatmapMaker", "cells_extent", "crop_places", "draw_overlay", "output_numbers", "write_map_table"]
-
-#: Grids of the rows and of the columns of a map, in px of the image.
-Grids = tuple[sft.PositionGrid, sft.PositionGrid]
+__all__ = [
+    "EvidenceMaps",
+    "Heatmap",
+    "HeatmapMaker",
+    "crop_places",
+    "heatmap_of",
+    "output_numbers",
+    "write_map_table",
+]
 
 #: The longest side of an overlay: viewers and JPEG end at 65,500 px, people long before.
 _OVERLAY_PX = 2048
@@ -74,6 +77,23 @@ class Heatmap:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceMaps:
+    """Scores of a slide, and the contributions to them.
+
+    Attributes:
+        scores: of each output, before the softmax.
+        evidence: ``[K, rows, columns]``; NaN where the slide has no tile.
+        grids: grids of the rows and columns.
+        weights: weights of the pooling, ``[rows, columns]``; ``None`` for a feature map.
+    """
+
+    scores: Float32Array
+    evidence: Float32Array
+    grids: Grids
+    weights: Float32Array | None = None
+
+
 class HeatmapMaker:
     """Draws maps of slides into a folder.
 
@@ -91,8 +111,9 @@ class HeatmapMaker:
         if experiment.task.kind == "segmentation":
             raise InputError("class-activation maps are for models that pool; MaskMaker draws the predicted masks of a segmentation")
         self._experiment, self._folder = experiment, folder
-        self._evidence = compile_model(Evidence(experiment.model), experiment.config, skip_repeats=experiment.paints)
+        self._evidence = compile_model(self._evidence_model(), experiment.config, skip_repeats=experiment.paints)
         self._net = compile_model(experiment.model, experiment.config, skip_repeats=experiment.paints)
+        self._computed: tuple[str, EvidenceMaps] | None = None
 
     def draw(self, record: SlideRecord, output: int, *, saliency: bool, num_crops: int, crop_px: int) -> Heatmap:
         """Draw a slide's map for one output.
@@ -110,19 +131,15 @@ class HeatmapMaker:
             BudgetError: the slide does not fit.
         """
         experiment = self._experiment
-        set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
-        source = experiment.feed.source(record)
-        with torch.no_grad(), autocast_context(experiment.config):
-            scores, maps = self._evidence.eval()(source)
-            grids = _map_grids(self._evidence, source, (maps.shape[2], maps.shape[3]))
-        evidence: Float32Array = maps[0, output].float().cpu().numpy()
+        computed = self._maps_of(record)
+        evidence, grids, score = computed.evidence[output], computed.grids, float(computed.scores[output])
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
         part = safe_names(names)[output] if output < len(names) else name
         image, frame = experiment.feed.coloured(record), experiment.feed.frame(record)
         small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
-        title = f"{record.name}, {name}: score {scores[0, output].item():.3f}{self._label}"
+        title = f"{record.name}, {name}: score {score:.3f}{self._label}"
         files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
@@ -131,15 +148,30 @@ class HeatmapMaker:
         if saliency:
             files += self._draw_saliency(record, output, name, folder / f"saliency-{part}", small, factor)
         files += self._cut_crops(image, frame, evidence, grids, folder, part, num_crops, crop_px)
-        rows, columns = grids
-        return Heatmap(
-            slide=record.name,
-            output=name,
-            score=scores[0, output].item(),
-            files=tuple(files),
-            stride_px=(float(columns.stride_px) * frame.scale[0], float(rows.stride_px) * frame.scale[1]),
-            first_centre_px=frame.to_slide(float(columns.first_centre_px), float(rows.first_centre_px)),
-        )
+        return heatmap_of(record, name, score, files, grids, frame)
+
+    def draw_weights(self, record: SlideRecord) -> Heatmap | None:
+        """Draw the weights of the pooling; ``None`` for a feature map, whose weights are part of its evidence."""
+        return None
+
+    def _evidence_model(self) -> nn.Module:
+        """The model with the contributions of positions."""
+        return Evidence(self._experiment.model)
+
+    def _maps_of(self, record: SlideRecord) -> EvidenceMaps:
+        """Maps of a slide; those of the last slide are kept for its other outputs."""
+        if self._computed is None or self._computed[0] != record.name:
+            experiment = self._experiment
+            set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
+            with torch.no_grad(), autocast_context(experiment.config):
+                self._computed = record.name, self._compute(record)
+        return self._computed[1]
+
+    def _compute(self, record: SlideRecord) -> EvidenceMaps:
+        source = self._experiment.feed.source(record)
+        scores, maps = self._evidence.eval()(source)
+        grids = _map_grids(self._evidence, source, (maps.shape[2], maps.shape[3]))
+        return EvidenceMaps(scores=scores[0].float().cpu().numpy(), evidence=maps[0].float().cpu().numpy(), grids=grids)
 
     def saliency(self, record: SlideRecord, output: int, factor: int) -> Float32Array:
         """The input's gradient of one output: its length over channels, and the mean of squares over blocks of ``factor`` px, rooted.
@@ -148,27 +180,39 @@ class HeatmapMaker:
             SourceError: the slide cannot be read, or its gradient not be written.
             BudgetError: the slide does not fit.
         """
+        return self._saliency_map(record, output, factor)[0]
+
+    def _saliency_map(self, record: SlideRecord, output: int, factor: int) -> tuple[Float32Array, Grids]:
+        """The gradient in blocks, and the grids of the blocks."""
+        with self._input_gradient(record, output) as gradient:
+            height_px = gradient.shape[1]
+            rows = [_block_means(np.square(gradient[:, top : top + factor]).sum(0), factor) for top in range(0, height_px, factor)]
+        blocks: Float32Array = np.sqrt(np.concatenate(rows))
+        grid = sft.PositionGrid(stride_px=Fraction(factor), first_centre_px=Fraction(factor, 2))
+        return blocks, (grid, grid)
+
+    @contextmanager
+    def _input_gradient(self, record: SlideRecord, output: int) -> Iterator[npt.NDArray[np.float32]]:
+        """Gradient of one output in the input, in a file that is removed at the end; without the dimension of a single sample."""
         experiment = self._experiment
         source = experiment.feed.source(record)
-        _, channels, height_px, width_px = source.shape
+        shape = tuple(source.shape) if source.shape[0] > 1 else tuple(source.shape[1:])
         # Beside the results, since /tmp may be memory.
         self._folder.mkdir(parents=True, exist_ok=True)
         flags = [(parameter, parameter.requires_grad) for parameter in experiment.model.parameters()]
         experiment.model.requires_grad_(False)  # no gradient but the input's
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".partial-", suffix=".gradient") as file:
-                self._allocate(file.fileno(), 4 * channels * height_px * width_px, record)
-                gradient: Any = np.memmap(file.name, np.float32, "r+", shape=(channels, height_px, width_px))
+                self._allocate(file.fileno(), 4 * math.prod(shape), record)
+                gradient: Any = np.memmap(file.name, np.float32, "r+", shape=shape)
                 with autocast_context(experiment.config):
                     scores = self._net.eval()(source, input_grad=gradient)
                 scores[0, output].backward()
-                rows = [_block_means(np.square(gradient[:, top : top + factor]).sum(0), factor) for top in range(0, height_px, factor)]
+                yield gradient
                 del gradient
         finally:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
-        blocks: Float32Array = np.sqrt(np.concatenate(rows))
-        return blocks
 
     def _allocate(self, descriptor: int, num_bytes: int, record: SlideRecord) -> None:
         """Allocate the file before any computation: a mapped file without disk blocks ends the process.
@@ -185,15 +229,13 @@ class HeatmapMaker:
             ) from error
 
     def _draw_saliency(self, record: SlideRecord, output: int, name: str, stem: Path, small: Pixels, factor: int) -> list[Path]:
-        blocks = self.saliency(record, output, max(factor, 4))
+        blocks, grids = self._saliency_map(record, output, max(factor, 4))
         files = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".npy", ".png")]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, blocks)
         title = f"{record.name}, {name}: gradient of the score{self._label}"
-        block_px = Fraction(max(factor, 4))
-        blocks_grid = sft.PositionGrid(stride_px=block_px, first_centre_px=block_px / 2)
         label = "root mean square of the gradient"
-        draw_overlay(files[1], small, blocks, (blocks_grid, blocks_grid), factor, title=title, label=label, centred=False)
+        draw_overlay(files[1], small, blocks, grids, factor, title=title, label=label, centred=False)
         return files
 
     def _cut_crops(
@@ -227,6 +269,22 @@ class HeatmapMaker:
         return files
 
 
+def heatmap_of(
+    record: SlideRecord, name: str, score: float, files: Sequence[Path], grids: Grids, frame: SlideFrame, *, note: str = ""
+) -> Heatmap:
+    """Record of a drawn map."""
+    rows, columns = grids
+    return Heatmap(
+        slide=record.name,
+        output=name,
+        score=score,
+        files=tuple(files),
+        stride_px=(float(columns.stride_px) * frame.scale[0], float(rows.stride_px) * frame.scale[1]),
+        first_centre_px=frame.to_slide(float(columns.first_centre_px), float(rows.first_centre_px)),
+        note=note,
+    )
+
+
 def _map_grids(net: Any, source: Any, positions: tuple[int, int]) -> Grids:
     """Grids of a map: those of the network, or equal cells of the image for a map without an affine grid.
 
@@ -253,87 +311,13 @@ def crop_places(evidence: Float32Array, num_crops: int, spacing: tuple[int, int]
     >>> crop_places(np.array([[5, 4, 0, 3]], np.float32), 2, (2, 2))
     [(0, 0), (0, 3)]
     """
-    left = evidence.astype(np.float64)
+    left = np.where(np.isnan(evidence), -np.inf, evidence.astype(np.float64))  # places without a tile
     places: list[tuple[int, int]] = []
     while len(places) < num_crops and np.isfinite(left.max()):
         row, col = (int(number) for number in np.unravel_index(int(left.argmax()), left.shape))
         places.append((row, col))
         left[max(0, row - spacing[0] + 1) : row + spacing[0], max(0, col - spacing[1] + 1) : col + spacing[1]] = -np.inf
     return places
-
-
-def draw_overlay(
-    path: Path,
-    small: Pixels,
-    values: npt.NDArray[np.floating[Any]],
-    grids: Grids,
-    factor: int,
-    *,
-    title: str,
-    label: str,
-    centred: bool,
-) -> None:
-    """Draw values over a slide, each over the cell of its position, with a colour bar.
-
-    Args:
-        path: of the image.
-        small: the slide, ``[height, width, 3]``.
-        values: ``[rows, cols]``.
-        grids: of the rows and columns, in px of the slide.
-        factor: px of the slide per px of ``small``.
-        title: above.
-        label: of the colour bar.
-        centred: whether zero is the middle of the colours.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    with rc_context(PLAIN_TEXT):
-        _draw_overlay(path, small, values, cells_extent(grids, values.shape, factor), title, label, centred)
-
-
-def cells_extent(grids: Grids, positions: tuple[int, ...], factor: int) -> tuple[float, float, float, float]:
-    """Edges of all cells of a map (left, right, bottom, top), in px of a picture of 1/``factor``.
-
-    >>> grid = sft.PositionGrid(stride_px=Fraction(32), first_centre_px=Fraction(1, 2))
-    >>> cells_extent((grid, grid), (3, 4), 2)
-    (-7.75, 56.25, 40.25, -7.75)
-    """
-    (top, bottom), (left, right) = (
-        (float(grid.start_px / factor), float((grid.start_px + count * grid.stride_px) / factor))
-        for grid, count in zip(grids, positions, strict=True)
-    )
-    return left, right, bottom, top
-
-
-def _draw_overlay(
-    path: Path,
-    small: Pixels,
-    values: npt.NDArray[np.floating[Any]],
-    extent: tuple[float, float, float, float],
-    title: str,
-    label: str,
-    centred: bool,
-) -> None:
-    height, width = small.shape[:2]
-    figure = Figure(figsize=(12, 1.2 + 5.2 * min(1.6, height / width)), layout="constrained")
-    plain, overlaid = figure.subplots(1, 2)
-    for axis in (plain, overlaid):
-        axis.imshow(small, extent=(0, width, height, 0))
-        axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
-    # A few positions at the border see mostly padding and would take the whole range of colours.
-    low, high = (float(value) for value in np.percentile(values, (1, 99)))
-    if centred:
-        low, high = -max(abs(low), abs(high), 1e-12), max(abs(low), abs(high), 1e-12)
-    scale = ScalarMappable(Normalize(low, max(high, low + 1e-12)), "coolwarm" if centred else "viridis")
-    overlaid.imshow(values, extent=extent, norm=scale.norm, cmap=scale.cmap, alpha=0.5, interpolation="nearest")
-    overlaid.set(xlim=(0, width), ylim=(height, 0))
-    figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
-    figure.suptitle(title)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=100, format="png")
-    with atomic_write_with_parents(path) as temporary, PillowImage.open(drawn) as picture:
-        picture.convert("RGB").save(temporary, optimize=True)  # opaque: without alpha the file is smaller
 
 
 _MAP_COLUMNS = ("slide", "output", "score", "stride_x_px", "stride_y_px", "first_centre_x_px", "first_centre_y_px", "map", "weights")

@@ -46,10 +46,10 @@ from sft.wsi.train.experiment import (
     compile_model,
     load_experiment,
     segmentation_counts,
-    segmentation_loss,
 )
 from sft.wsi.train.rank_sync import SlideFailed, gather_results, next_items, open_on_all_ranks, reading_slide, scatter_items
 from sft.wsi.train.signals import Interruption
+from sft.wsi.train.slide_net import compile_slide_net
 
 __all__ = ["InferenceRequest", "LoadedModel", "Predictor", "config_path", "load_trained", "mean_loss", "options_without_download"]
 
@@ -68,13 +68,10 @@ class Predictor:
         self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlidePrefetcher()
         self._before: Callable[[SlideRecord, int], None] | None = None
         self._segments = experiment.task.kind == "segmentation"
-        model, config = experiment.model, experiment.config
+        self._net = net or compile_slide_net(experiment, ranks=ranks)
         if self._segments:
-            skips = experiment.paints
-            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
-            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
-        else:
-            self._net = net or compile_model(model, config, skip_repeats=experiment.paints, ranks=ranks)
+            counting = WithLoss(experiment.model, segmentation_counts)
+            self._counts = compile_model(counting, experiment.config, num_inputs=2, skip_repeats=experiment.paints, ranks=ranks)
 
     def predict(self, record: SlideRecord) -> Prediction:
         """One slide, as it is: without augmentation. The ranks that share it call this together.

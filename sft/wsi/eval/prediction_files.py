@@ -1,9 +1,10 @@
 """Files of predictions: maps of slides of any size, written strip by strip by `sft.predict`, one folder for each slide.
 
 A segmentation gives classes or probabilities at the resolution of the run. A model with a pooled head gives its evidence (`Evidence`): for
-each class a map; its sum over all positions, plus a bias, is the score. Each folder has ``prediction.json``, written last: a folder that
-has it is complete. A command that is started again, after a kill or with more slides, skips slides if the file names the same weights,
-settings and slide file.
+each class a map; its sum over all positions, plus a bias, is the score. An encoder of tiles gives a pixel for each place of the grid of
+tiles, NaN without a tile, and the weight of each tile as the last channel. Each folder has ``prediction.json``, written last: a folder
+that has it is complete. A command that is started again, after a kill or with more slides, skips slides if the file names the same
+weights, settings and slide file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from sft.sources import Source
 from sft.wsi.data.label_maps import IGNORED_LABEL
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError
+from sft.wsi.eval.tile_maps import TileHeatmapMaker
 from sft.wsi.model.heads import Evidence, set_training
 from sft.wsi.run.files import write_json
 from sft.wsi.train.checkpoint import WeightsId
@@ -103,9 +106,11 @@ class MapWriter:
         if "geojson" in self.formats and self.kind != "classes":
             raise InputError(f"format 'geojson' outlines classes, and the maps are of kind {self.kind!r}; choose another format")
         self._experiment, self._weights, self._dtype = experiment, weights, dtype
-        model = experiment.model if segments else Evidence(experiment.model)
         self._index = None if segments else 1
-        self._net = compile_model(model, experiment.config, skip_repeats=experiment.paints)
+        self._tiles = TileHeatmapMaker(experiment, Path()) if experiment.config.model.takes_tiles else None
+        if self._tiles is None:
+            model = experiment.model if segments else Evidence(experiment.model)
+            self._net = compile_model(model, experiment.config, skip_repeats=experiment.paints)
         task = experiment.task
         self.names = task.classes if len(task.classes) == task.num_outputs else tuple(task.columns())
 
@@ -135,17 +140,22 @@ class MapWriter:
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
         folder.mkdir(parents=True, exist_ok=True)
         writers = [_WRITERS[name](folder / f"{self.kind}.{name}") for name in self.formats]
+        begin, hidden_share = time.perf_counter(), 0.0
         try:
-            with autocast_context(experiment.config):
-                result = sft.predict(
-                    self._net,
-                    experiment.feed.source(record),
-                    [*writers, *further],
-                    kind=self.kind,
-                    dtype=self._dtype,
-                    names=self.names,
-                    index=self._index,
-                )
+            if self._tiles is not None:
+                raster = self._tiles.write_maps(record, [*writers, *further], self._dtype)
+            else:
+                with autocast_context(experiment.config):
+                    result = sft.predict(
+                        self._net,
+                        experiment.feed.source(record),
+                        [*writers, *further],
+                        kind=self.kind,
+                        dtype=self._dtype,
+                        names=self.names,
+                        index=self._index,
+                    )
+                raster, hidden_share = result.raster, result.hidden_share
         except sft.SourceError as error:
             if str(folder) not in str(error):
                 raise  # about the slide
@@ -157,16 +167,17 @@ class MapWriter:
         description = {
             "slide": record.name,
             "kind": self.kind,
-            "names": list(self.names),
-            "value_scale": result.raster.value_scale,
-            "scale_px": list(result.raster.scale),
-            "origin_px": list(result.raster.origin_px),
+            "names": list(raster.names),
+            "value_scale": raster.value_scale,
+            "scale_px": list(raster.scale),
+            "origin_px": list(raster.origin_px),
             "weights": self._weights.as_dict(),
             "files": [path.name for path in paths],
             "key": self._key(record),
         }
         write_json(folder / PREDICTION_FILE, description)
-        return SlideMap(slide=record.name, files=tuple(map(str, paths)), seconds=result.total_seconds, hidden_share=result.hidden_share)
+        seconds = time.perf_counter() - begin
+        return SlideMap(slide=record.name, files=tuple(map(str, paths)), seconds=seconds, hidden_share=hidden_share)
 
     def _key(self, record: SlideRecord) -> dict[str, Any]:
         """Identity of a map: the weights, the settings and the slide's file."""

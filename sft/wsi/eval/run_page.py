@@ -85,7 +85,7 @@ def _state(overview: RunOverview) -> list[str]:
     rows = [("epochs", f"{epochs} of {planned}"), ("optimizer steps", str(steps))]
     if overview.best is not None:
         rows.append(("best model", overview.best.text))
-    for name in ("task.kind", "model.backbone", "model.head"):
+    for name in ("task.kind", "model.encoder", "model.backbone", "model.head"):
         if name in overview.settings:
             rows.append((name, str(overview.settings[name])))
     return _table((), rows)

@@ -34,6 +34,7 @@ __all__ = [
     "feature_shapes",
     "load_backbone",
     "load_weights",
+    "model_name",
     "num_features",
 ]
 
@@ -55,7 +56,7 @@ def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> n
     Raises:
         InputError: the network does not exist, is of a module that is not trusted, its constructor fails, or it has no feature map.
     """
-    maker = _model_name(name, trust).factory()
+    maker = model_name(name, trust).factory()
     if maker.library == "timm":
         return maker.make({"num_classes": 0, "global_pool": "", **options})
     options = dict(options)
@@ -70,7 +71,7 @@ def backbone_library(name: str) -> str:
     Raises:
         InputError: the network does not exist.
     """
-    return _model_name(name).factory().library
+    return model_name(name).factory().library
 
 
 def check_backbone(name: str, *, trust: Trust = ()) -> None:
@@ -79,10 +80,11 @@ def check_backbone(name: str, *, trust: Trust = ()) -> None:
     Raises:
         InputError: it is not.
     """
-    _model_name(name, trust).check_trust()
+    model_name(name, trust).check_trust()
 
 
-def _model_name(name: str, trust: Trust = ()) -> ModelName:
+def model_name(name: str, trust: Trust = ()) -> ModelName:
+    """Name of a network in a configuration, for messages about ``model.backbone``."""
     return ModelName(
         text=name,
         place="model.backbone",

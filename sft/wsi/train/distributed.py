@@ -102,6 +102,8 @@ def _wait(late: float, problem: str) -> None:
 T = TypeVar("T")
 #: All ranks, or those that share this rank's slide.
 RankScope = Literal["all", "bands"]
+#: Ranks with the same share of different slides, or all ranks.
+SumScope = Literal["replicas", "all"]
 _HOST = torch.device("cpu")
 
 
@@ -130,8 +132,8 @@ class Ranks(Protocol):
     def from_first(self, make: Callable[[], T]) -> T:
         """Value made by the first rank, broadcast to the others."""
 
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make each ``.grad`` the sum over replicas; one that no replica has stays None."""
+    def add_up(self, parameters: Sequence[nn.Parameter], *, among: SumScope = "replicas") -> None:
+        """Make each ``.grad`` the sum over replicas, or over all ranks; one that none of them has stays None."""
 
     def take_buffers(self, model: nn.Module) -> None:
         """Give the buffers of the first replica to all."""
@@ -162,7 +164,7 @@ class SingleRank:
     def from_first(self, make: Callable[[], T]) -> T:
         return make()
 
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+    def add_up(self, parameters: Sequence[nn.Parameter], *, among: SumScope = "replicas") -> None:
         pass
 
     def take_buffers(self, model: nn.Module) -> None:
@@ -224,20 +226,20 @@ class _MultiRank:
         told: T = self._spread("mesh", make() if self.rank == 0 else None)
         return told
 
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self.shape.num_replicas == 1:
+    def add_up(self, parameters: Sequence[nn.Parameter], *, among: SumScope = "replicas") -> None:
+        if among == "replicas" and self.shape.num_replicas == 1:
             return  # the bands have added up theirs
         present = self.gathered([parameter.grad is not None for parameter in parameters])
         staged: list[tuple[Tensor, Tensor]] = []
         for number, parameter in enumerate(parameters):
             if any(theirs[number] for theirs in present):
-                if parameter.grad is None:  # this replica had no slide
+                if parameter.grad is None:  # this rank had no slide, or no tile
                     parameter.grad = torch.zeros_like(parameter)
                 # In the order of the indices, whatever layout each rank's gradient has.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
         sums = [DenseBuffer(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
         with self._rank_context.transport.propagate_failures():
-            all_reduce_buffers(self._rank_context.machine(_HOST), sums, "replica", "parameters")
+            all_reduce_buffers(self._rank_context.machine(_HOST), sums, "replica" if among == "replicas" else "mesh", "parameters")
         for gradient, host in staged:
             gradient.copy_(host)
 

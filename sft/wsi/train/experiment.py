@@ -14,28 +14,29 @@ from torch.nn import functional as F
 
 import sft
 from sft.api.weight_placement import resident_bytes
-from sft.common.errors import InputError, SourceError
-from sft.common.interval import Interval
+from sft.common.errors import InputError, SourceError, some_names
 from sft.common.untrusted.trusted_code import Trust
-from sft.nn import WithLoss
 from sft.sources.image import Image
-from sft.wsi.config import Config
+from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import SlideDataset
 from sft.wsi.data.label_maps import IGNORED_LABEL, absent_classes
 from sft.wsi.data.splits import assign_splits
 from sft.wsi.data.table import SlideRecord, SlideTable, read_table
+from sft.wsi.data.tile_bags import TileDataset
 from sft.wsi.errors import DatasetError
 from sft.wsi.eval.metrics import is_measurable
 from sft.wsi.model.backbones import check_backbone, feature_resizes, feature_shapes, load_backbone, load_weights
-from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms, set_training
+from sft.wsi.model.bags import build_bag_model
+from sft.wsi.model.heads import SlideModel, build_model, calibrate_batch_norms
 from sft.wsi.model.layers import freeze_modules
 from sft.wsi.model.tasks import Task, make_task
+from sft.wsi.model.tile_encoders import add_adapters, load_tile_encoder, num_tile_features
 from sft.wsi.run.estimate import PREDICTION_SHARE
 from sft.wsi.run.files import counted
 from sft.wsi.run.progress import Reporter
 from sft.wsi.train.auto_budgets import resolve_budgets
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
-from sft.wsi.train.optim import counter_seed, make_optimizer, philox_generator
+from sft.wsi.train.optim import counter_seed, philox_generator
 
 __all__ = [
     "Experiment",
@@ -45,7 +46,6 @@ __all__ = [
     "check_slides",
     "compile_model",
     "load_experiment",
-    "plan_of_size",
     "segmentation_counts",
     "segmentation_loss",
 ]
@@ -88,7 +88,9 @@ class Experiment:
 
     @property
     def paints(self) -> bool:
-        """True if slides are masked: strips of the mask's colour need not run."""
+        """True if whole slides are masked: strips of the mask's colour need not run."""
+        if self.config.model.takes_tiles:
+            return False
         by_table = self.task.kind != "segmentation" and any(record.mask is not None for record in self.table.records)
         return self.config.data.tissue == "mask" or by_table
 
@@ -116,6 +118,22 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
         task = make_task(config.task, table.classes, [record for record in table.records if record.split == "train"])
     settings = config.model
     torch.manual_seed(counter_seed(config.train.seed, "weights"))
+    make = _tile_model if settings.takes_tiles else _whole_slide_model
+    model, shapes = make(settings, task.num_outputs, trust)
+    _freeze(model, config)
+    return Experiment(
+        config=config,
+        table=table,
+        task=task,
+        model=model,
+        feed=TileDataset(config) if settings.takes_tiles else SlideDataset(config),
+        freezes_norms=settings.norm != "train",
+        feature_shapes=shapes,
+    )
+
+
+def _whole_slide_model(settings: ModelConfig, num_outputs: int, trust: Trust) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
+    """Network of whole slides with its initial weights, and its feature map at two image sizes."""
     backbone = load_backbone(settings.backbone, settings.options, trust=trust)
     if settings.weights is not None:
         load_weights(backbone, settings.weights)
@@ -123,22 +141,39 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     model = build_model(
         backbone,
         shapes[0][0],
-        task.num_outputs,
+        num_outputs,
         head=settings.head,
         attention_dim=settings.attention_dim,
         dropout=settings.dropout,
         axes=feature_resizes(backbone) if settings.head == "segmentation" else None,
     )
+    return model, shapes
+
+
+def _tile_model(settings: ModelConfig, num_outputs: int, trust: Trust) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
+    """Encoder of tiles and head over them with initial weights, and the length of the vector of a tile."""
+    assert settings.head != "segmentation"
+    encoder = load_tile_encoder(settings.backbone, settings.options, tile_px=settings.side_px, weights=settings.weights, trust=trust)
+    num_features = num_tile_features(encoder, settings.backbone, settings.side_px)
+    if settings.lora_rank is not None:
+        add_adapters(encoder, settings.lora_rank, settings.lora_layers)
+    dim, dropout = settings.attention_dim, settings.dropout
+    model = build_bag_model(encoder, num_features, num_outputs, head=settings.head, attention_dim=dim, dropout=dropout)
+    return model, ((num_features,),)
+
+
+def _freeze(model: SlideModel, config: Config) -> None:
+    """Freeze the modules of ``train.freeze``.
+
+    Raises:
+        InputError: a name fits no module, or all adapters are frozen.
+    """
     freeze_modules(model, config.train.freeze)
-    return Experiment(
-        config=config,
-        table=table,
-        task=task,
-        model=model,
-        feed=SlideDataset(config),
-        freezes_norms=settings.norm != "train",
-        feature_shapes=shapes,
-    )
+    if config.model.lora_rank is not None and not any(parameter.requires_grad for parameter in model.backbone.parameters()):
+        raise InputError(
+            f"train.freeze [{some_names(config.train.freeze)}] freezes all adapters of model.lora_rank {config.model.lora_rank}; leave one "
+            "of the two out (weights with adapters are frozen without train.freeze)"
+        )
 
 
 def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
@@ -235,15 +270,15 @@ def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.rand
 def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator) -> Tensor:
     """A crop of a slide, the one with the most different pixels of four places: half of a slide may be glass."""
     image: Image = experiment.feed.coloured(record)
-    width_px, height_px = min(_CALIBRATION_PX, image.width_px), min(_CALIBRATION_PX, image.height_px)
+    settings = experiment.config.model
+    side_px = settings.side_px if settings.takes_tiles else _CALIBRATION_PX
+    width_px, height_px = min(side_px, image.width_px), min(side_px, image.height_px)
     crops = []
     for _ in range(4):
         left, top = int(draw.integers(image.width_px - width_px + 1)), int(draw.integers(image.height_px - height_px + 1))
         crops.append(image.read(left, top, width_px, height_px))
     pixels = max(crops, key=lambda crop: float(crop.std()))
-    mean, std = (
-        torch.tensor(values, device="cpu").view(1, 3, 1, 1) for values in (experiment.config.model.mean, experiment.config.model.std)
-    )
+    mean, std = (torch.tensor(values, device="cpu").view(1, 3, 1, 1) for values in (settings.mean, settings.std))
     return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
 
 
@@ -257,7 +292,7 @@ def compile_model(
     ranks: Ranks = SINGLE_RANK,
     output: str = "device",
 ) -> Any:
-    """Compile the model inside the budget, for slides of any size.
+    """Compile the model inside the budget, for slides of any size, or for any number of tiles.
 
     The optimizer's state counts with its final size. So a plan does not depend on the step at which it is made, and a resumed run computes
     the same bits.
@@ -275,11 +310,14 @@ def compile_model(
         UnsupportedError: the network has operators without an exact rule.
     """
     state_bytes = resident_bytes(model, optimizer) - resident_bytes(model, None)
+    settings = config.model
     shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
+    if settings.takes_tiles:
+        shapes = [(None, 3, settings.side_px, settings.side_px)]
     return sft.compile(
         model,
         shapes if num_inputs > 1 else shapes[0],
-        budget=config.model.budget,
+        budget=settings.budget,
         device=config.train.device,
         optimizer=state_bytes,
         mesh=ranks.mesh,
@@ -287,51 +325,9 @@ def compile_model(
         options=sft.Options(
             skip_repeats=skip_repeats,
             mesh_timeout_seconds=ranks.timeout_seconds,
-            tile=None if config.model.tile is None else (config.model.tile[0], config.model.tile[1]),
+            tile=None if settings.tile is None else (settings.tile[0], settings.tile[1]),
         ),
     )
-
-
-def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = SINGLE_RANK) -> sft.Plan:
-    """Plan of a training step on a slide of (height, width) px; needs no slide.
-
-    Args:
-        experiment: with the network and the budget.
-        size_px: of the slide.
-        ranks: ranks that share it. Default: this process alone
-
-    Raises:
-        UnsupportedError, BudgetError: as `sft.plan`.
-        InputError: an invalid size.
-    """
-    if min(size_px) < 1:
-        raise InputError(f"--size {size_px[1]}x{size_px[0]}: give two positive numbers")
-    optimizer = make_optimizer(experiment.model, experiment.config.train)
-    inputs = [_PlaceholderSlide((1, 3, *size_px), torch.get_default_dtype())]
-    model: nn.Module = experiment.model
-    if experiment.task.kind == "segmentation":
-        model = WithLoss(experiment.model, segmentation_loss)
-        inputs.append(_PlaceholderSlide((1, 1, *size_px), torch.int64))
-    net = compile_model(model, experiment.config, optimizer=optimizer, num_inputs=len(inputs), skip_repeats=experiment.paints, ranks=ranks)
-    set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
-    with autocast_context(experiment.config):
-        plan: sft.Plan = net.plan_for(*inputs)
-    return plan
-
-
-class _PlaceholderSlide:
-    """A slide, or a label map, of which only the size is known: enough to plan for."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    def rows(self, interval: Interval, out: Tensor) -> None:
-        """Never called.
-
-        Raises:
-            SourceError: always.
-        """
-        raise SourceError(f"rows [{interval.start}, {interval.stop}) of a slide of {self.shape} that is only planned for")
 
 
 def autocast_context(config: Config) -> contextlib.AbstractContextManager[Any]:

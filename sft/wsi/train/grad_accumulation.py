@@ -38,6 +38,7 @@ from sft.wsi.train.rank_sync import (
     scatter_items,
 )
 from sft.wsi.train.signals import EndRequested, Interruption
+from sft.wsi.train.slide_net import BagNet
 
 __all__ = ["GradientAccumulator", "GroupResult", "StepCost"]
 
@@ -113,7 +114,7 @@ class GradientAccumulator:
         self._config, self._task, self._model = experiment.config, experiment.task, experiment.model
         self._ahead = ahead
         self._waited_before, self._cost = 0.0, StepCost()
-        self._epoch = self._step = 0
+        self._epoch = self._step = self._planned_flops = 0
 
     def accumulate(
         self,
@@ -167,7 +168,9 @@ class GradientAccumulator:
                 raise
             else:
                 if loss is not None:
-                    self._ranks.add_up([parameter for parameter in self._model.parameters() if parameter.requires_grad])
+                    trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+                    # A whole-slide network has summed the gradients of its bands; ranks that share tiles have those of their own tiles.
+                    self._ranks.add_up(trained, among="all" if isinstance(self._net, BagNet) else "replicas")
                     self._ranks.take_buffers(self._model)
                 return GroupResult(names=tuple(r.name for r in readable), loss=loss, weight=weight, cost=cost, failed=unreadable)
 
@@ -254,19 +257,24 @@ class GradientAccumulator:
         try:
             with reading_slide(record, self._ranks), autocast_context(self._config):
                 work = self._experiment.work_of(record) if torch.is_grad_enabled() else 0.0
-                self._reporter.start_slide(work, self._net.plan_for(*inputs).flops)
+                self._planned_flops = self._net.plan_for(*inputs).flops
+                self._reporter.start_slide(work, self._planned_flops)
                 output: Tensor = self._net(*inputs)
         except BudgetError as error:
             raise with_prefix(error, f"slide {record.name}: ") from error
         return output
 
     def _backward(self, record: SlideRecord, loss: Tensor) -> None:
-        with reading_slide(record, self._ranks):
-            self._scaler.scale(loss).backward()
+        scaled = self._scaler.scale(loss)
+        if isinstance(self._net, BagNet):
+            self._net.backward(record, scaled)
+        else:
+            with reading_slide(record, self._ranks):
+                scaled.backward()
         strips, skipping = self._net.last_reading, self._net.last_skipping
         waited = 0.0 if strips is None else strips.forward.waited_seconds + strips.backward.waited_seconds
         skipped = 0 if skipping is None else skipping.skipped_flops
-        self._cost += StepCost(waited_seconds=waited, planned_flops=self._net.plan.flops, skipped_flops=skipped)
+        self._cost += StepCost(waited_seconds=waited, planned_flops=self._planned_flops, skipped_flops=skipped)
         self._reporter.advance()
 
     def _taken(self) -> StepCost:

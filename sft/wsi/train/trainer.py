@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sft.common.errors import RankError
-from sft.nn import WithLoss
 from sft.planner.plan import Plan
 from sft.wsi.data.augment import draw_augmentation
 from sft.wsi.data.dataset import SlidePrefetcher
@@ -36,13 +35,14 @@ from sft.wsi.run.progress import Reporter
 from sft.wsi.run.trained_record import check_network, trained_record
 from sft.wsi.train.checkpoint import get_random_state, restore_weights, seed_everything, set_random_state
 from sft.wsi.train.distributed import SINGLE_RANK, Ranks
-from sft.wsi.train.experiment import Experiment, autocast_context, calibrate_norms, compile_model, segmentation_loss
+from sft.wsi.train.experiment import Experiment, autocast_context, calibrate_norms
 from sft.wsi.train.grad_accumulation import GradientAccumulator, StepCost
 from sft.wsi.train.optim import learning_rate, make_optimizer, philox_generator
 from sft.wsi.train.rank_sync import scatter_items
 from sft.wsi.train.run_state import RunProgress, check_same_run, run_environment
 from sft.wsi.train.run_work import run_work
 from sft.wsi.train.signals import EndRequested, Interruption
+from sft.wsi.train.slide_net import compile_slide_net
 
 __all__ = ["Trainer"]
 
@@ -84,15 +84,7 @@ class Trainer:
         config = self._config
         self._model.to(config.train.device)
         self._optimizer = make_optimizer(self._model, config.train)
-        segments = self._task.kind == "segmentation"
-        self._net = compile_model(
-            WithLoss(self._model, segmentation_loss) if segments else self._model,
-            config,
-            optimizer=self._optimizer,
-            num_inputs=2 if segments else 1,
-            skip_repeats=experiment.paints,
-            ranks=ranks,
-        )
+        self._net = compile_slide_net(experiment, optimizer=self._optimizer, ranks=ranks)
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
         ahead = SlidePrefetcher()
         #: predicts with the model as it is, through plans that training has made already

@@ -173,7 +173,7 @@ def test_the_backward_pass_decodes_nothing_again_within_the_budget(slide: tuple[
     model = TinyNet()
     gradients = []
     for budget in (None, "1MiB"):
-        source = _feed(tmp_path, host_budget=budget).source(record, Augmentation(quarters=1))
+        source: Any = _feed(tmp_path, host_budget=budget).source(record, Augmentation(quarters=1))
         net: Any = sft.compile(model.eval(), source, budget="8MiB", options=sft.Options(tile=(16, None)))
         model.zero_grad()
         net(source).square().sum().backward()

@@ -142,6 +142,9 @@ def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
     assert read_table(_table(tmp_path, "slide,mask\na.svs,a.png\n"), task).digest() != before
 
 
+_TILES = partial(ModelConfig, encoder="tiles")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -154,6 +157,14 @@ def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
         (lambda: DataConfig(csv=Path("t.csv"), fold=3), "data.fold 3 without data.num_folds"),
         (lambda: DataConfig(csv=Path("t.csv"), num_folds=2), "data.num_folds 2: give at least 3"),
         (lambda: ModelConfig(attention_dim=10**10), "model.attention_dim 10000000000: give 1 to"),
+        (lambda: ModelConfig(tile_px=256), "model.tile_px 256 with model.encoder slide: it is for tiles; give model.encoder tiles"),
+        (lambda: ModelConfig(lora_rank=8), "model.lora_rank 8 with model.encoder slide"),
+        (lambda: _TILES(tile_px=0), "model.tile_px 0: give a whole number from 1 to 65536"),
+        (lambda: _TILES(stride_px=-1), "model.stride_px -1: give a whole number"),
+        (lambda: _TILES(min_tissue=1.5), "model.min_tissue 1.5: give a share of a tile, 0 to 1"),
+        (lambda: _TILES(tile=[8, 8]), r"model.tile \[8, 8\] with model.encoder tiles: it divides whole slides"),
+        (lambda: _TILES(lora_layers=["qkv"]), r"model.lora_layers \[qkv\] without model.lora_rank: give the rank"),
+        (lambda: _TILES(lora_rank=2, lora_layers=[]), r"model.lora_layers \[\]: name a layer"),
         *(
             (lambda make=make, name=name: make(**{name: None}), f"{group}.{name} is null: give a value")
             for group, make, name in (

@@ -205,6 +205,43 @@ def test_label_maps_are_dealt_out_and_shared(alone: Ranks, pair: Ranks, slides: 
     _assert_close(tmp_path / "bands", tmp_path / "one")
 
 
+_TILES: dict[str, Any] = {"backbone": "tests.helpers.wsi:tile_net", "encoder": "tiles", "tile_px": 32, "stride_px": 52}
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"), [("attention", "classification"), pytest.param("max", "cox", marks=pytest.mark.slow), ("gap", "cox")]
+)
+def test_ranks_share_the_tiles_of_a_slide(head: str, kind: str, alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
+    """Six tiles of a slide, of which one of the second rank cannot be read on one slide; dropout after the pooling."""
+    settings: dict[str, Any] = {"model": {**_TILES, "head": head, "norm": "calibrated", "dropout": 0.5 * (kind == "classification")}}
+    settings |= {"task": {"kind": kind}, "train": {"epochs": 1, "optimizer": "sgd"}}
+    if kind == "cox":
+        settings["train"] |= {"accumulate": 3, "monitor": "c_index"}
+    table = "cox.csv" if kind == "cox" else "damaged.csv"
+    for ranks, name, bands in ((alone, "one", 1), (pair, "bands", 2)):
+        code, said = ranks.run(_command, _config(tmp_path, slides, name, table, ranks={"bands": bands}, **settings))[0]
+        assert code in (0, 3), said
+    _assert_close(tmp_path / "bands", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_replicas_share_the_tiles_of_their_slides(alone: Ranks, slides: Path, tmp_path: Path) -> None:
+    """More ranks than tiles: one rank has none."""
+    settings: dict[str, Any] = {"model": {**_TILES, "tile_px": 110, "head": "attention", "norm": "frozen"}}
+    settings["train"] = {"epochs": 1, "optimizer": "sgd"}
+    with ranks_of(4, tmp_path, _PRELOAD) as four:
+        for ranks, name, bands in ((alone, "one", 1), (four, "four", 2)):
+            code, said = ranks.run(_command, _config(tmp_path, slides, name, "sound.csv", ranks={"bands": bands}, **settings))[0]
+            assert code == 0, said
+    _assert_close(tmp_path / "four", tmp_path / "one")
+
+
+def test_tiles_that_draw_random_numbers_are_not_shared(pair: Ranks, slides: Path, tmp_path: Path) -> None:
+    model = {**_TILES, "options": {"dropout": 0.1}, "norm": "frozen"}
+    (code, said), _ = pair.run(_command, _config(tmp_path, slides, "run", "sound.csv", ranks={"bands": 2}, model=model))
+    assert code == 1 and "the backbone draws random numbers for each tile" in said and "ranks.bands 1" in said, said
+
+
 def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
     train = {"epochs": 1, "accumulate": 5, "on_error": "raise"}
     settings: dict[str, Any] = {"model": {"norm": "train"}, "train": train}

@@ -68,7 +68,9 @@ def _fit_to_tiles(network: nn.Module, name: str, tile_px: int) -> None:
     sides = [side for side in (patch if isinstance(patch, Sequence) else (patch,)) if isinstance(side, int) and tile_px % side]
     place = f"model.backbone {name!r} with model.tile_px {tile_px}"
     if sides:
-        raise InputError(f"{place}: its patches of {sides[0]} px do not divide a tile. Give a multiple, such as {max(1, tile_px // sides[0]) * sides[0]}.")
+        raise InputError(
+            f"{place}: patches of {sides[0]} px do not divide a tile. Give a multiple, such as {max(1, tile_px // sides[0]) * sides[0]}."
+        )
     resize = getattr(network, "set_input_size", None)
     if resize is None:
         return

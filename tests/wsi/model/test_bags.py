@@ -91,7 +91,7 @@ def test_encoders_of_libraries() -> None:
     """timm's transformers are resized to the tiles; networks of torchvision lose their classifiers."""
     encoder = load_tile_encoder("timm:vit_tiny_patch16_224", {"depth": 1}, tile_px=64)
     assert num_tile_features(encoder, "n", 64) == 192
-    with pytest.raises(InputError, match=r"with model.tile_px 70: its patches of 16 px do not divide a tile. Give a multiple, such as 64."):
+    with pytest.raises(InputError, match=r"with model.tile_px 70: patches of 16 px do not divide a tile. Give a multiple, such as 64."):
         load_tile_encoder("timm:vit_tiny_patch16_224", {"depth": 1}, tile_px=70)
     assert num_tile_features(load_tile_encoder("timm:resnet10t", {}, tile_px=64), "n", 64) == 512
     for name, width in (("resnet18", 512), ("vit_b_32", 768), ("mobilenet_v3_small", 576)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy as sp
@@ -112,6 +112,41 @@ class Capture:
             return values
         return None
 
+    @property
+    def sample_symbols(self) -> frozenset[sp.Symbol]:
+        """Symbols of the number of samples: first extents of inputs."""
+        return frozenset(size for name in self.graph.inputs for size in self.graph[name].shape[:1] if isinstance(size, sp.Symbol))
+
+    def with_symbols_of(self, other: Capture) -> Capture:
+        """The capture with the symbols of sizes that another capture has at the same places; those of samples get names of their own."""
+        known = {symbol: sp.Symbol(f"samples_{symbol.name}", integer=True, positive=True) for symbol in self.sample_symbols}
+        for name, other_name in zip(self.graph.inputs, other.graph.inputs, strict=True):
+            for size, symbol in zip(self.graph[name].shape, other.graph[other_name].shape, strict=True):
+                if isinstance(size, sp.Symbol) and isinstance(symbol, sp.Symbol):
+                    known[size] = symbol
+        return self._with_sizes(known)
+
+    def _with_sizes(self, known: Mapping[sp.Symbol, sp.Basic]) -> Capture:
+        """The capture with expressions in place of symbols; conditions without a symbol must hold."""
+        graph = substitute_sizes(self.graph, known)
+        guards = (guard.xreplace(known) for guard in self.guards)
+        bounds = ((size.xreplace(known), low, high) for size, low, high in self.bounds)
+        return replace(
+            self,
+            graph=graph,
+            bounds=tuple(bound for bound in bounds if bound[0].free_symbols),
+            guards=tuple(guard for guard in guards if guard.free_symbols),
+            labels=LabelShapes.of(graph),
+        )
+
+    def with_samples(self, shapes: Sequence[tuple[int, ...]]) -> Capture | None:
+        """The capture with the number of samples of these input shapes in place of its symbols; ``None`` where it does not hold."""
+        values = self.bind(shapes)
+        if values is None:
+            return None
+        known = {symbol: sp.Integer(values[symbol]) for symbol in self.sample_symbols}
+        return replace(self._with_sizes(known), shapes=tuple(shapes))
+
 
 def _solve_symbol(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
     """Solve ``a * symbol + b = size``; empty where the extent has no symbol or several, or the solution is not a positive integer."""
@@ -131,6 +166,7 @@ def capture(
     *,
     autocast: torch.dtype | None = None,
     any_size: bool = True,
+    any_batch: bool = False,
     modes: CallModes | None = None,
 ) -> Capture:
     """Trace a model on inputs of given shapes and dtypes.
@@ -143,28 +179,33 @@ def capture(
         autocast: trace as under ``torch.autocast`` of this dtype. Casts become operators of the graph, also those of regions that
             ``forward`` itself puts under autocast.
         any_size: make the image axes of inputs symbols, so that the capture serves more than one size.
+        any_batch: make the number of samples a symbol, for :meth:`Capture.with_samples`.
         modes: modes of the call, which ``forward`` may query.
 
     Raises:
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
+
+    def trace(guards: CallModeGuards) -> tuple[Capture, AttributeChanges, ObjectChanges]:
+        return _capture_once(model, shapes, dtypes, device, autocast, guards, any_size=any_size, any_batch=any_batch)
+
     call_guards = CallModeGuards(modes or CallModes())
     with without_autograd_debugging():
-        first, module_changes, object_changes = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+        first, module_changes, object_changes = trace(call_guards)
         if call_guards.needs_call_inputs:
             call_guards = CallModeGuards(call_guards.modes, with_call_inputs=True)
-            first, module_changes, object_changes = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+            first, module_changes, object_changes = trace(call_guards)
     if not module_changes and not object_changes:
         return first
     with without_autograd_debugging(), override_attributes(module_changes), override_objects(object_changes):
-        second, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+        second, *_ = trace(call_guards)
     if second.graph != first.graph:
         raise UnsupportedError(_state_problems(model, module_changes, object_changes))
     if not object_changes and all(is_hook_registry(name) for _, name in module_changes):
         # Only hooks were taken back: a flag that cannot be seen may keep `forward` from registering them again.
         with without_autograd_debugging():
-            third, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, call_guards)
+            third, *_ = trace(call_guards)
         if third.graph != first.graph:
             raise UnsupportedError(_state_problems(model, module_changes, object_changes))
     return first
@@ -194,8 +235,10 @@ def _capture_once(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     autocast: torch.dtype | None,
-    any_size: bool,
     call_guards: CallModeGuards,
+    *,
+    any_size: bool,
+    any_batch: bool,
 ) -> tuple[Capture, AttributeChanges, ObjectChanges]:
     """A capture, and the plain attributes that `forward` sets, of its modules and of other objects; all are restored."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
@@ -206,7 +249,7 @@ def _capture_once(
         prepare_for_tracing(model) as module_changes,
         capture_repeats(model) as repeats,
     ):
-        functional = export_model(model, shapes, dtypes, device, any_size, call_guards)
+        functional = export_model(model, shapes, dtypes, device, any_size, call_guards, any_batch=any_batch)
     program = functional.program
     in_containers = unregistered_tensors(model)
     constants = _lifted_constants(program, model, (*in_containers.values(), *(tensor for tensor, _ in functional.unregistered)))

@@ -60,6 +60,8 @@ def export_model(
     device: torch.device,
     any_size: bool,
     guards: CallModeGuards,
+    *,
+    any_batch: bool = False,
 ) -> FunctionalProgram:
     """Export a model and functionalize the program.
 
@@ -70,6 +72,7 @@ def export_model(
         device: device of its inputs.
         any_size: make sizes symbols. They become constants where the exporter fails with symbols.
         guards: guards on the call's modes; the trace adds to them.
+        any_batch: make the number of samples a symbol, in the same way.
 
     Raises:
         UnsupportedError: the model cannot be followed.
@@ -78,17 +81,10 @@ def export_model(
         Exception: `forward` itself raises it.
     """
     _load_exporter()
-    axes = Axes.of_inputs(shapes)
-    dynamic = tuple(
-        tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
-        if axes.is_image_shape(shape)
-        else tuple(Dim.STATIC for _ in shape)
-        for shape in shapes
-    )
     exporter = _Exporter(model, shapes, dtypes, device, guards)
     with suppress_output():
         try:
-            functional = exporter.export(dynamic if any_size else None)
+            functional = exporter.export(_dynamic_dims(shapes, any_size=any_size, any_batch=any_batch))
             # A fixed product of sizes (position embeddings of a list of pixels) determines no size, and few sizes satisfy it.
             is_fixed = any(map(_specializes_size_product, symbol_guards(functional.program)))
             if not is_fixed and not exporter.tracker.has_size_dependent_reads:
@@ -106,6 +102,21 @@ def export_model(
         except Exception as error:  # without symbols the error is about the model
             exporter.raise_error_of_model(error)
             raise refusal_of(model, error, exporter.tracker.unknown_reads) from error
+
+
+def _dynamic_dims(shapes: Sequence[tuple[int, ...]], *, any_size: bool, any_batch: bool) -> tuple[tuple[Any, ...], ...] | None:
+    """Symbolic and constant dimensions of each input; ``None`` if all are constant. The exporter makes no symbol of an extent of 1."""
+    axes, num_samples = Axes.of_inputs(shapes), Axes.num_samples_of(shapes)
+    dynamic = tuple(
+        tuple(
+            Dim.AUTO
+            if size > 1 and ((any_size and axis >= 2 and axes.is_image_shape(shape)) or (any_batch and axis == 0 and size == num_samples))
+            else Dim.STATIC
+            for axis, size in enumerate(shape)
+        )
+        for shape in shapes
+    )
+    return dynamic if any_size or any_batch else None
 
 
 def _load_exporter() -> None:

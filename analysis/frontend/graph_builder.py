@@ -88,7 +88,7 @@ def substitute_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
 
     def substitute(value: Any) -> Any:
         if isinstance(value, SymbolicNumber):
-            return replace(value, arguments=substitute(value.arguments))
+            return replace(value, arguments=substitute(value.arguments)).folded()
         if isinstance(value, sp.Basic):
             size = value.xreplace(known)
             return int(size) if size.is_Integer else size

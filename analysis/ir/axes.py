@@ -44,6 +44,17 @@ class Axes:
         rank = max(map(len, shapes), default=0)
         return cls(rank - 2 if 3 <= rank <= 5 else 0)
 
+    @classmethod
+    def num_samples_of(cls, shapes: Sequence[Sequence[int]]) -> int | None:
+        """Number of samples of inputs of these shapes: the first extent of the first image, else of the first input with any dimension.
+
+        >>> Axes.num_samples_of([(5,), (4, 3, 8, 9)]), Axes.num_samples_of([(), (32, 16)]), Axes.num_samples_of([()])
+        (4, 32, None)
+        """
+        axes = cls.of_inputs(shapes)
+        images = [shape for shape in shapes if axes.is_image_shape(shape)]
+        return next((shape[0] for shape in (*images, *shapes) if shape), None)
+
     def is_image_shape(self, shape: Sequence[object]) -> bool:
         """True if an input of this shape is an image (a signal, a volume) with these axes."""
         return self.count > 0 and len(shape) == self.rank

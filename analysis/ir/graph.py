@@ -47,6 +47,11 @@ class SymbolicNumber:
         """Evaluate the number; ``size`` gives the value of an expression."""
         return self.function(*(_evaluate_number(argument, size) for argument in self.arguments))
 
+    def folded(self) -> Any:
+        """The number itself if no size in it is unknown; else unchanged."""
+        is_known = not any(isinstance(argument, (sp.Basic, SymbolicNumber)) for argument in self.arguments)
+        return self.function(*self.arguments) if is_known else self
+
 
 def _evaluate_number(value: Any, size: Callable[[sp.Basic], int]) -> Any:
     if isinstance(value, SymbolicNumber):

@@ -135,9 +135,9 @@ class PlanNumbers:
         return "; ".join(f"{rows} rows, k={every}" for rows, every in tiled) or "whole"
 
 
-def load_models() -> ModuleType:
-    """Import `examples/models.py` by its place in the repository."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "models.py"
+def load_models(place: str = "examples/models.py") -> ModuleType:
+    """Import a module with models by its place in the repository."""
+    path = Path(__file__).resolve().parents[2] / place
     spec = importlib.util.spec_from_file_location("example_models", path)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"no models at {path.name}; run the benchmarks from a full checkout")

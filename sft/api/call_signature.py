@@ -21,12 +21,13 @@ from sft.analysis.frontend.call_mode_guards import CallModes, GuardKind, GuardVa
 from sft.analysis.frontend.capture import is_channels_last, is_in_program_layout
 from sft.analysis.frontend.fingerprint import Fingerprint, module_fingerprint
 from sft.analysis.frontend.torch_patches import needs_deterministic_sums
+from sft.analysis.ir.axes import Axes
 from sft.api.call_arguments import CallStructure
 from sft.api.inputs import InputSpec
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.transform_checks import autocast_dtype
 
-__all__ = ["CallSignature", "CaptureKey", "Shape", "signature_of"]
+__all__ = ["CallSignature", "CaptureKey", "Shape", "signature_of", "with_any_samples"]
 
 Shape = tuple[int, ...]
 
@@ -101,6 +102,11 @@ class CallSignature:
         """Device of the model."""
         return self.capture_key.device
 
+    @property
+    def shapes_of_any_samples(self) -> tuple[Shape, ...] | None:
+        """The shapes without the number of samples, as :func:`with_any_samples`."""
+        return with_any_samples(self.shapes)
+
     def with_guards(self, kinds: Iterable[GuardKind], constants: tuple[Any, ...] = ()) -> CallSignature:
         """The signature with the answers to questions of these kinds, and with values read from tensors of the model."""
         guards = self.modes.guard_values(kinds)
@@ -111,6 +117,14 @@ class CallSignature:
         key = self.capture_key
         inputs = (self.shapes, self.requires_grad, self.input_grads, self.from_source, key.dtypes, key.training_flags)
         return (*inputs, key.autocast, key.default_dtype, self.deterministic, repr(key.structure))
+
+
+def with_any_samples(shapes: Sequence[Shape]) -> tuple[Shape, ...] | None:
+    """Shapes of inputs with -1 for the number of samples; ``None`` for less than two samples, which plans treat in another way."""
+    num_samples = Axes.num_samples_of(shapes)
+    if num_samples is None or num_samples < 2:
+        return None
+    return tuple((-1, *shape[1:]) if shape[:1] == (num_samples,) else shape for shape in shapes)
 
 
 def signature_of(

@@ -23,7 +23,7 @@ Later stages never call earlier ones. Caches lie outside: captures in a :class:`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +96,12 @@ def planning_context(model: nn.Module, signature: CallSignature, settings: Compi
 
 
 def search(
-    problem: PlanningProblem, model: nn.Module, signature: CallSignature, settings: CompileSettings, previous: Plan | None = None
+    problem: PlanningProblem,
+    model: nn.Module,
+    signature: CallSignature,
+    settings: CompileSettings,
+    previous: Plan | None = None,
+    others: Sequence[Plan] = (),
 ) -> FittedPlan:
     """Find a plan that fits the budget; with ``Options(profile="measure")`` the fastest of several, by a clock.
 
@@ -106,11 +111,12 @@ def search(
         signature: the kind of call.
         settings: settings of the compiled module.
         previous: the plan made earlier for this signature, if any.
+        others: plans made for other numbers of samples.
 
     Raises:
         BudgetError, InputError, UnsupportedError: as :meth:`PlanSearch.fit`.
     """
-    plan_search = PlanSearch(model=model, signature=signature, settings=settings, previous=previous)
+    plan_search = PlanSearch(model=model, signature=signature, settings=settings, previous=previous, others=others)
     fitted = plan_search.fit(problem)
     is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
     return plan_search.fastest(fitted) if is_timed else fitted
@@ -123,7 +129,7 @@ def prepare(
     problem, region, device = fitted.problem, fitted.projected.region, signature.device
     rates = DeviceRates(settings.device_type(device), replays=fitted.projected.projection.records_passes)
     plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=rates)
-    plan = replace(plan, **_origin(plan, settings, device))
+    plan = replace(plan, transferred_from=fitted.transferred_from, **_origin(plan, settings, device))
     if fitted.seconds is not None:
         timeline = plan.timeline.measured(fitted.seconds)
         plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)

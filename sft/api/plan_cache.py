@@ -16,7 +16,7 @@ from torch import nn
 
 from sft.analysis.frontend.submodule_hooks import check_hook_kinds
 from sft.analysis.tiling.phases import PhasedGraph
-from sft.api.call_signature import CallSignature
+from sft.api.call_signature import CallSignature, Shape, with_any_samples
 from sft.api.capture_cache import CaptureCache
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
 from sft.api.plan_search import FittedPlan
@@ -31,6 +31,7 @@ from sft.common.weighted_lru import WeightedLRU
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.planner.problem import PlanningProblem
+from sft.planner.search.transfer import has_decisions
 
 __all__ = ["PlanCache"]
 
@@ -40,6 +41,8 @@ ValueT = TypeVar("ValueT")
 _MAX_PLANS = 128
 #: Maximal number of plans without programs, which are still used when images of ever new sizes recur in the next epoch.
 _MAX_CACHED_OBJECTS = 1024
+#: Maximal number of plans of each kind of call whose decisions are transferred to other numbers of samples.
+_MAX_SEARCHED = 8
 
 
 class PlanCache:
@@ -61,6 +64,7 @@ class PlanCache:
         self.prepared: dict[CallSignature, PreparedPlan] = {}
         self.plans: dict[CallSignature, Plan] = {}
         self._shared = WeightedLRU()
+        self._searched: dict[CallSignature, dict[tuple[Shape, ...], Plan]] = {}
 
     @property
     def latest(self) -> tuple[CallSignature, PreparedPlan]:
@@ -129,8 +133,25 @@ class PlanCache:
     def add(self, signature: CallSignature, prepared: PreparedPlan) -> None:
         """Store a prepared plan."""
         signature = self.with_guards(signature)  # the capture may have added guards
+        family = _of_any_samples(signature)
+        if family is not None and not prepared.plan.transferred_from and has_decisions(prepared.plan):
+            plans = self._searched.setdefault(family, {})
+            if len(plans) < _MAX_SEARCHED:
+                plans.setdefault(signature.shapes, prepared.plan)
         _insert_bounded(self.prepared, signature, prepared, _MAX_PLANS)
         _insert_bounded(self.plans, signature, prepared.plan, _MAX_CACHED_OBJECTS)
+
+    def _plans_of_other_samples(self, signature: CallSignature) -> tuple[Plan, ...]:
+        """Plans that were searched for calls that differ from this one in the number of samples alone.
+
+        The first one comes first, so that the plan of a number of samples does not depend on the numbers between.
+        """
+        family, requested = _of_any_samples(self.with_guards(signature)), self.settings.plan
+        if family is None:
+            return ()
+        plans = tuple(self._searched.get(family, {}).values())
+        is_requested = requested is not None and with_any_samples(requested.input_shapes) == family.shapes and has_decisions(requested)
+        return (requested, *plans) if requested is not None and is_requested else plans
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         model, settings = self.model, self.settings
@@ -149,7 +170,7 @@ class PlanCache:
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
         """Search a plan; the message where none fits says if one did fit without gradients of the inputs."""
         try:
-            return search(problem, self.model, signature, self.settings, self.plans.get(signature))
+            return search(problem, self.model, signature, self.settings, self.plans.get(signature), self._plans_of_other_samples(signature))
         except BudgetError as error:
             without = replace(signature, input_grads=(False,) * len(signature.input_grads))
             if without not in self.plans:
@@ -161,6 +182,12 @@ class PlanCache:
                 "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
+
+
+def _of_any_samples(signature: CallSignature) -> CallSignature | None:
+    """The signature without its number of samples; ``None`` for less than two."""
+    shapes = signature.shapes_of_any_samples
+    return None if shapes is None else replace(signature, shapes=shapes)
 
 
 def _insert_bounded(entries: dict[CallSignature, ValueT], signature: CallSignature, value: ValueT, max_entries: int) -> None:

@@ -1,10 +1,10 @@
 """The search stage: ``PlanningProblem -> candidates -> decisions (SegmentChoice*) -> Region``, until a plan fits.
 
-:class:`PlanSearch` tries, in this order: a plan given by the user, the plan made earlier for the same call signature, the planner's plan,
-one with smaller budgets for repeated blocks, and (``Options(weights="auto")``) one with streamed weights. Each attempt is one call of the
-planner (:func:`sft.planner.planner.plan_segments`), which turns a problem into a :class:`~sft.planner.materialize.ProjectedPlan`: the
-decisions, the region that executes them, and the projection of its memory. An attempt may change the problem, so the result is a
-:class:`FittedPlan`, a problem with its plan.
+:class:`PlanSearch` tries, in this order: a plan given by the user, the plan made earlier for the same call signature, one made for another
+number of samples, the planner's plan, one with smaller budgets for repeated blocks, and (``Options(weights="auto")``) one with streamed
+weights. Each new plan is one call of the planner (:func:`sft.planner.planner.plan_segments`), which turns a problem into a
+:class:`~sft.planner.materialize.ProjectedPlan`: the decisions, the region that executes them, and the projection of its memory. An attempt
+may change the problem, so the result is a :class:`FittedPlan`, a problem with its plan.
 
 *On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.allocator_overhead`). If the allocator's
 rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved. If no plan fits, the
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from sft.analysis.frontend.capture import tensor_attribute
-from sft.api.call_signature import CallSignature
+from sft.api.call_signature import CallSignature, Shape
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
@@ -37,7 +37,9 @@ from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
+from sft.planner.search.transfer import can_transfer, transferred_plan
 from sft.runtime.moves import parse_schedule
+from sft.runtime.whole_segment import WholeSegment
 from sft.torch_runtime.algorithm_search import algorithm_search_for
 from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.profiling import open_timing_cache
@@ -58,11 +60,13 @@ class FittedPlan:
         problem: the problem, possibly with streamed weights or smaller budgets of repeated blocks.
         projected: the decisions, their region and its projection.
         seconds: measured time of each operation of the schedule; ``None`` if the plan was not timed.
+        transferred_from: shapes of the inputs for which the decisions were made, if for another number of samples.
     """
 
     problem: PlanningProblem
     projected: ProjectedPlan
     seconds: Sequence[float] | None = None
+    transferred_from: tuple[Shape, ...] = ()
 
     @property
     def needed_bytes(self) -> int:
@@ -80,12 +84,14 @@ class PlanSearch:
         signature: the kind of call.
         settings: settings of the compiled module.
         previous: the plan made earlier for this signature, if its programs have been dropped since.
+        others: plans made for other numbers of samples, the first one first.
     """
 
     model: nn.Module
     signature: CallSignature
     settings: CompileSettings
     previous: Plan | None = None
+    others: Sequence[Plan] = ()
 
     def fit(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits.
@@ -262,9 +268,9 @@ class PlanSearch:
         is_streamed = self.signature.weights_revision is not None or settings.options.streams_weights
         if is_streamed or (settings.plan is not None and settings.plan.streamed_weights > 0):
             streamed = self._with_streamed_weights(problem)
-            return self._known_plan(streamed) or self._new_plan(streamed, accepts)
+            return self._known_plan(streamed) or self._transferred_plan(streamed, accepts) or self._new_plan(streamed, accepts)
         try:
-            return self._known_plan(problem) or self._new_plan(problem, accepts)
+            return self._known_plan(problem) or self._transferred_plan(problem, accepts) or self._new_plan(problem, accepts)
         except BudgetError as error:
             if settings.options.weights != "auto":
                 raise
@@ -320,9 +326,26 @@ class PlanSearch:
         if fitted is not None:
             return fitted
         try:
-            return self._materialize(problem, self.previous)
+            fitted = self._materialize(problem, self.previous)
         except (BudgetError, InputError):  # resident bytes have grown, or another capture names operators differently
             return None
+        if fitted is None or self.previous is None:
+            return None
+        return replace(fitted, transferred_from=self.previous.transferred_from)
+
+    def _transferred_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan | None:
+        """A plan with the decisions of one for another number of samples; ``None`` if none fits, or all plans are to be timed."""
+        settings, device_type = self.settings, self.settings.device_type(self.signature.device)
+        if not settings.options.is_automatic or settings.options.profile == "measure":
+            return None
+        room_bytes = settings.budget_bytes - problem.resources.occupied_bytes
+        for other in self.others:
+            if can_transfer(problem, other):
+                plan = transferred_plan(problem, other, settings.options, device_type, room_bytes, partial(accepts, problem))
+                if plan is not None:
+                    fitted = FittedPlan(problem, plan)
+                    return fitted if _is_untiled(fitted) else replace(fitted, transferred_from=other.input_shapes)
+        return None
 
     def _materialize(self, problem: PlanningProblem, plan: Plan | None) -> FittedPlan | None:
         """The region and projection of a plan's decisions; ``None`` if it is for other inputs."""
@@ -379,9 +402,10 @@ def overhead_estimator(
 
 
 def _is_untiled(fitted: FittedPlan) -> bool:
-    """True if a plan has no strips, and computes nothing again."""
-    choices = fitted.projected.choices
-    return all(choice.mode == "whole" for choice in choices) and len(fitted.projected.region.schedule) == 2 * len(choices) + 1
+    """True if a plan has no strips or chunks, and computes nothing again."""
+    region = fitted.projected.region
+    is_whole = all(isinstance(segment, WholeSegment) for segment in region.segments)
+    return is_whole and len(region.schedule) == 2 * len(region.segments) + 1
 
 
 def _has_device_overhead(device: torch.device) -> bool:

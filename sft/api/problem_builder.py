@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sft.analysis.frontend.capture import Capture, is_in_program_layout, outputs_channels_last, tensor_attribute
+from sft.analysis.frontend.capture import CHANNELS_LAST, Capture, is_in_program_layout, outputs_channels_last, tensor_attribute
 from sft.analysis.frontend.trace_context import squeeze_label_channels
 from sft.analysis.ir.grad_reachability import grad_reachable_values
 from sft.analysis.ir.graph import Graph, Node
@@ -102,6 +102,8 @@ def _channels_last_values(model: nn.Module, signature: CallSignature, graph: Gra
     inputs = [name for name, is_last in zip(graph.inputs, signature.channels_last, strict=True) if is_last]
     if not inputs and not any(signature.weights_last) and not captured.permutes:
         return frozenset()
+    if not any(len(graph[name].shape) in CHANNELS_LAST for name in graph.outputs):
+        return frozenset(inputs)  # no output is an image
     key = signature.capture_key
     with use_structure(model, key.structure), squeeze_label_channels(model, key.lacking_channels):
         flags = outputs_channels_last(model, signature.shapes, key.dtypes, key.device, signature.channels_last, autocast=key.autocast)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from sft.analysis.ir.axes import Axes
 from sft.common.dataclass_json import dataclass_from_dict, parse_json_object
 from sft.common.errors import InputError
 from sft.common.legacy_names import restore_fields
@@ -18,6 +19,11 @@ from sft.planner.timeline import Timeline
 __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
+#: Fields that are left out of the JSON text where they are empty: plans of older releases have none of them.
+_ADDED_FIELDS = (
+    *("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes", "frozen_bytes"),
+    "transferred_from",
+)
 #: Element types of inputs.
 _DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex128", "complex64", "complex32"),
@@ -195,6 +201,7 @@ class Plan:
             total. 0 on a CPU, and in plans of older releases.
         replays_passes: on a GPU, true if the forward and the backward pass are recorded and replayed as CUDA graphs.
         frozen_bytes: in training, bytes of parameters without a gradient, which have no gradient buffer and no optimizer state.
+        transferred_from: shapes of the inputs for which the decisions were made, not compared; empty if they were made for these inputs.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -226,10 +233,16 @@ class Plan:
     projected_reserved_bytes: int = field(default=0, compare=False)
     replays_passes: bool = field(default=False, compare=False)
     frozen_bytes: int = field(default=0, compare=False)
+    transferred_from: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""
         restore_fields(self, state)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step: the first extent of the first image, else of the first input."""
+        return Axes.num_samples_of(self.input_shapes) or 1
 
     @property
     def total_bytes(self) -> int:
@@ -310,8 +323,7 @@ class Plan:
     def to_json(self) -> str:
         """Serialize the plan as JSON text; :meth:`from_json` reads it back."""
         values = asdict(self)
-        added = ("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes", "frozen_bytes")
-        for name in (name for name in added if not values[name]):
+        for name in (name for name in _ADDED_FIELDS if not values[name]):
             del values[name]  # a plan of an older release keeps its text
         return json.dumps({"format": _FORMAT, **values}, indent=2)
 

@@ -4,26 +4,30 @@ The projection runs the region's own code on a machine with byte counts for buff
 its execution allocates come from one piece of code. The machine records one entry per schedule op: allocating the segment's outputs,
 running it, and freeing values after their last use. The peak of a step is the largest peak of its records, and its FLOPs are their sum.
 
-Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which sums up the same sweep in arrays; with ``exactly``
-they run strip by strip instead, and the profile is tested against that.
+Tiled segments are replaced by their profile (``sft.runtime.analytic_profile``), which sums up the same sweep in arrays, and of the chunks
+of samples only those of different sizes run. With ``exactly`` all strips and chunks run instead, and both are tested against that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
 from sft.lower.program import Port, Program
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import build_region
 from sft.runtime.analytic_profile import ProgramRuns, SweepProfiles
+from sft.runtime.liveness import Segment
 from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, Residuals, ValueBindings
 from sft.runtime.moves import ScheduleOp
 from sft.runtime.offload import OffloadedValue
 from sft.runtime.region import Region
+from sft.runtime.sample_segment import Chunk, SampleSegment
 from sft.runtime.simulated_machine import SimulatedBuffer, SimulatedMachine
 from sft.runtime.streamed_inputs import SweepDirection, input_staging_bytes, largest_input_grad_bytes
 from sft.runtime.tiled_layout import Sweep
@@ -113,6 +117,15 @@ class TracingMachine(SimulatedMachine):
         self._runs, self._copied_bytes, self._waits_for = {}, 0, []
         self._up_bytes = self._down_bytes = 0
 
+    @contextmanager
+    def repeated(self, count: int) -> Iterator[None]:
+        """Count the FLOPs and the programs of a block ``count`` times. Its bytes are the same each time, and none remain."""
+        flops, runs = self.memory.flops, {key: total for key, (_, total) in self._runs.items()}
+        yield
+        self.memory.flops += (count - 1) * (self.memory.flops - flops)
+        for key, (program, total) in self._runs.items():
+            self._runs[key] = (program, total + (count - 1) * (total - runs.get(key, 0)))
+
     def note(self, runs: ProgramRuns) -> None:
         """Count runs of programs."""
         for program, count in runs:
@@ -192,13 +205,12 @@ def project_step(
     Args:
         problem: the planning problem.
         region: the decisions as a region.
-        exactly: run tiled segments strip by strip.
+        exactly: run every strip of tiled segments, and every chunk of samples.
         machine: the machine that records, instead of a new :class:`TracingMachine`.
         retains: true if the residuals of the forward pass outlast the backward pass (``retain_graph=True``).
     """
     if not exactly:
-        segments = [_AnalyticSegment(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
-        region = replace(region, segments=segments)
+        region = replace(region, segments=[_summed(segment, problem) for segment in region.segments])
     machine = machine or TracingMachine(on_host=problem.resources.on_host)
     run_step(problem, region, machine, retains=retains)
     return Projection(
@@ -257,6 +269,38 @@ def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
     (segment,) = build_region(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),)).segments
     assert isinstance(segment, WholeSegment)
     return tuple(program for program in segment.programs(problem.sized.training) if program is not None)
+
+
+def _summed(segment: Segment, problem: PlanningProblem) -> Segment:
+    """The segment without repeated work in its projection."""
+    if isinstance(segment, TiledSegment):
+        return _AnalyticSegment(segment, problem)
+    if isinstance(segment, SampleSegment):
+        return _DistinctChunks(scope=segment.scope, parts=segment.parts, levels=segment.levels, from_source=segment.from_source)
+    return segment
+
+
+class _DistinctChunks(SampleSegment):
+    """Segment of samples of which one chunk of each size runs, as often as there are chunks of this size."""
+
+    def _distinct_groups(self) -> Iterator[tuple[int, Interval, tuple[Chunk, ...]]]:
+        """One group of chunks of each combination of sizes, and the number of such groups."""
+        by_sizes: dict[tuple[tuple[int, ...], ...], list[tuple[Interval, tuple[Chunk, ...]]]] = {}
+        for first, chunks in self.groups:
+            by_sizes.setdefault(tuple(tuple(map(len, chunk)) for chunk in chunks), []).append((first, chunks))
+        yield from ((len(groups), *groups[0]) for groups in by_sizes.values())
+
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> None:
+        assert isinstance(machine, TracingMachine)
+        for count, first, chunks in self._distinct_groups():
+            with machine.repeated(count):
+                self.run_group_forward(machine, values, first, chunks)
+
+    def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None:
+        assert isinstance(machine, TracingMachine)
+        for count, first, chunks in self._distinct_groups():
+            with machine.repeated(count):
+                self.run_group_backward(machine, values, grads, first, chunks)
 
 
 class _AnalyticSegment:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -11,12 +12,15 @@ from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import window_of
 from sft.analysis.ir.ops.sample_axis import SampleLevel
 from sft.analysis.ir.ops.sample_rules import graph_of_samples
+from sft.analysis.ir.targets import RANDOM_TARGETS
 from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
 from sft.analysis.tiling.sample_runs import run_cuts
 from sft.analysis.tiling.strips import NodeRows, OperandRead, StripSchedule, StripStep, build_schedule
 from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
+from sft.lower.lower_samples import SampleProgramKind
+from sft.lower.program import Program
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
@@ -251,13 +255,15 @@ def _sample_segment(
     cuts = run_cuts(graph, choice.nodes, levels[0].samples.axes, scope.outputs, choice.state_slots)
     return SampleSegment(
         scope=scope,
-        parts=tuple(_sample_parts(scopes, choice.nodes, cuts)),
+        parts=tuple(_sample_parts(problem, scopes, choice.nodes, cuts)),
         levels=tuple(levels),
         from_source=from_source,
     )
 
 
-def _sample_parts(scopes: Mapping[tuple[int, ...], SegmentInfo], names: tuple[str, ...], cuts: Sequence[int]) -> Iterator[SamplePart]:
+def _sample_parts(
+    problem: PlanningProblem, scopes: Mapping[tuple[int, ...], SegmentInfo], names: tuple[str, ...], cuts: Sequence[int]
+) -> Iterator[SamplePart]:
     """The parts of a run between the positions ``cuts`` of its operators."""
     for start, stop in pairwise((0, *cuts, len(names))):
         part_scopes, crossing = {}, frozenset[str]()
@@ -274,7 +280,29 @@ def _sample_parts(scopes: Mapping[tuple[int, ...], SegmentInfo], names: tuple[st
                 in_program_layout=scope.in_program_layout.union(names[:start]),
             )
         steps = {sizes: _full_extent_step(each.graph, each.names, each.sources, each.streamed, ROWS) for sizes, each in part_scopes.items()}
-        yield SamplePart(scopes=part_scopes, steps=steps, cuts=crossing)
+        programs: dict[tuple[int, ...], dict[SampleProgramKind, Program]]
+        programs = {sizes: problem.shared.get_or_make(_chunk_key(each), dict, len(inside)) for sizes, each in part_scopes.items()}
+        yield SamplePart(scopes=part_scopes, steps=steps, programs=programs, cuts=crossing)
+
+
+def _chunk_key(scope: SegmentInfo) -> Hashable:
+    """Key of all that the lowering reads of a run for some samples; equal for any number of other samples."""
+    graph, results = scope.graph, set(scope.graph.results)
+    touched = sorted({*scope.names, *(operand for name in scope.names for operand in graph[name].operands)})
+    values = [
+        (
+            *(name, graph[name].kind, graph[name].target, graph[name].dtype, graph[name].shape, scope.shapes[name], name in results),
+            *(graph[name].arguments if name in set(scope.names) else (), graph.axes),
+            *((user, graph[user].target) for user in graph.users[name]),
+            *(name in names for names in (scope.streamed, scope.requires_grad, scope.in_program_layout, scope.per_sample)),
+            scope.full_shapes.get(name) if graph[name].target in RANDOM_TARGETS else None,
+        )
+        for name in touched
+    ]
+    # Bound methods are equal if their objects are.
+    rewrite = None if scope.backend is None else scope.backend.rewrite
+    settings = (scope.keeps_torch_layouts, scope.deterministic, rewrite)
+    return ("chunk", hashlib.sha256(repr(values).encode()).digest(), scope.names, scope.outputs, scope.sources, scope.batch, *settings)
 
 
 def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:

@@ -91,6 +91,10 @@ class SearchLimits:
 
     Search on a GPU:
         num_accepted: fastest plans whose overhead is determined before a search in less memory.
+
+    Transfer to another number of samples:
+        max_transferred_flops: largest multiple of plain PyTorch's FLOPs of a plan that leaves room unused.
+        transferred_room_share: share of the room above which it may have more.
     """
 
     max_projections: int = 8
@@ -152,6 +156,9 @@ class SearchLimits:
     num_timed_heights: int = 4
 
     num_accepted: int = 5
+
+    max_transferred_flops: float = 1.4
+    transferred_room_share: float = 0.75
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

@@ -27,7 +27,7 @@ from sft.lower.lower_samples import SampleProgramKind, lower_samples
 from sft.lower.program import Port, Program
 from sft.runtime.machine import Buffer, BufferOps, Gradients, Machine, ProgramOps, ValueBindings
 
-__all__ = ["ChunkLevel", "SamplePart", "SampleSegment"]
+__all__ = ["Chunk", "ChunkLevel", "SamplePart", "SampleSegment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +65,27 @@ class SamplePart:
     Attributes:
         scopes: input of the lowering, by numbers of samples of a chunk at each level.
         steps: one strip that covers the images of a chunk, by these numbers.
+        programs: programs lowered so far, by these numbers and kind; parts of regions for other numbers of samples share them.
         cuts: its values that later parts read.
     """
 
     scopes: Mapping[tuple[int, ...], SegmentInfo]
     steps: Mapping[tuple[int, ...], StripStep]
+    programs: Mapping[tuple[int, ...], dict[SampleProgramKind, Program]] = field(repr=False)
     cuts: frozenset[str] = frozenset()
-    _programs: dict[tuple[SampleProgramKind, tuple[int, ...]], Program] = field(default_factory=dict, repr=False)
 
     def program(self, kind: SampleProgramKind, chunk: Chunk) -> Program:
         """Program of a chunk; chunks of as many samples share it."""
         sizes = tuple(map(len, chunk))
-        if (kind, sizes) not in self._programs:
-            self._programs[kind, sizes] = lower_samples(self.scopes[sizes], self.steps[sizes], kind)
-        return self._programs[kind, sizes]
+        programs = self.programs[sizes]
+        if kind not in programs:
+            programs[kind] = lower_samples(self.scopes[sizes], self.steps[sizes], kind)
+        return programs[kind]
 
     @property
     def lowered_programs(self) -> tuple[Program, ...]:
         """The programs lowered so far."""
-        return tuple(self._programs.values())
+        return tuple(program for programs in self.programs.values() for program in programs.values())
 
     def allocate(self, machine: BufferOps, name: str, chunk: Chunk, *, is_gradient: bool = False) -> Buffer:
         """Buffer of a cut of a chunk, or zeros for its gradient."""
@@ -123,6 +125,11 @@ class SampleSegment:
         """The chunks in order."""
         return tuple(product(*(level.chunks for level in self.levels)))
 
+    @cached_property
+    def groups(self) -> tuple[tuple[Interval, tuple[Chunk, ...]], ...]:
+        """Chunks of the first level, each with its chunks, in order."""
+        return tuple((first, tuple(chunks)) for first, chunks in groupby(self.chunks, key=itemgetter(0)))
+
     def programs(self, kind: Literal["forward", "backward"]) -> tuple[Program, ...]:
         """Programs of one pass over all chunks, as often as they run."""
         return tuple(program for chunk in self.chunks for program in self._chunk_programs(kind, chunk))
@@ -157,10 +164,14 @@ class SampleSegment:
 
     def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> None:
         """Run all chunks; nothing remains but the outputs."""
-        for first, chunks in groupby(self.chunks, key=itemgetter(0)):
-            with self._inputs(machine, values, first) as inputs:
-                for chunk in chunks:
-                    self._run_forward(machine, values, inputs, chunk, self.parts, writes_outputs=True).clear()
+        for first, chunks in self.groups:
+            self.run_group_forward(machine, values, first, chunks)
+
+    def run_group_forward(self, machine: Machine, values: ValueBindings, first: Interval, chunks: Sequence[Chunk]) -> None:
+        """Run the chunks of a chunk of the first level."""
+        with self._inputs(machine, values, first) as inputs:
+            for chunk in chunks:
+                self._run_forward(machine, values, inputs, chunk, self.parts, writes_outputs=True).clear()
 
     def _run_forward(
         self,
@@ -194,16 +205,22 @@ class SampleSegment:
 
     def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None:
         """Recompute and differentiate all chunks, in reverse order."""
-        for first, chunks in groupby(reversed(self.chunks), key=itemgetter(0)):
-            sink_grads: dict[str, Buffer] = {}
-            with self._inputs(machine, values, first) as inputs:
-                for chunk in chunks:
-                    cuts = self._run_forward(machine, values, inputs, chunk, self.parts[:-1], writes_outputs=False)
-                    self._run_backward(machine, values, inputs, cuts, grads, sink_grads, chunk)
-            for name in list(sink_grads):
-                gradient = sink_grads.pop(name)
-                machine.add_to_sink(grads.sinks[name], *self._region(name, first), gradient)
-                del gradient
+        for first, chunks in reversed(self.groups):
+            self.run_group_backward(machine, values, grads, first, chunks)
+
+    def run_group_backward(
+        self, machine: Machine, values: ValueBindings, grads: Gradients, first: Interval, chunks: Sequence[Chunk]
+    ) -> None:
+        """Recompute and differentiate the chunks of a chunk of the first level, in reverse order."""
+        sink_grads: dict[str, Buffer] = {}
+        with self._inputs(machine, values, first) as inputs:
+            for chunk in reversed(chunks):
+                cuts = self._run_forward(machine, values, inputs, chunk, self.parts[:-1], writes_outputs=False)
+                self._run_backward(machine, values, inputs, cuts, grads, sink_grads, chunk)
+        for name in list(sink_grads):
+            gradient = sink_grads.pop(name)
+            machine.add_to_sink(grads.sinks[name], *self._region(name, first), gradient)
+            del gradient
 
     def _run_backward(
         self,

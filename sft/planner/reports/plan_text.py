@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sft.common.byte_units import format_bytes, format_seconds
@@ -84,7 +85,7 @@ def _note_lines(plan: Plan, *, full: bool) -> list[str]:
 
 def _header_lines(plan: Plan) -> list[str]:
     """Inputs, bytes, FLOPs and seconds."""
-    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    shapes = _shapes_text(plan.input_shapes)
     kind = "a training step" if plan.training else "inference"
     num_read = sum(placement == "source" for placement in plan.input_placements)
     read = f", {num_read} of {len(plan.input_placements)} input(s) read in strips" if num_read else ""
@@ -92,6 +93,7 @@ def _header_lines(plan: Plan) -> list[str]:
     host = f", {num_on_host} output(s) on the host" if num_on_host else ""
     lines = [
         *_wrapped(f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}"),
+        *_transfer_lines(plan),
         *_row("budget", format_bytes(plan.budget_bytes), _in_brackets(plan.budget_note)),
         *_row("total", format_bytes(plan.total_bytes), "= resident + projected peak"),
         *_row("  resident", format_bytes(plan.resident_bytes), "weights, gradients, buffers, optimizer state"),
@@ -114,6 +116,17 @@ def _header_lines(plan: Plan) -> list[str]:
     else:
         lines += _row("estimated time", format_seconds(plan.estimated_seconds), f"{_rate_text(plan)}: to compare plans by")
     return lines
+
+
+def _shapes_text(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join("x".join(map(str, shape)) for shape in shapes)
+
+
+def _transfer_lines(plan: Plan) -> list[str]:
+    """Origin of decisions that were made for another number of samples."""
+    if not plan.transferred_from:
+        return []
+    return _named("transferred", f"decisions of the plan for {_shapes_text(plan.transferred_from)}, which differs in the number of samples")
 
 
 def _rate_text(plan: Plan) -> str:
@@ -214,7 +227,7 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def plan_line(plan: Plan) -> str:
     """One line of a plan: input, bytes, segments, FLOPs."""
-    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    shapes = _shapes_text(plan.input_shapes)
     num_tiled = sum(segment.mode == "tiled" for segment in plan.segments)
     kind = "training step" if plan.training else "inference"
     total = f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.budget_bytes)}"

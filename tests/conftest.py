@@ -82,7 +82,6 @@ def frozen_objects() -> Iterator[None]:
     A full collection takes a second or two after some hundred tests. Not for tests that plan often: each planning counts frozen objects
     (`sft.common.process_lock`).
     """
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

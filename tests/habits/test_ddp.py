@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sft
 from tests.helpers.exactness import gradient_errors
 from tests.helpers.models import image, seeded
+from tests.helpers.ranks import ranks_of
 
 _NUM_RANKS = 2
 _SHAPE = (1, 3, 12, 8)
@@ -84,27 +82,22 @@ def _static(wrap: Callable[..., Any], module: nn.Module, rank: int) -> None:
 _HABITS: dict[str, Habit] = {"plain": _plain, "no_sync": _no_sync, "unused": _unused, "static": _static}
 
 
-def _worker(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # DDP's advice
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_NUM_RANKS, timeout=timedelta(seconds=60))
-    try:
-        for name, habit in _HABITS.items():
-            model = seeded(SometimesFar)
-            net: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(4, 8)))
-            for module in (model, net):
-                habit(DistributedDataParallel, module, rank)
-            ours, eager = ({key: p.grad for key, p in module.named_parameters()} for module in (net, model))
-            worst = max(gradient_errors(ours, eager).items(), key=lambda item: item[1])
-            assert worst[1] <= 1e-10, f"{name}: {worst}"
-            for key, value in model.state_dict().items():
-                torch.testing.assert_close(net.state_dict()[key], value, msg=f"{name}: {key}")
-            gathered = [torch.zeros_like(net.stem.weight.grad) for _ in range(_NUM_RANKS)]
-            dist.all_gather(gathered, net.stem.weight.grad.contiguous())
-            assert torch.equal(*gathered), f"{name}: the ranks disagree"
-    finally:
-        dist.destroy_process_group()
+def _check_habits(rank: int) -> None:
+    for name, habit in _HABITS.items():
+        model = seeded(SometimesFar)
+        net: Any = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(4, 8)))
+        for module in (model, net):
+            habit(DistributedDataParallel, module, rank)
+        ours, eager = ({key: p.grad for key, p in module.named_parameters()} for module in (net, model))
+        worst = max(gradient_errors(ours, eager).items(), key=lambda item: item[1])
+        assert worst[1] <= 1e-10, f"{name}: {worst}"
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(net.state_dict()[key], value, msg=f"{name}: {key}")
+        gathered = [torch.zeros_like(net.stem.weight.grad) for _ in range(_NUM_RANKS)]
+        dist.all_gather(gathered, net.stem.weight.grad.contiguous())
+        assert torch.equal(*gathered), f"{name}: the ranks disagree"
 
 
 def test_gradients_are_averaged(tmp_path: Path) -> None:
-    cast(Any, mp).spawn(_worker, args=(str(tmp_path / "store"),), nprocs=_NUM_RANKS)
+    with ranks_of(_NUM_RANKS, tmp_path) as ranks:
+        ranks.run(_check_habits)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.helpers.fork_server import fork_context
 
 __all__ = ["Death", "run_process"]
 
@@ -37,9 +38,7 @@ class Death:
 
 def run_process(arguments: Sequence[str], death: Death | None = None) -> int:
     """Run the command line to its end; returns the exit code, or minus the signal that killed it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.dispatch"])
-    process = context.Process(target=_child, args=(list(arguments), death))
+    process = fork_context().Process(target=_child, args=(list(arguments), death))
     process.start()
     process.join()
     code = process.exitcode

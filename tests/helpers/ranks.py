@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailedError", "Ranks", "ranks_of"]
+from tests.helpers.fork_server import fork_context
 
-_PRELOAD = ("tests.helpers.band_checks", "torch.export", "torch._dynamo", "torch.distributed.device_mesh")
+__all__ = ["RankFailedError", "Ranks", "ranks_of"]
 
 
 class RankFailedError(AssertionError):
@@ -27,10 +26,8 @@ class RankFailedError(AssertionError):
 class Ranks:
     """Running processes with gloo between them."""
 
-    def __init__(self, count: int, store: Path, preload: Sequence[str] = _PRELOAD) -> None:
-        # Their common parent imports once for all of them.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+    def __init__(self, count: int, store: Path) -> None:
+        context = fork_context()
         self.connections: list[Connection] = []
         self.processes = []
         self.is_broken = False
@@ -83,9 +80,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(count: int, folder: Path, preload: Sequence[str] = _PRELOAD) -> Iterator[Ranks]:
-    """So many processes, for the time of the context; ``preload`` are modules that they need."""
-    ranks = Ranks(count, folder / "store", preload)
+def ranks_of(count: int, folder: Path) -> Iterator[Ranks]:
+    """So many processes, for the time of the context."""
+    ranks = Ranks(count, folder / "store")
     try:
         yield ranks
     finally:

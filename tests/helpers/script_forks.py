@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["ScriptForks"]
+__all__ = ["ScriptForks", "train_one_step"]
 
 _ERRORS = "errors.txt"
 
@@ -41,12 +41,25 @@ class ScriptForks:
         return code, (script.parent / _ERRORS).read_text(encoding="utf-8", errors="replace")
 
 
+def train_one_step() -> None:
+    """Train one step of a small compiled network: torch's exporter and SymPy load modules and fill caches at their first capture."""
+    import torch
+
+    import sft
+
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        layers = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3, padding=1)
+        model = sft.compile(torch.nn.Sequential(*layers), (1, 3, 24, 8), options=sft.Options(tile=(4, None)))
+        model(torch.ones(1, 3, 24, 8)).sum().backward()
+
+
 def _serve() -> None:
 
     import sft.sources
-    import sft.wsi.dispatch  # with the libraries of whole slides
+    import sft.wsi.dispatch  # noqa: F401  # with the libraries of whole slides
 
-    _ = sft.compile
+    train_one_step()
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

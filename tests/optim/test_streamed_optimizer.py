@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from sft.torch_runtime.weight_streaming import WeightPass
 from sft.weights import DiskStore
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_within_budget
+from tests.helpers.fork_server import fork_context
 from tests.helpers.models import image, seeded
 from tests.helpers.streamed_weights import (
     MODELS,
@@ -280,9 +280,7 @@ def _killed_in_the_second_step(path: str, num_writes: int) -> None:
 
 @pytest.mark.parametrize("num_writes", [0, 7, 19])
 def test_a_killed_process_loses_the_step_that_it_was_in(num_writes: int, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.dispatch"])  # as other tests do: one server serves all
-    process = context.Process(target=_killed_in_the_second_step, args=(str(tmp_path / "w"), num_writes))
+    process = fork_context().Process(target=_killed_in_the_second_step, args=(str(tmp_path / "w"), num_writes))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.sources import ArrayImage, Normalized, Slide, TiffImage, ZarrImage, at_mpp, open_image
+from tests.helpers.fork_server import fork_context
 from tests.helpers.slides import SLIDE, open_files, tissue_like
 from tests.helpers.sources import walk
 
@@ -74,12 +76,18 @@ def test_what_is_no_image_is_named(tmp_path: Path, name: str, content: bytes, me
     assert open_files(path) == 0
 
 
+def _error_and_stderr(path: Path) -> tuple[str, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as written, pytest.raises(SourceError) as caught:
+        open_image(path)
+    return str(caught.value), written.getvalue()
+
+
 def test_a_damaged_tiff_is_told_once(tmp_path: Path) -> None:
     """tifffile logs the problem that is in the error; a log without a handler goes to stderr."""
     (tmp_path / "cut.tif").write_bytes(SLIDE.read_bytes()[: 1 << 20])
-    code = "import sys\nfrom sft.sources import open_image\ntry: open_image(sys.argv[1])\nexcept OSError as error: print(error)\n"
-    done = subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path / "cut.tif")], capture_output=True, text=True, check=True)
-    assert "cut.tif" in done.stdout and done.stderr == ""
+    with fork_context().Pool(1) as pool:
+        message, errors = pool.apply(_error_and_stderr, (tmp_path / "cut.tif",))
+    assert "cut.tif" in message and errors == ""
 
 
 def test_folders_and_missing_files_are_named(tmp_path: Path) -> None:

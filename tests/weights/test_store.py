@@ -7,9 +7,9 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import sft
 from sft.weights import DiskStore, HostStore, RecordLayout, Store, TensorSpec
+from tests.helpers.fork_server import fork_context
 
 _SPECS = (
     TensorSpec(name="bias", shape=(5,), dtype=torch.bfloat16),
@@ -197,25 +198,24 @@ def test_metadata_without_space_is_refused_and_no_data_is_lost(tmp_path: Path) -
     assert _contents(DiskStore.open(tmp_path / "w")) == _contents(store)
 
 
-_KILLED = """
-import os, signal, sys, torch
-from sft.weights import DiskStore
-store = DiskStore.open(sys.argv[1])
-for generation in range(1, 4):
-    store.begin()
-    for block in range(4):
-        if generation == 3 and block == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        store.write(block, torch.full((256,), generation, dtype=torch.uint8))
-    store.commit({"generation": str(generation)})
-"""
+def _write_until_killed(path: Path) -> None:
+    store = DiskStore.open(path)
+    for generation in range(1, 4):
+        store.begin()
+        for block in range(4):
+            if generation == 3 and block == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            store.write(block, torch.full((256,), generation, dtype=torch.uint8))
+        store.commit({"generation": str(generation)})
 
 
 def test_a_killed_process_leaves_the_last_complete_generation(tmp_path: Path) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill)
-    found = subprocess.run([sys.executable, "-P", "-c", _KILLED, str(path), "2"], check=False, env={**os.environ})
-    assert found.returncode == -signal.SIGKILL
+    process = fork_context().Process(target=_write_until_killed, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == ["w", "w.next"]
     store = DiskStore.open(path)
     assert store.metadata == {"generation": "2"}
@@ -280,51 +280,51 @@ def test_a_store_that_replaces_another_takes_its_lock_over(tmp_path: Path) -> No
     _writer(path).close()
 
 
-_HOLDER = """
-import os, sys, time
-from sft.weights import DiskStore
-store = DiskStore.open(sys.argv[1])
-store.reserve()
-if "fork" in sys.argv and os.fork() == 0:
-    time.sleep(60)  # a worker that outlives the closing of the store
-print(os.getpid(), flush=True)
-if sys.stdin.readline().strip() == "close":
-    store.close()
-    print("closed", flush=True)
-    sys.stdin.readline()
-"""
+def _reserve(path: Path, connection: Connection, *, forks: bool) -> None:
+    """Lock a store; close it, and wait, or end."""
+    os.setsid()
+    store = DiskStore.open(path)
+    store.reserve()
+    if forks and os.fork() == 0:
+        time.sleep(60)  # a worker that outlives the closing of the store
+    connection.send("reserved")
+    if connection.recv() == "close":
+        store.close()
+        connection.send("closed")
+        connection.recv()
 
 
 @pytest.mark.parametrize("end", ["close", "close fork", "kill", "exit"])
 def test_the_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, end: str) -> None:
     path = tmp_path / "w"
     DiskStore.create(path, _EQUAL, _fill).close()
-    command = [sys.executable, "-P", "-c", _HOLDER, str(path), *end.split()[1:]]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
-        try:
-            assert holder.stdin is not None and holder.stdout is not None
-            pid = holder.stdout.readline().strip()
-            with pytest.raises(sft.SourceError) as caught:
-                _writer(path)
-            message = str(caught.value)
-            assert str(path) in message and "writes to it" in message
-            assert f"another process ({pid})" in message or not Path("/proc/locks").exists()
-            assert len(_contents(DiskStore.open(path))) == len(_EQUAL)  # a reader
-            if end.startswith("close"):
-                holder.stdin.write("close\n")
-                holder.stdin.flush()
-                assert holder.stdout.readline() == "closed\n"
-            elif end == "kill":
-                holder.kill()
-                holder.wait()
-            else:
-                holder.stdin.write("\n")
-                holder.stdin.flush()
-                holder.wait()
-            _writer(path).close()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(holder.pid, signal.SIGKILL)
+    context = fork_context()
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=_reserve, args=(path, theirs), kwargs={"forks": end.endswith("fork")})
+    holder.start()
+    assert holder.pid is not None
+    try:
+        assert ours.recv() == "reserved"
+        with pytest.raises(sft.SourceError) as caught:
+            _writer(path)
+        message = str(caught.value)
+        assert str(path) in message and "writes to it" in message
+        assert f"another process ({holder.pid})" in message or not Path("/proc/locks").exists()
+        assert len(_contents(DiskStore.open(path))) == len(_EQUAL)  # a reader
+        if end.startswith("close"):
+            ours.send("close")
+            assert ours.recv() == "closed"
+        elif end == "kill":
+            holder.kill()
+            holder.join()
+        else:
+            ours.send("end")
+            holder.join()
+        _writer(path).close()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        holder.join()
 
 
 def test_a_dead_writer_holds_no_lock(tmp_path: Path) -> None:

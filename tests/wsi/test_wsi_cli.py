@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from sft.tissue import TissueMask, read_geojson
 from sft.wsi.data.tissue import read_area
 from sft.wsi.run.folder import RunFolder
 from sft.wsi.train.checkpoint import CheckpointFolder
+from tests.helpers.fork_server import run_module
 from tests.helpers.slides import SLIDE
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
 from tests.helpers.wsi import run_wsi as main
@@ -50,9 +48,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("s5.tif", "s9.tif"):
         damage_tile(folder / name)
     config = write_config(folder / "c.yaml", table, folder / "run", train={"on_error": "skip", "epochs": 3, "monitor": "auc"})
-    command = [sys.executable, "-P", "-m", "sft.wsi", "train", "--config", str(config), "--bootstrap", "50", "--json", "--trust", "tests"]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    arguments = ["train", "--config", str(config), "--bootstrap", "50", "--json", "--trust", "tests"]
+    done = run_module("sft.wsi", arguments, tmp_path_factory.mktemp("output"))
     assert done.returncode == 3, done.stderr
     told = json.loads(done.stdout)
     assert sorted(told["failed"]) == ["s5", "s9"] and told["steps"] == 9 and told["epochs"] == 3

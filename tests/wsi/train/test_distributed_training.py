@@ -36,8 +36,6 @@ pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 
 _ROOT = Path(__file__).resolve().parents[3]
 _GROUPS = "sft.wsi.train.grad_accumulation:GradientAccumulator"
-#: What the processes' common parent imports for all of them.
-_PRELOAD = ("sft.wsi.dispatch", "torch._dynamo", "torch.distributed.device_mesh")
 #: Where double precision ends in the same weights after a few steps, for sums that are taken in another order.
 _TOLERANCE = 1e-12
 
@@ -61,13 +59,13 @@ def _command(rank: int, arguments: list[str], death: Death | None = None, dies: 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(1, tmp_path_factory.mktemp("alone"), _PRELOAD) as found:
+    with ranks_of(1, tmp_path_factory.mktemp("alone")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(2, tmp_path_factory.mktemp("pair"), _PRELOAD) as found:
+    with ranks_of(2, tmp_path_factory.mktemp("pair")) as found:
         yield found
 
 
@@ -171,7 +169,7 @@ def test_bands_take_the_steps_of_one_process(pair: Ranks, slides: Path, referenc
 
 
 def test_two_replicas_of_two_bands_take_the_steps_of_one_process(slides: Path, reference: Path, tmp_path: Path) -> None:
-    with ranks_of(4, tmp_path, _PRELOAD) as four:
+    with ranks_of(4, tmp_path) as four:
         code, said = four.run(_command, _config(tmp_path, slides, "run", ranks={"bands": 2}))[0]
     assert code == 0, said
     _assert_close(tmp_path / "run", reference)
@@ -317,7 +315,7 @@ def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(pair: Ranks, shared: Path, slides: Path, tmp_path: Path) -> None:
     command = _config(tmp_path, slides, "run")
-    with ranks_of(2, tmp_path, _PRELOAD) as dying, pytest.raises(RankFailedError, match=r"^rank 1: the process ended$"):
+    with ranks_of(2, tmp_path) as dying, pytest.raises(RankFailedError, match=r"^rank 1: the process ended$"):
         dying.run(_answer, command, tmp_path / "said.txt")
     said = (tmp_path / "said.txt").read_text()
     assert said.startswith("1\n") and "error: rank 1 does not answer (it died" in said, said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ import torch
 
 from sft.wsi.train.checkpoint import CheckpointFolder
 from tests.helpers.crash_injection import Death, _child, run_process
+from tests.helpers.fork_server import fork_context
 from tests.helpers.wsi import write_config, write_task
 
 _TRAINING, _GROUPS, _CHECKPOINT = (
@@ -99,7 +99,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
 
 def _kill_from_outside(command: list[str], run: Path) -> None:
     """Kill the run as soon as its second checkpoint is there."""
-    process = multiprocessing.get_context("forkserver").Process(target=_child, args=(command, None))
+    process = fork_context().Process(target=_child, args=(command, None))
     process.start()
     assert process.pid is not None
     while not list((run / "checkpoints").glob("last-00000002")) and process.is_alive():

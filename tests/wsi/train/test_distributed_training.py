@@ -227,7 +227,7 @@ def test_two_replicas_share_the_tiles_of_their_slides(alone: Ranks, slides: Path
     """More ranks than tiles: one rank has none."""
     settings: dict[str, Any] = {"model": {**_TILES, "tile_px": 110, "head": "attention", "norm": "frozen"}}
     settings["train"] = {"epochs": 1, "optimizer": "sgd"}
-    with ranks_of(4, tmp_path, _PRELOAD) as four:
+    with ranks_of(4, tmp_path) as four:
         for ranks, name, bands in ((alone, "one", 1), (four, "four", 2)):
             code, said = ranks.run(_command, _config(tmp_path, slides, name, "sound.csv", ranks={"bands": bands}, **settings))[0]
             assert code == 0, said

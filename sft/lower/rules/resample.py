@@ -13,6 +13,7 @@ need a fixed order, which ATen's derivative does not keep on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +117,8 @@ class ResampledRange:
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
         """Resample a strip at ``origin`` of the image along ``dim``."""
         indices, weights = self.tables(origin)
+        if dim != value.dim() - 1 and not (self.sampling.forward.is_selection and not self.is_adjoint):
+            return _weighted_row_sums(value.to(dtype), dim, indices, weights)
         index = upload_table(indices, value.device)
         out = index_select_channels_last(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:
@@ -126,6 +129,45 @@ class ResampledRange:
         for term in range(1, self.width):
             out.addcmul_(index_select_channels_last(value, dim, index[term]).to(dtype), weight[term].view(shape))
         return out
+
+
+def _weighted_row_sums(value: Tensor, dim: int, indices: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> Tensor:
+    """Weighted sums of rows along ``dim``, in one pass over memory: an embedding bag with a row of all columns as an embedding.
+
+    Args:
+        value: the strip; rows are not its last axis.
+        dim: axis of the rows.
+        indices: rows of each sum, ``[terms, sums]``.
+        weights: their weights, likewise.
+    """
+    is_channels_last = value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1
+    if is_channels_last:
+        value, dim = value.movedim(1, -1), dim - 1
+    rows, plane_rows = _row_matrix(value, dim)
+    planes, length = math.prod(value.shape[:dim]), indices.shape[1]
+    index = upload_table(indices.T, value.device, torch.int32)
+    weight = upload_table(weights.T, value.device, value.dtype)
+    if planes > 1:
+        first = torch.arange(0, planes * plane_rows, plane_rows, dtype=torch.int32, device=value.device)
+        index, weight = (index + first.view(-1, 1, 1)).flatten(0, 1), weight.repeat(planes, 1)
+    offsets = torch.arange(0, index.numel(), index.shape[1], dtype=torch.int32, device=value.device)
+    sums = torch.embedding_bag(rows, index.flatten(), offsets, False, 0, False, weight.flatten())[0]
+    out = sums.view(*value.shape[:dim], length, *value.shape[dim + 1 :])
+    return out.movedim(-1, 1) if is_channels_last else out
+
+
+def _row_matrix(value: Tensor, dim: int) -> tuple[Tensor, int]:
+    """Rows along ``dim`` of all planes (the axes before it) as a matrix, and the number of its rows from one plane to the next.
+
+    A copy only if the columns of a row, or the planes, are not at equal distances in memory.
+    """
+    planes, extent, width = math.prod(value.shape[:dim]), value.shape[dim], math.prod(value.shape[dim + 1 :])
+    with contextlib.suppress(RuntimeError):  # planes at different distances
+        stacked = value.view(planes, extent, width)
+        plane_rows = stacked.stride(0) // width if planes > 1 else extent
+        if stacked[0].is_contiguous() and (planes == 1 or stacked.stride(0) == plane_rows * width):
+            return stacked.as_strided(((planes - 1) * plane_rows + extent, width), (width, 1)), plane_rows
+    return value.reshape(planes * extent, width), extent
 
 
 def index_select_channels_last(value: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -140,11 +182,16 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
     dim = ctx.scope.axes.dim(len(value.shape), span.axis)
     assert dim is not None
     shape = (*value.shape[:dim], span.num_rows, *value.shape[dim + 1 :])
-    # Temporaries: a term of the sum, its copy in a narrower type, and the tables of indices and weights.
-    count = math.prod(shape)
-    term = count * dtype.itemsize if span.width > 1 else 0
-    narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
-    table = span.width * span.num_rows * (8 + dtype.itemsize)
+    count, num_terms = math.prod(shape), span.width * span.num_rows
+    if dim == len(shape) - 1:
+        # A term of the sum, its copy in a narrower type, and the tables of indices and weights.
+        term = count * dtype.itemsize if span.width > 1 else 0
+        narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
+        scratch_bytes = term + narrow + num_terms * (8 + dtype.itemsize)
+    else:
+        # The strip in the wider type or a dense layout, and the tables of indices, weights and bags, of each plane.
+        planes = math.prod(shape[:dim])
+        scratch_bytes = math.prod(value.shape) * dtype.itemsize * (value.dtype != dtype) + planes * num_terms * (2 * (4 + dtype.itemsize) + 4)
     return ctx.builder.call(
         span,
         value,
@@ -152,7 +199,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
         shape=shape,
         dtype=dtype,
         keywords={"dim": dim, "dtype": dtype},
-        scratch_bytes=term + narrow + table,
+        scratch_bytes=scratch_bytes,
     )
 
 

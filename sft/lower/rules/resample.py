@@ -191,7 +191,9 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
     else:
         # The strip in the wider type or a dense layout, and the tables of indices, weights and bags, of each plane.
         planes = math.prod(shape[:dim])
-        scratch_bytes = math.prod(value.shape) * dtype.itemsize * (value.dtype != dtype) + planes * num_terms * (2 * (4 + dtype.itemsize) + 4)
+        scratch_bytes = math.prod(value.shape) * dtype.itemsize * (value.dtype != dtype) + planes * num_terms * (
+            2 * (4 + dtype.itemsize) + 4
+        )
     return ctx.builder.call(
         span,
         value,

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft.common.errors import InputError
 from sft.prediction.pyramid import Pyramid
-from sft.prediction.raster import FileWriter, PredictedRaster, RasterRows
+from sft.prediction.raster import FileWriter, PredictedRaster, RasterRows, check_tiff_type
 from sft.sources.image import missing_extra
 
 __all__ = ["CogWriter"]
@@ -48,8 +48,7 @@ class CogWriter(FileWriter):
             from affine import Affine
         except ImportError as error:
             raise missing_extra(f"write {self.path}", "geo", error) from error
-        if raster.dtype.name not in ("uint8", "uint16", "int16", "float32", "float64"):
-            raise InputError(f"GeoTIFF has no pixels of {raster.dtype}: choose dtype uint8, uint16 or float32, or write .npy or OME-Zarr")
+        check_tiff_type(raster, "GeoTIFF")
         self._raster = raster
         self._new_partial()
         self._base = self._new_temporary(".tif")

@@ -2,6 +2,8 @@
 
 The sweep converts a strip and puts it into a short queue. One thread takes it from it, compresses and writes it, while the sweep
 computes the next strip. The length of the queue bounds the memory: if the disk is slower than the computation, the sweep waits.
+
+With a journal, the thread first gives the writers the rows of an earlier, interrupted call, while the sweep computes the rows below them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.prediction.prediction_head import Kind
 from sft.prediction.raster import PredictedRaster, RasterRows, RasterWriter
+from sft.prediction.row_journal import RowJournal
 
 __all__ = ["Delivery", "resolve_dtype"]
 
@@ -50,13 +53,14 @@ def resolve_dtype(kind: Kind, dtype: str | None) -> np.dtype[Any]:
 
 
 class Delivery:
-    """Sink of one prediction (`sft.torch_runtime.host_outputs.OutputSink`).
+    """Sink of one prediction (`sft.torch_runtime.host_outputs.ResumingSink`).
 
     Args:
         kind: of the prediction.
         dtype: element type of the rasters.
         writers: of the rasters.
         describe: the raster of an output's shape.
+        journal: of the rows. Default: `None` (a killed call begins anew)
 
     Attributes:
         raster: the raster; known when the computation has started.
@@ -70,8 +74,10 @@ class Delivery:
         dtype: np.dtype[Any],
         writers: Sequence[RasterWriter],
         describe: Callable[[tuple[int, ...]], PredictedRaster],
+        journal: RowJournal | None = None,
     ) -> None:
         self._kind, self._dtype, self._writers, self._describe = kind, dtype, tuple(writers), describe
+        self._journal = journal
         self.raster: PredictedRaster | None = None
         self.write_seconds = [0.0] * len(self._writers)
         self.wait_seconds = 0.0
@@ -82,11 +88,17 @@ class Delivery:
         self._num_spooled = 0
         self._spool: RasterRows | None = None
 
+    @property
+    def num_known_rows(self) -> int:
+        """Rows that the journal has."""
+        return 0 if self._journal is None else self._journal.num_rows
+
     def open(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Begin the rasters.
 
         Raises:
             InputError: a format cannot hold them.
+            SourceError: another process has the journal, or a file cannot be written.
         """
         del dtype
         if len(shape) != 4 or shape[0] != 1:
@@ -94,6 +106,9 @@ class Delivery:
         if self._kind == "classes" and self._dtype == np.uint8 and shape[1] > 256:
             raise InputError(f"{shape[1]} classes do not fit uint8: give dtype='uint16'")
         self.raster = self._describe(shape)
+        if self._journal is not None:
+            self._journal.open(self.raster)
+            self._next_row = self._journal.num_rows
         for position, writer in enumerate(self._writers):
             with _Stopwatch(self.write_seconds, position):
                 writer.begin(self.raster)
@@ -109,6 +124,8 @@ class Delivery:
         """
         assert self.raster is not None
         top = 0 if rows is None else rows.start
+        num_repeated = min(max(0, self.num_known_rows - top), block.shape[2])
+        block, top = block[:, :, num_repeated:], top + num_repeated
         height, width = block.shape[2:]
         is_next = top == self._next_row and width == self.raster.width_px and self._spool is None
         step = max(1, _MAX_ITEM_BYTES // (self.raster.num_channels * self.raster.width_px * self._dtype.itemsize))
@@ -141,6 +158,8 @@ class Delivery:
                 writer.finish()
         for writer in self._writers:
             writer.publish()
+        if self._journal is not None:
+            self._journal.remove()
         self._spool = None
         self.wait_seconds += time.perf_counter() - begin
 
@@ -153,6 +172,8 @@ class Delivery:
         for writer in self._writers:
             with suppress(OSError):
                 writer.discard()
+        if self._journal is not None:
+            self._journal.close()
 
     def _convert(self, block: Tensor) -> RasterRows:
         """Values ``[K, h, w]`` in the type of the raster, in memory of their own.
@@ -198,16 +219,26 @@ class Delivery:
             thread.join()
 
     def _write_all(self) -> None:
-        """Write the rows of the queue until its end; after an error, drop them."""
+        """Write the rows of the journal, then those of the queue until its end; after an error, drop them."""
+        try:
+            for known in () if self._journal is None else self._journal.rows():
+                self._write_rows(known)
+        except BaseException as error:  # raised in the thread of the computation
+            self._error = error
         while (rows := self._queue.get()) is not None:
             if self._error is not None:
                 continue
             try:
-                for position, writer in enumerate(self._writers):
-                    with _Stopwatch(self.write_seconds, position):
-                        writer.write(rows)
-            except BaseException as error:  # raised in the thread of the computation
+                if self._journal is not None:
+                    self._journal.add(rows)
+                self._write_rows(rows)
+            except BaseException as error:
                 self._error = error
+
+    def _write_rows(self, rows: RasterRows) -> None:
+        for position, writer in enumerate(self._writers):
+            with _Stopwatch(self.write_seconds, position):
+                writer.write(rows)
 
 
 class _Stopwatch:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from sft.common.errors import InputError
 from sft.prediction.pyramid import Pyramid, level_sizes, padded_tiles
-from sft.prediction.raster import FileWriter, PredictedRaster, RasterRows
+from sft.prediction.raster import FileWriter, PredictedRaster, RasterRows, check_tiff_type
 from sft.sources.image import missing_extra
 from sft.sources.readers.thread_pool import resolve_threads
 
@@ -55,8 +55,7 @@ class OmeTiffWriter(FileWriter):
             import tifffile  # noqa: F401
         except ImportError as error:
             raise missing_extra(f"write {self.path}", "fast", error) from error
-        if raster.dtype.name not in ("uint8", "uint16", "int16", "float32", "float64"):
-            raise InputError(f"OME-TIFF has no pixels of {raster.dtype}: choose dtype uint8, uint16 or float32, or write .npy or OME-Zarr")
+        check_tiff_type(raster, "OME-TIFF")
         self._raster = raster
         self._sizes = level_sizes(raster.height_px, raster.width_px, tile_px=self._tile_px)
         self._new_partial()

@@ -104,9 +104,10 @@ class PolygonWriter(FileWriter):
         except OSError as error:
             raise self._refusal(error) from error
         header: dict[str, Any] = {"type": "FeatureCollection"}
-        code = _EPSG.search(raster.georeference.crs_wkt) if self._uses_map and raster.georeference else None
-        if code:
-            header["crs"] = {"type": "name", "properties": {"name": f"urn:ogc:def:crs:EPSG::{code.group(1)}"}}
+        wkt = raster.georeference.crs_wkt if self._uses_map and raster.georeference else ""
+        if wkt:
+            code = _EPSG.search(wkt)
+            header["crs"] = {"type": "name", "properties": {"name": f"urn:ogc:def:crs:EPSG::{code.group(1)}" if code else wkt}}
         self._put(json.dumps(header)[:-1] + ', "features": [')
 
     def write(self, rows: RasterRows) -> None:

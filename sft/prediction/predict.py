@@ -24,6 +24,7 @@ from sft.common.interval import Interval
 from sft.planner.plan import Plan
 from sft.prediction.cog import CogWriter
 from sft.prediction.delivery import Delivery, resolve_dtype
+from sft.prediction.identity import prediction_identity
 from sft.prediction.image_frame import ImageFrame
 from sft.prediction.npy import NpyWriter
 from sft.prediction.ome_tiff import OmeTiffWriter
@@ -31,6 +32,7 @@ from sft.prediction.ome_zarr import OmeZarrWriter
 from sft.prediction.polygon_writer import PolygonWriter
 from sft.prediction.prediction_head import KINDS, Kind, PredictionHead
 from sft.prediction.raster import PredictedRaster, RasterWriter
+from sft.prediction.row_journal import RowJournal, default_journal_path
 from sft.sources.open import open_image
 from sft.torch_runtime.pass_statistics import Reading
 
@@ -62,6 +64,7 @@ class PredictionResult:
         wait_seconds: seconds that the computation waited for the writers.
         plan: plan of the computation.
         reading: statistics of the image; ``None`` for a tensor on the device.
+        num_resumed_rows: rows that came from the journal of an interrupted call.
     """
 
     paths: tuple[Path, ...]
@@ -71,6 +74,7 @@ class PredictionResult:
     wait_seconds: float
     plan: Plan
     reading: Reading | None = None
+    num_resumed_rows: int = 0
 
     @property
     def hidden_share(self) -> float:
@@ -88,6 +92,7 @@ def predict(
     dtype: str | None = None,
     names: Sequence[str] = (),
     index: int | str | None = None,
+    resume: bool | str | os.PathLike[str] = False,
 ) -> PredictionResult:
     """Predict an image strip by strip, and write the prediction to files in constant memory: without tiles, seams or blending.
 
@@ -117,6 +122,9 @@ def predict(
             ``"float64"``.
         names: names of the classes or channels, for the files. Default: none
         index: number, or key, of the output of a network with several outputs. Default: the only one
+        resume: True, or the path of a file, to keep computed rows in a journal until the files are complete. A call with the same network,
+            source and settings goes on below the rows of an interrupted one, and gives them to its writers. True names a hidden file next
+            to the first path. Default: `False` (an interrupted call begins anew)
 
     Raises:
         InputError: an argument is wrong, or the output has values that are not finite.
@@ -135,13 +143,18 @@ def predict(
     is_single = isinstance(writer, (str, os.PathLike, RasterWriter))
     writers = [_writer_of(each, frame) for each in ([writer] if is_single else writer)]  # type: ignore[union-attr]
     _check_paths(writers)
+    journal = None
+    if resume is not False:
+        path = default_journal_path(writers[0].path) if resume is True else resume
+        identity = prediction_identity(engine.model, source, kind=kind, dtype=element_type.str, names=tuple(names), index=index)
+        journal = RowJournal(path, identity)
     compiled = _compiled(engine, kind, index)
 
     def describe(shape: tuple[int, ...]) -> PredictedRaster:
         grids = position_grids(compiled.net, source)[0]
         return frame.raster(shape, grids, kind=kind, dtype=element_type, names=tuple(names))
 
-    delivery = compiled.slot.delivery = Delivery(kind, element_type, writers, describe)
+    delivery = compiled.slot.delivery = Delivery(kind, element_type, writers, describe, journal)
     try:
         with _evaluation_mode(engine.model), torch.no_grad():
             compiled.net(source)
@@ -157,6 +170,7 @@ def predict(
         wait_seconds=delivery.wait_seconds,
         plan=of(compiled.net).plan,
         reading=of(compiled.net).last_reading,
+        num_resumed_rows=delivery.num_known_rows,
     )
 
 
@@ -165,6 +179,11 @@ class _SinkSlot:
 
     def __init__(self) -> None:
         self.delivery: Delivery | None = None
+
+    @property
+    def num_known_rows(self) -> int:
+        """Rows that need not be computed."""
+        return self._current.num_known_rows
 
     def open(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Begin an output."""

@@ -19,8 +19,10 @@ from sft.common.atomic_files import PARTIAL_MARK, as_path, folder_problem, fsync
 from sft.common.errors import InputError, SourceError
 from sft.sources.georeference import Georeference
 
-__all__ = ["FileWriter", "PredictedRaster", "RasterRows", "RasterWriter"]
+__all__ = ["FileWriter", "PredictedRaster", "RasterRows", "RasterWriter", "check_tiff_type"]
 
+#: Element types of pixels in a TIFF, of all programs that read these files.
+_TIFF_TYPES = ("uint8", "uint16", "int16", "float32", "float64")
 #: Rows of a raster: ``[channels, rows, width]``.
 RasterRows: TypeAlias = npt.NDArray[Any]
 
@@ -108,6 +110,16 @@ class RasterWriter(Protocol):
     def discard(self) -> None:
         """Remove all temporary files; no effect after ``publish``."""
         ...
+
+
+def check_tiff_type(raster: PredictedRaster, format_name: str) -> None:
+    """Refuse element types that a kind of TIFF does not have.
+
+    Raises:
+        InputError: of a raster with such a type.
+    """
+    if raster.dtype.name not in _TIFF_TYPES:
+        raise InputError(f"{format_name} has no pixels of {raster.dtype}: choose dtype uint8, uint16 or float32, or write .npy or OME-Zarr")
 
 
 class FileWriter(ABC):

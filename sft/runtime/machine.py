@@ -151,6 +151,9 @@ class HostOps(OffloadOps, Protocol):
     ) -> None:
         """Copy a buffer into an output on the host, or into the region of it that :meth:`BufferOps.view` selects."""
 
+    def known_rows(self, host: Buffer) -> int:
+        """Number of leading rows of an output on the host that its consumer has already, so that they may be left out."""
+
     def read_output_grad(
         self,
         host: Buffer,

@@ -49,7 +49,7 @@ def reads_skipped_strips(segment: TiledLayout, direction: SweepDirection) -> boo
 
 
 def row_read_order(
-    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS
+    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS, *, first: int = 0
 ) -> dict[str, tuple[Interval, ...]]:
     """Rows of each strip that a sweep reads, in order, by input; inputs that it does not read are omitted.
 
@@ -58,13 +58,14 @@ def row_read_order(
         direction: result of the sweep.
         sweep: the sweep.
         selection: strips that run.
+        first: first strip of a sweep that is not backward.
     """
-    strips = _strips_read(segment, direction, sweep, selection)
+    strips = _strips_read(segment, direction, sweep, selection, first)
     return {name: tuple(map(Interval, start.tolist(), stop.tolist())) for name, start, stop in strips}
 
 
 def _strips_read(
-    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS
+    segment: TiledLayout, direction: SweepDirection, sweep: Sweep, selection: StripSelection = ALL_STRIPS, first: int = 0
 ) -> Iterator[tuple[str, IntArray, IntArray]]:
     """First and end row of each strip that is read, in order, by input."""
     num_steps = segment.schedule.num_steps
@@ -74,7 +75,7 @@ def _strips_read(
         restores = np.array([action.kind == "forward" for action in actions], dtype=bool)
         strips_by_kind: list[tuple[StripKind, BoolArray]] = [("restore", restores), ("joint", ~restores)]
     else:
-        steps = np.arange(segment.num_sweep_strips(direction))
+        steps = np.arange(first, segment.num_sweep_strips(direction))
         strips_by_kind = [(direction, np.ones(len(steps), dtype=bool))]
     is_loaded = np.ones(len(steps), dtype=bool)
     if selection.skipped is not None and not reads_skipped_strips(segment, direction):
@@ -114,12 +115,13 @@ def open_loaders(
     direction: SweepDirection,
     sweep: Sweep,
     *,
+    first: int = 0,
     selection: StripSelection = ALL_STRIPS,
 ) -> Iterator[dict[str, StripLoader]]:
     """Context with open strip loaders of a sweep's inputs, by name."""
     loaders: dict[str, StripLoader] = {}
     with ExitStack() as stack:
-        for name, order in row_read_order(segment, direction, sweep, selection).items():
+        for name, order in row_read_order(segment, direction, sweep, selection, first=first).items():
             loader = machine.open_input(sources[name], sweep.chunk, order, segment.source_row_bytes(name, sweep))
             loaders[name] = stack.enter_context(closing(loader))
         yield loaders

@@ -47,6 +47,14 @@ class StripSelection:
         neighbours = self.skipped[index + 1 :] if step > 0 else self.skipped[:index][::-1]
         return 1 + (len(neighbours) if neighbours.all() else int(neighbours.argmin()))
 
+    def with_strips_before(self, first: int) -> StripSelection:
+        """The selection in which the strips before ``first``, and this one, run: they do not represent others."""
+        if self.skipped is None or not first:
+            return self
+        skipped = self.skipped.copy()
+        skipped[: first + 1] = False
+        return StripSelection(skipped)
+
 
 #: Every strip runs.
 ALL_STRIPS = StripSelection()

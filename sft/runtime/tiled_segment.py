@@ -20,6 +20,7 @@ import torch
 
 from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.strips import StripStep
+from sft.analysis.tiling.sweep_start import FULL_SWEEP, SweepStart, sweep_start
 from sft.common.interval import Interval
 from sft.lower.program import Port, Program
 from sft.lower.running_reductions import partial_shape, partial_start
@@ -105,10 +106,14 @@ class TiledSegment(TiledLayout):
         """Run the strips of a sweep forward and keep some of its states; without ``partial`` compute these states alone."""
         direction: Literal["forward", "restore"] = "restore" if partial is None else "forward"
         last = self.num_sweep_strips(direction)
-        cache = CarryCache(selection=self.strip_policy.select_forward(machine, self, values, sweep))
-        with open_loaders(machine, self, values.by_name, direction, sweep, selection=cache.selection) as loaders:
+        start = FULL_SWEEP if partial is None or kept else self._missing_strips(machine, values)
+        selection = self.strip_policy.select_forward(machine, self, values, sweep)
+        cache = CarryCache(selection=selection.with_strips_before(start.complete))
+        with open_loaders(machine, self, values.by_name, direction, sweep, first=start.first, selection=cache.selection) as loaders:
             streaming = ValueBindings(values.by_name, loaders)
-            for index in range(last):
+            if start.first:
+                self._append_unread_rows(machine, cache, start.first, sweep)
+            for index in range(start.first, last):
                 self._run_forward(machine, streaming, cache, index, sweep, partial)
                 cache.retain(self.schedule.carried_rows(index + 1))
                 if index not in kept:
@@ -116,6 +121,33 @@ class TiledSegment(TiledLayout):
         if last not in kept:
             cache.release(self.schedule.carried_rows(last))
         return cache
+
+    def _missing_strips(self, machine: Machine, values: ValueBindings) -> SweepStart:
+        """Start of the only sweep, if the consumers of all outputs have rows of them already: an interrupted prediction that goes on."""
+        if len(self.sweeps) != 1 or self.reductions or not self.to_host.issuperset(self.scope.outputs):
+            return FULL_SWEEP
+        known_rows = {name: machine.known_rows(values.by_name[name]) for name in self.scope.outputs}
+        return sweep_start(self.schedule, known_rows) if any(known_rows.values()) else FULL_SWEEP
+
+    def _append_unread_rows(self, machine: Machine, cache: CarryCache, index: int, sweep: Sweep) -> None:
+        """Zeros in place of the rows carried into the first strip of a sweep that starts below: no row that counts reads them.
+
+        Their blocks are those of a full sweep, so that they are dropped at the same strips.
+        """
+        state, scope = self.schedule.carried_rows(index), self.scope_of(sweep)
+        blocks: list[tuple[str, Interval]] = []
+        missing = {name: len(rows) for name, rows in state.items()}
+        earlier = index
+        while any(missing.values()):
+            earlier -= 1
+            for node in self.step(earlier).nodes:
+                common = node.appended.intersect(state[node.name]) if node.name in state else None
+                if common:
+                    blocks.append((node.name, node.appended))
+                    missing[node.name] -= len(common)
+        for name, rows in reversed(blocks):
+            cache.append(name, rows, machine.allocate(scope.strip_shape(name, len(rows)), scope.dtype_of(name), zero=True))
+        cache.retain(state)
 
     def _run_forward(
         self,

@@ -11,6 +11,7 @@ from sft.sources.image import Image, ImageFacts, Raster, check_region, read_stri
 from sft.sources.labels import ImageLabels, LabelSource, label_cells
 from sft.sources.normalize import Normalized, load_tensor
 from sft.sources.open import Reader, open_image
+from sft.sources.readers.composite import ChannelSelection, ChannelStack, Mosaic
 from sft.sources.readers.encoded import EncodedImage
 from sft.sources.readers.geotiff import GeoImage, MaskMode
 from sft.sources.readers.label_images import open_labels
@@ -33,6 +34,8 @@ __all__ = [
     "AtLevel",
     "BadTile",
     "Cached",
+    "ChannelSelection",
+    "ChannelStack",
     "Cropped",
     "EncodedImage",
     "FileImage",
@@ -44,6 +47,7 @@ __all__ = [
     "LabelSource",
     "Layout",
     "MaskMode",
+    "Mosaic",
     "NiftiVolume",
     "Normalized",
     "NotTiledError",

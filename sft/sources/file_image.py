@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,7 +27,7 @@ from sft.sources.georeference import Georeference
 from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
 from sft.sources.readers.remote import source_path
 
-__all__ = ["COSTLY_BYTES", "DEFAULT_DECODE_BYTES", "FileImage", "ReadCostWarning", "check_decode_bytes"]
+__all__ = ["COSTLY_BYTES", "DEFAULT_DECODE_BYTES", "DecodedFile", "FileImage", "ReadCostWarning", "check_decode_bytes"]
 
 #: Units of more bytes than this are warned of.
 COSTLY_BYTES = 64 << 20
@@ -66,6 +67,10 @@ class FileImage(LevelledImage, Generic[Handle]):
     @abstractmethod
     def _read(self, handle: Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         """A rectangle inside the level, into a new array."""
+
+    def _read_channels(self, handle: Handle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+        """Some channels of a rectangle inside the level; readers whose channels are stored apart read only these."""
+        return np.ascontiguousarray(self._read(handle, x, y, w, h, level)[..., list(channels)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
@@ -158,12 +163,22 @@ class FileImage(LevelledImage, Generic[Handle]):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
+        return self._read_guarded(self._read, x, y, w, h, level)
+
+    def read_channels(self, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+        """Read a rectangle of some channels, by their numbers.
+
+        Raises:
+            InputError: the level does not exist or the rectangle is not inside it.
+            SourceError: the file cannot be read there.
+        """
+        return self._read_guarded(partial(self._read_channels, channels=channels), x, y, w, h, level)
+
+    def _read_guarded(self, read: Callable[..., Pixels], *rectangle: int) -> Pixels:
+        x, y, w, h, level = map(index, rectangle)
         check_level(repr(self), level, len(self.level_dimensions))
         check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-        return self._guarded(
-            lambda: self._read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}"
-        )
+        return self._guarded(lambda: read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}")
 
     def _handle(self) -> Handle:
         opened = self._opened
@@ -183,6 +198,30 @@ class FileImage(LevelledImage, Generic[Handle]):
             raise SourceError(
                 f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
             ) from error
+
+
+class DecodedFile(FileImage[Handle]):
+    """A file that is decoded completely, within a host budget.
+
+    Args:
+        path: of the file, or its URL, for readers that take one.
+        host_budget_bytes: limit of the decoded image. Default: `None` (1 GiB)
+
+    Raises:
+        SourceError: the file does not exist. Other errors are raised at the first use.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, host_budget_bytes: int | str | None = None) -> None:
+        super().__init__(path)
+        self.host_budget_bytes = host_budget_bytes
+
+    def _check_bytes(self, unit: str, num_bytes: int) -> None:
+        """Refuse an image beyond the budget.
+
+        Raises:
+            BudgetError: it is.
+        """
+        check_decode_bytes(self.path, unit, num_bytes, self.host_budget_bytes)
 
 
 class ReadCostWarning(UserWarning):

@@ -24,7 +24,7 @@ from sft.sources.resample import level_scale
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import check_rows, check_samples, equal_rows
 
-__all__ = ["ImageLabels", "IndexArray", "LabelSource", "gather_cells", "label_cells"]
+__all__ = ["ImageLabels", "IndexArray", "LabelSource", "label_cells"]
 
 #: Indices along one axis of an array.
 IndexArray = npt.NDArray[np.intp]
@@ -52,17 +52,12 @@ class LabelSource:
     >>> out.tolist()
     [[[[0, 1]]]]
 
-    >>> LabelSource(np.array([[0, 7]], np.uint8), cells=(np.array([0, 0]), np.array([0, 0, 1, 1]))).shape
-    (1, 1, 2, 4)
-
     Args:
         array: whole numbers or booleans ``[H, W]``, ``[N, H, W]`` or ``[N, 1, H, W]``; or the path of a ``.npy`` file of these.
         values: label of each value of the array. Default: `None` (the values are the labels)
-        cells: rows and columns of the array, one for each row and column of the labels: a label map of another resolution. Default: `None`
-            (one label for each element)
 
     Raises:
-        InputError: wrong type, rank, dtype or extent, or cells outside of the array.
+        InputError: wrong type, rank, dtype or extent.
         SourceError: the file cannot be mapped.
     """
 
@@ -73,7 +68,6 @@ class LabelSource:
         array: HostArray | str | os.PathLike[str],
         *,
         values: Mapping[int, int] | None = None,
-        cells: tuple[IndexArray, IndexArray] | None = None,
     ) -> None:
         self.values = None if values is None else dict(sorted(values.items()))
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
@@ -92,19 +86,6 @@ class LabelSource:
         #: a view [N, H, W]
         self._labels = given.reshape(shape) if len(shape) == 3 else given[None]
         num, height_px, width_px = self._labels.shape
-        self.cells = cells
-        if cells is not None:
-            rows, columns = cells
-            if not (
-                rows.size
-                and columns.size
-                and rows.min() >= 0
-                and columns.min() >= 0
-                and rows.max() < height_px
-                and columns.max() < width_px
-            ):
-                raise InputError(f"cannot read labels from {name} of shape {given.shape}: cells name rows and columns that it has not.")
-            height_px, width_px = len(rows), len(columns)
         self.shape: tuple[int, int, int, int] = (num, 1, height_px, width_px)
 
     def __repr__(self) -> str:
@@ -112,8 +93,7 @@ class LabelSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         array = self._given if self.path is None else self.path
-        options: dict[str, Any] = {name: value for name, value in (("values", self.values), ("cells", self.cells)) if value is not None}
-        return (partial(LabelSource, **options) if options else LabelSource, (array,))
+        return (LabelSource if self.values is None else partial(LabelSource, values=self.values), (array,))
 
     def rows(self, interval: Interval, out: Tensor) -> None:
         """Fill ``out`` with rows; see `sft.sources.Source`.
@@ -127,25 +107,9 @@ class LabelSource:
             return
         check_mapping(self._given, self._name)
         for sample in range(self.shape[0]):
-            first, stop, labels = self._values(sample, interval)
-            out[sample, 0].numpy()[...] = labels if self.values is None else self._labels_of(labels)
-            release_pages(self._labels[sample, first:stop, :, None])
-
-    def _values(self, sample: int, interval: Interval) -> tuple[int, int, npt.NDArray[Any]]:
-        """Rows of the array that are read, first and stop, and the values of some rows of labels."""
-        if self.cells is None:
-            return interval.start, interval.stop, self._labels[sample, interval.start : interval.stop]
-        rows, columns = self.cells[0][interval.start : interval.stop], self.cells[1]
-        return int(rows.min()), int(rows.max()) + 1, gather_cells(self._labels[sample], rows, columns)
-
-    def _labels_of(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """The labels of some values.
-
-        Raises:
-            InputError: a value has none.
-        """
-        assert self.values is not None
-        return _mapped(values, self.values, self._name)
+            labels = self._labels[sample, interval.start : interval.stop]
+            out[sample, 0].numpy()[...] = labels if self.values is None else _mapped(labels, self.values, self._name)
+            release_pages(labels[..., None])
 
     def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
@@ -154,20 +118,7 @@ class LabelSource:
             SourceError: the mapped file was cut short.
         """
         check_mapping(self._given, self._name)
-        if self.cells is not None:
-            return self._repeated_cells(columns)
         same: BoolArray = np.logical_and.reduce([equal_rows(labels[..., None], columns) for labels in self._labels])
-        return same
-
-    def _repeated_cells(self, columns: Interval) -> BoolArray:
-        """Rows of labels that equal the row above them: the same row of the array, or one of equal values."""
-        assert self.cells is not None
-        rows, chosen = self.cells[0], self.cells[1][columns.start : columns.stop]
-        same = np.zeros(len(rows), bool)
-        same[1:] = rows[1:] == rows[:-1]
-        for number in np.flatnonzero(~same)[1:].tolist():
-            above, row = (self._labels[:, rows[index]][:, chosen] for index in (number - 1, number))
-            same[number] = np.array_equal(above, row)
         return same
 
     def samples(self, batch: Interval) -> LabelSource:
@@ -177,14 +128,7 @@ class LabelSource:
             InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
-        return LabelSource(self._labels[batch.start : batch.stop], values=self.values, cells=self.cells)
-
-
-def gather_cells(array: npt.NDArray[Any], rows: IndexArray, columns: IndexArray) -> npt.NDArray[Any]:
-    """Values of an array ``[H, W]`` at rows and columns: ``array[rows][:, columns]``, each row of the array read once."""
-    distinct, places = np.unique(rows, return_inverse=True)
-    values: npt.NDArray[Any] = array[distinct][:, columns][places]
-    return values
+        return LabelSource(self._labels[batch.start : batch.stop], values=self.values)
 
 
 def _mapped(values: npt.NDArray[Any], labels: Mapping[int, int], name: str) -> npt.NDArray[np.int64]:

@@ -14,29 +14,33 @@ NumPy file                                     ``"npy"``
 folder or ZIP file with Zarr metadata          ``"zarr"``
 folder of DICOM files, other files             ``"openslide"``
 =============================================  =========================================================================================
+
+Several paths are one image (`sft.sources.readers.composite`): files of one place are channels, files at other places a mosaic.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from sft.common.atomic_files import is_text_path
 from sft.common.errors import InputError, SkipSlideError, SourceError
 from sft.sources.arrays import ArrayImage
 from sft.sources.cached import Cached
 from sft.sources.error_policy import OnError, Tolerant, resolve_on_error
 from sft.sources.file_image import COSTLY_BYTES, ReadCostWarning
 from sft.sources.image import Raster, pixel_dtype
+from sft.sources.readers.composite import Channel, ChannelSelection, ChannelStack, Mosaic, lie_at_one_place
 from sft.sources.readers.dicom import find_dicom_file
 from sft.sources.readers.encoded import EncodedImage, encoded_format
 from sft.sources.readers.geotiff import GeoImage, MaskMode, has_rasterio
 from sft.sources.readers.openslide import Slide
-from sft.sources.readers.remote import RemotePath, source_path
-from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root
+from sft.sources.readers.remote import RemotePath, naming_remote_errors, source_path
+from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
 from sft.sources.resample import at_mpp
 from sft.sources.tiff import NotTiledError, TiffImage, read_geo_tags
 from sft.sources.views import RasterView, WithMpp
@@ -81,7 +85,7 @@ class _Request:
 
 
 def open_image(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     mpp: float | None = None,
     slide_mpp: float | tuple[float, float] | None = None,
@@ -93,11 +97,14 @@ def open_image(
     at: Mapping[str, int] | None = None,
     mask: MaskMode | None = None,
     fill_value: float = 0,
+    channels: Sequence[Channel] | None = None,
 ) -> Raster:
     """Open a slide, a scene, an array or a Zarr image.
 
     Args:
-        path: of the file or folder, or a URL of a TIFF, Zarr, PNG, JPEG or JPEG 2000 image (extra ``remote``).
+        path: of the file or folder, or a URL of a TIFF, Zarr, PNG, JPEG or JPEG 2000 image (extra ``remote``). A list of paths is one
+            image: files with the same upper left corner, or without map coordinates, are its channels one after another; files at other
+            places of one grid of map coordinates are a mosaic, in which later files lie over earlier ones.
         mpp: resolution to read at, in micrometres per px; see `sft.sources.at_mpp`. Default: `None` (the largest level as it is)
         slide_mpp: resolution of the largest level, instead of the file's; one number, or (x, y). Default: `None`
         reader: by name. Default: ``"auto"`` (by the file's contents)
@@ -111,6 +118,8 @@ def open_image(
         mask: use of pixels that a GeoTIFF marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``; see `sft.sources.GeoImage`.
             Default: `None` (a nodata value is a value like others; files with a mask are refused)
         fill_value: of invalid pixels, with ``mask="fill"``. Default: 0
+        channels: numbers or names of the channels to read, in this order, such as ``["DAPI", "CD3"]`` or ``[3, 2, 1]``. Names are those of
+            OME or the descriptions of bands. Default: `None` (all)
 
     Returns:
         An opened image at the requested resolution. `sft.sources.Normalized` makes it an input of a network.
@@ -133,20 +142,51 @@ def open_image(
         fill_value=fill_value,
         host_budget_bytes=host_budget_bytes,
     )
+    if is_text_path(path) or isinstance(path, RemotePath):
+        image = _at_resolution(_open_one(path, request, channels), slide_mpp, mpp)
+    elif isinstance(path, (list, tuple)) and path:
+        image = _open_several(path, request, channels, slide_mpp, mpp)
+    else:
+        raise InputError(f"cannot open {path!r}: give a path, a URL, or a list of paths.")
+    return image if host_budget_bytes is None else Cached(image, host_budget_bytes=host_budget_bytes)
+
+
+def _open_one(path: Any, request: _Request, channels: Sequence[Channel] | None) -> Raster:
+    """A file with its error policy."""
+    where = source_path(path)
     try:
-        image = _open(source_path(path), request)
+        with naming_remote_errors(where):
+            image = _open(where, request)
     except SourceError as error:
-        if policy == "skip":
+        if request.policy == "skip":
             raise SkipSlideError(f"{error} (on_error='skip': leave this slide out)") from error
         raise
     _warn_of_cost(image)
-    if policy != "raise":
-        image = Tolerant(image, policy)
+    if channels is not None:
+        image = ChannelSelection(image, channels)
+    return image if request.policy == "raise" else Tolerant(image, request.policy)
+
+
+def _open_several(
+    paths: Sequence[Any],
+    request: _Request,
+    channels: Sequence[Channel] | None,
+    slide_mpp: float | tuple[float, float] | None,
+    mpp: float | None,
+) -> Raster:
+    """Several files as one image: a stack of channels, each read at the resolution, or a mosaic."""
+    opened, names = [_open_one(path, request, None) for path in paths], list(map(str, paths))
+    if not lie_at_one_place(opened):
+        mosaic: Raster = Mosaic(opened, names)
+        return _at_resolution(mosaic if channels is None else ChannelSelection(mosaic, channels), slide_mpp, mpp)
+    stack = ChannelStack([_at_resolution(image, slide_mpp, mpp) for image in opened], names)
+    return stack if channels is None else ChannelSelection(stack, channels)
+
+
+def _at_resolution(image: Raster, slide_mpp: float | tuple[float, float] | None, mpp: float | None) -> Raster:
     if slide_mpp is not None:
         image = WithMpp(image, slide_mpp)
-    if mpp is not None:
-        image = at_mpp(image, mpp)
-    return image if host_budget_bytes is None else Cached(image, host_budget_bytes=host_budget_bytes)
+    return image if mpp is None else at_mpp(image, mpp)
 
 
 def _warn_of_cost(image: Raster) -> None:
@@ -154,7 +194,7 @@ def _warn_of_cost(image: Raster) -> None:
     note = RasterView(image).cost_note
     tile_w, tile_h = image.level_tiles_px[0] or (image.width_px, image.height_px)
     if note and tile_w * tile_h * image.num_channels * pixel_dtype(image).itemsize >= COSTLY_BYTES:
-        warnings.warn(f"{image}: {note}", ReadCostWarning, stacklevel=3)
+        warnings.warn(f"{image}: {note}", ReadCostWarning, stacklevel=4)
 
 
 def _open(path: Any, request: _Request) -> Raster:
@@ -214,9 +254,9 @@ def _geo_image(path: Any, request: _Request) -> GeoImage:
 
 
 def _detect_reader(path: Any) -> Reader:
+    if is_zarr_folder(path):
+        return "zarr"
     if not path.is_file():
-        if any((path / name).exists() for name in ZARR_FILES):
-            return "zarr"
         if path.is_dir():
             raise SourceError(
                 f"cannot open {path}: it is a folder without Zarr metadata or DICOM files. Give a file in it, or a Zarr array or group."
@@ -235,7 +275,7 @@ def _detect_reader(path: Any) -> Reader:
         return "npy"
     if head.startswith(_VRT_MAGIC):
         return "geo"
-    if head.startswith(_ZIP_MAGIC) and isinstance(path, Path) and zip_root(path) is not None:
+    if head.startswith(_ZIP_MAGIC) and zip_root(path) is not None:
         return "zarr"
     if head.startswith(_TIFF_MAGIC):
         return "tiff"
@@ -251,6 +291,12 @@ def _open_tiff(path: Any, request: _Request) -> Raster:
                 f"cannot open {path} with mask={request.mask!r} and reader='tiff': masks are read by reader='geo'. Leave one out."
             )
         return _geo_image(path, request)
+    mask_path = path.with_name(f"{path.name}.msk") if isinstance(path, Path) else None
+    if mask_path is not None and mask_path.is_file():
+        raise SourceError(
+            f"cannot read {path}: {mask_path.name} next to it is a mask of valid pixels, and invalid pixels would count. Choose "
+            'mask="fill" (they get fill_value), mask="channel" (an additional channel) or mask="ignore".'
+        )
     vendor = _vendor(path) if may_fall_back and isinstance(path, Path) else None
     if vendor not in _PLAIN_VENDORS:
         request.refuse(path, f"a slide of {vendor}", series=request.series, at=request.at)

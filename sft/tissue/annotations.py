@@ -3,10 +3,13 @@
 =============================  =============================================================================================================
 file                           classes and coordinates
 =============================  =============================================================================================================
-GeoJSON of QuPath              ``classification``: a class or a derived class ("Tumor: Positive"); px of level 0
+GeoJSON of QuPath              ``classification``: a class or a derived class ("Tumor: Positive"); px of level 0. With a member ``crs``: map
+                               coordinates
 XML of ASAP (CAMELYON)         ``PartOfGroup`` of an annotation; px of level 0
-shapefile, GeoPackage          a column; map coordinates of the image's georeference (extra ``geo``)
+shapefile, GeoPackage          a column; map coordinates (extra ``geo``)
 =============================  =============================================================================================================
+
+*Map coordinates* of any coordinate reference system become pixels through the image's georeference (`sft.tissue.map_polygons`).
 
 *Overlaps.* Polygons of one class are united. Where classes overlap, the one that is named later counts, so a class that is drawn inside of
 another (necrosis in a tumour) is named after it. *Outside* of all polygons a pixel has the label ``outside``. A pixel belongs to a polygon
@@ -16,6 +19,7 @@ if its centre does (`sft.tissue.Regions`), at every resolution.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +33,8 @@ from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.georeference import Georeference
 from sft.sources.image import LevelledImage, Pixels, Size, check_level, check_region, missing_extra
-from sft.tissue.geojson import import_shapely, polygons_of, read_features
+from sft.tissue.geojson import import_shapely, in_pixels, polygons_of, read_features
+from sft.tissue.map_polygons import MapToPixels
 from sft.tissue.polygons import Regions
 
 __all__ = ["AnnotationLabels", "is_annotation_file", "read_annotations"]
@@ -75,7 +80,7 @@ def read_annotations(
         classes: label of each class; a base class includes the classes that are derived from it, unless these are named as well.
         required: False to accept classes that the file lacks. Default: `True`
         ignore_others: True to leave out annotations of other classes. Default: `False`
-        georeference: of the image, for shapefiles and GeoPackages. Default: `None`
+        georeference: of the image, for polygons with map coordinates. Default: `None`
         column: of shapefiles and GeoPackages, with the class. Default: ``"class"``
 
     Raises:
@@ -87,7 +92,9 @@ def read_annotations(
     if not classes or any(int(label) != label or label < 0 for label in classes.values()):
         raise InputError(f"cannot read {path} with classes={dict(classes)!r}: give the label of each class, a whole number of at least 0.")
     if suffix in _GEOJSON:
-        areas = [_Area(names=feature.ordered_names, geometry=geometry) for feature, geometry in read_features(where)]
+        areas = [
+            _Area(names=feature.ordered_names, geometry=geometry) for feature, geometry in read_features(where, georeference=georeference)
+        ]
     elif suffix in _XML:
         areas = _asap_areas(where)
     elif suffix in _VECTOR:
@@ -254,13 +261,12 @@ def _vector_areas(path: Path, georeference: Georeference | None, column: str) ->
     shapely = import_shapely(f"read {path}")
     try:
         import pyogrio
-        import rasterio.crs
     except ImportError as error:
         raise missing_extra(f"read {path}", "geo", error) from error
-    if georeference is None:
-        raise InputError(f"cannot read {path}: its polygons have map coordinates, and the image has no georeference. Give georeference=.")
     try:
-        meta, _, geometries, fields = pyogrio.raw.read(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of an error that is raised as well
+            meta, _, geometries, fields = pyogrio.raw.read(path)
         geometries = shapely.from_wkb(geometries)
     except Exception as error:  # pyogrio's errors have no common base
         raise SourceError(
@@ -271,16 +277,9 @@ def _vector_areas(path: Path, georeference: Georeference | None, column: str) ->
         raise InputError(
             f"cannot read classes from the column {column!r} of {path}: it has {', '.join(map(repr, names))}. Choose one: column=."
         )
-    if meta["crs"] and georeference.crs_wkt:
-        own, image = rasterio.crs.CRS.from_user_input(meta["crs"]), rasterio.crs.CRS.from_wkt(georeference.crs_wkt)
-        if own != image:
-            raise InputError(f"cannot read {path} in {own}: the image is in {image}. Convert it (ogr2ogr -t_srs).")
-    a, b, c, d, e, f = georeference.transform
-    inverse = np.linalg.inv(np.array([[a, b], [d, e]]))
-    areas = []
-    for geometry, value in zip(geometries, fields[names.index(column)], strict=True):
-        if geometry is None:
-            continue
-        pixels = shapely.transform(geometry, lambda points: (points - (c, f)) @ inverse.T)
-        areas.append(_Area(names=() if value is None else (str(value),), geometry=shapely.make_valid(pixels)))
-    return areas
+    to_pixels = MapToPixels(path, meta["crs"] or "", georeference)
+    return [
+        _Area(names=() if value is None else (str(value),), geometry=in_pixels(geometry, to_pixels))
+        for geometry, value in zip(geometries, fields[names.index(column)], strict=True)
+        if geometry is not None
+    ]

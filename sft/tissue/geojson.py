@@ -1,5 +1,8 @@
 """Tissue as GeoJSON, in pixels of level 0: what QuPath exports and imports (RFC 7946, but for the coordinates).
 
+A file with a member ``crs`` has map coordinates, as GIS programs and `sft.prediction.PolygonWriter` write them; they become pixels through
+the georeference of the image (`sft.tissue.map_polygons`).
+
 *Out*: the outline of a mask's pixels, joined where they touch by an edge, with holes. It is exact: rasterised again at the mask's own
 resolution it is the same mask.
 
@@ -26,13 +29,15 @@ from typing import Any
 import numpy as np
 
 from sft.common.atomic_files import atomic_write
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SftError, SourceError
 from sft.common.untrusted.foreign_files import require_regular_file
+from sft.sources.georeference import Georeference
 from sft.sources.image import missing_extra
+from sft.tissue.map_polygons import MapToPixels
 from sft.tissue.mask import TissueMask
 from sft.tissue.polygons import Polygon, Regions
 
-__all__ = ["import_shapely", "mask_outline", "polygons_of", "read_features", "read_geojson", "write_geojson"]
+__all__ = ["import_shapely", "in_pixels", "mask_outline", "polygons_of", "read_features", "read_geojson", "write_geojson"]
 
 #: Classes that an error lists.
 _MAX_LISTED = 20
@@ -67,7 +72,13 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
         part.write_text(text, encoding="utf-8")
 
 
-def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | None = None, required: bool = True) -> Regions:
+def read_geojson(
+    path: str | os.PathLike[str],
+    *,
+    names: str | Sequence[str] | None = None,
+    required: bool = True,
+    georeference: Georeference | None = None,
+) -> Regions:
     """Read polygons in px of level 0.
 
     Args:
@@ -75,13 +86,14 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
         names: classes that count, such as ``["Tumor", "Stroma: Positive"]``; a base class includes the classes derived from it. Features
             without a class are left out then. Default: `None` (all)
         required: False to accept names that no feature of the file has. Default: `True`
+        georeference: of the image, for a file with map coordinates. Default: `None`
 
     Raises:
-        InputError: a name that no feature has; the message lists those that there are.
+        InputError: a name that no feature has; the message lists those that there are. Or map coordinates without a georeference.
         SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
     """
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
-    pairs = read_features(path, selected)
+    pairs = read_features(path, selected, georeference=georeference)
     features, chosen = [feature for feature, _ in pairs], [feature for feature, _ in pairs if feature.is_selected(selected)]
     polygons = [polygons_of(shape) for feature, shape in pairs if feature.is_selected(selected)]
     if selected is not None and required:
@@ -90,27 +102,54 @@ def read_geojson(path: str | os.PathLike[str], *, names: str | Sequence[str] | N
     return Regions([polygon for pieces in polygons for polygon in pieces])
 
 
-def read_features(path: str | os.PathLike[str], selected: Set[str] | None = None) -> list[tuple[_Feature, Any]]:
+def read_features(
+    path: str | os.PathLike[str], selected: Set[str] | None = None, *, georeference: Georeference | None = None
+) -> list[tuple[_Feature, Any]]:
     """All features of a file, each with its valid geometry of shapely; None in place of the geometry of features that are not selected.
 
     Raises:
+        InputError: the file has map coordinates, and the image has no georeference.
         SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
     """
     shapely = import_shapely(f"read {path}")
     try:
         require_regular_file(path)
-        features = list(_features(json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)
+        crs = _crs_name(content)
+        to_pixels = None if crs is None else MapToPixels(path, crs, georeference)
         return [
             (
                 feature,
-                shapely.make_valid(shapely.geometry.shape(feature.geometry))
+                in_pixels(shapely.geometry.shape(feature.geometry), to_pixels)
                 if feature.geometry and feature.is_selected(selected)
                 else None,
             )
-            for feature in features
+            for feature in _features(content)
         ]
+    except SftError:
+        raise
     except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
         raise SourceError(f"cannot read {path} as GeoJSON: {_reason(error)}. Export it again.") from error
+
+
+def in_pixels(geometry: Any, to_pixels: MapToPixels | None) -> Any:
+    """A valid geometry of shapely in pixels; lines and points of a geometry with map coordinates are left out."""
+    import shapely
+
+    if to_pixels is None:
+        return shapely.make_valid(geometry)
+    polygons = [shapely.Polygon(rings[0], rings[1:]) for rings in map(to_pixels.polygon, polygons_of(geometry))]
+    return shapely.make_valid(shapely.MultiPolygon(polygons))
+
+
+def _crs_name(content: Any) -> str | None:
+    """Coordinate system that a file names; None for pixels.
+
+    >>> _crs_name({"crs": {"type": "name", "properties": {"name": "urn:ogc:def:crs:EPSG::32632"}}}), _crs_name([])
+    ('urn:ogc:def:crs:EPSG::32632', None)
+    """
+    crs = content.get("crs") if isinstance(content, dict) else None
+    return None if crs is None else str(crs["properties"]["name"])
 
 
 def _reason(error: Exception) -> str:

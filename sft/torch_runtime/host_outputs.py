@@ -20,7 +20,7 @@ from sft.common.errors import InputError
 from sft.common.interval import Interval
 from sft.sources.sink import NpyFile
 
-__all__ = ["HostOutput", "OutputSink", "allocate_host_output", "copy_in_order", "copy_to_host"]
+__all__ = ["HostOutput", "OutputSink", "ResumingSink", "allocate_host_output", "copy_in_order", "copy_to_host"]
 
 
 @runtime_checkable
@@ -62,6 +62,16 @@ class OutputSink(Protocol):
 
     def discard(self) -> None:
         """Drop an incomplete output; no effect after ``publish``."""
+        ...
+
+
+@runtime_checkable
+class ResumingSink(OutputSink, Protocol):
+    """Sink that has rows of an earlier, interrupted call. Strips above them may be left out; rows that arrive again must be ignored."""
+
+    @property
+    def num_known_rows(self) -> int:
+        """Number of leading rows that the sink has; known after ``open``."""
         ...
 
 

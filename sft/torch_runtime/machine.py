@@ -29,7 +29,7 @@ from sft.runtime.weight_prefetch import GradientTransfer
 from sft.sources.source import select_samples
 from sft.torch_runtime.cuda_graphs import GraphCache
 from sft.torch_runtime.host_memory import HostAllocator
-from sft.torch_runtime.host_outputs import HostOutput, OutputSink, copy_in_order
+from sft.torch_runtime.host_outputs import HostOutput, OutputSink, ResumingSink, copy_in_order
 from sft.torch_runtime.host_transfers import HostTransfers, row_pieces
 from sft.torch_runtime.input_streaming import SourceStripLoader, load_source
 from sft.torch_runtime.offload import HostOffloader
@@ -275,6 +275,10 @@ class TorchMachine:
         for start, piece in row_pieces(source, whole=rows is None):
             target = region if piece is source else region.narrow(2, start, piece.shape[2])
             transfers.download(piece, partial(_write_piece, host, target, axes, batch, rows), host)
+
+    def known_rows(self, host: Buffer) -> int:
+        sink = host.sink if isinstance(host, HostOutput) else None
+        return sink.num_known_rows if isinstance(sink, ResumingSink) else 0
 
     def _deliver(self, sink: OutputSink, source: torch.Tensor, rows: Interval | None, columns: Interval | None) -> None:
         """Pass a block of an output to its sink; on CUDA from the thread of the copies, in order."""

@@ -17,6 +17,7 @@ from rich.console import Console
 import sft
 from sft.common.errors import InputError, some_names
 from sft.prediction.prediction_head import Kind
+from sft.prediction.row_journal import default_journal_path
 from sft.wsi.commands import CommandResult
 from sft.wsi.data.table import SlideRecord
 from sft.wsi.errors import RunFolderError
@@ -132,9 +133,12 @@ def _map_of(
     target = folder / record.name
     existing = None if overwrite else maps.existing(record, target)
     if existing is not None:
+        default_journal_path(target).unlink(missing_ok=True)
         return existing
     place = staged / record.name
-    result = maps.write(record, place, *([] if counter is None else [counter]))
+    # The labels of a counter are not part of the identity of a prediction, and filled tiles are listed as they are read.
+    journal = default_journal_path(target) if counter is None and not maps.fills_damage else None
+    result = maps.write(record, place, *([] if counter is None else [counter]), journal=journal)
     with results_lock(folder):
         try:
             if target.exists():
@@ -181,7 +185,8 @@ def _progress(slide_map: SlideMap) -> str:
     files = ", ".join(slide_map.files)
     if not slide_map.is_new:
         return f"{slide_map.slide}: exists, of the same weights and settings: {files}"
-    return f"{slide_map.slide}: {slide_map.seconds:.1f} s, {slide_map.hidden_share:.0%} of the writing hidden: {files}"
+    resumed = f" (below row {slide_map.num_resumed_rows} of an interrupted command)" if slide_map.num_resumed_rows else ""
+    return f"{slide_map.slide}: {slide_map.seconds:.1f} s{resumed}, {slide_map.hidden_share:.0%} of the writing hidden: {files}"
 
 
 def _share(count: int, total: int) -> float | str:

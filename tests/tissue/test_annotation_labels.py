@@ -133,12 +133,76 @@ def test_shapefiles_and_geopackages(kind: str, tmp_path: Path) -> None:
         read_annotations(path, _CLASSES, georeference=scene, column="land_use")
     with pytest.raises(InputError, match="the image has no georeference"):
         read_annotations(path, _CLASSES)
-    other = Georeference(crs_wkt=rasterio.crs.CRS.from_epsg(3857).to_wkt(), transform=scene.transform)
-    with pytest.raises(InputError, match=r"in EPSG:32632: the image is in EPSG:3857\. Convert it"):
-        read_annotations(path, _CLASSES, georeference=other)
     path.write_bytes(path.read_bytes()[:90])
     with pytest.raises(SourceError, match=rf"a\.{kind} as a shapefile or GeoPackage"):
         read_annotations(path, _CLASSES, georeference=scene)
+
+
+@pytest.mark.parametrize("kind", ["shp", "gpkg", "geojson"])
+@pytest.mark.parametrize("epsg", [4326, 3857, 32633])
+def test_polygons_of_another_coordinate_system(kind: str, epsg: int, tmp_path: Path) -> None:
+    """The corners of the image's system, in another one, are those of the image again; edges within a sixty-fourth of a pixel."""
+    pyogrio, rasterio = pytest.importorskip("pyogrio"), pytest.importorskip("rasterio")
+    from rasterio.warp import transform
+
+    wkt = rasterio.crs.CRS.from_epsg(32632).to_wkt()
+    scene = Georeference(crs_wkt=wkt, transform=(100.0, 0.0, 500_000.0, 0.0, -100.0, 5_000_000.0))
+
+    def elsewhere(ring: Any) -> Any:
+        x, y = zip(*(scene.point(*corner) for corner in ring), strict=True)
+        return list(zip(*transform("EPSG:32632", f"EPSG:{epsg}", list(x), list(y)), strict=True))
+
+    rings = [elsewhere(ring) for ring in (_NECROSIS, _TUMOUR, _HOLE)]
+    path = tmp_path / f"a.{kind}"
+    geometries = [shapely.Polygon(rings[0]), shapely.Polygon(rings[1], rings[2:])]
+    classes = np.array(["Necrosis", "Tumor"], object)
+    if kind == "geojson":
+        features = [
+            {"type": "Feature", "geometry": shapely.geometry.mapping(shape), "properties": {"classification": name}}
+            for shape, name in zip(geometries, classes, strict=True)
+        ]
+        system = {"type": "name", "properties": {"name": f"urn:ogc:def:crs:EPSG::{epsg}"}}
+        path.write_text(json.dumps({"type": "FeatureCollection", "crs": system, "features": features}))
+    else:
+        options: Any = {"fields": ["class"], "crs": f"EPSG:{epsg}", "geometry_type": "Polygon"}
+        pyogrio.raw.write(path, shapely.to_wkb(np.array(geometries)), field_data=[classes], **options)
+    layers = read_annotations(path, _CLASSES, georeference=scene)
+    assert np.array_equal(AnnotationLabels(layers, width_px=40, height_px=24).read(0, 0, 40, 24)[..., 0], _expected())
+    for label, exact in ((1, shapely.Polygon(_TUMOUR, [_HOLE])), (2, shapely.Polygon(_NECROSIS))):
+        ((_, regions),) = [layer for layer in layers if layer[0] == label]
+        (polygon,) = regions.polygons
+        area = shapely.Polygon(polygon[0], polygon[1:])
+        # Straight edges of the other system are curves here; the corners agree.
+        assert shapely.hausdorff_distance(area, exact) < 0.05 and shapely.symmetric_difference(area, exact).area < 0.5
+    with pytest.raises(InputError, match=r"map coordinates.*the image has no georeference"):
+        read_annotations(path, _CLASSES)
+    unrelated = Georeference(crs_wkt=rasterio.crs.CRS.from_epsg(2193).to_wkt(), transform=scene.transform)
+    try:
+        far = read_annotations(path, _CLASSES, georeference=unrelated)
+    except InputError as error:
+        assert "have no place in" in str(error) or "no smooth image" in str(error)
+    else:
+        assert not AnnotationLabels(far, width_px=40, height_px=24).read(0, 0, 40, 24).any()
+
+
+def test_long_edges_are_divided_where_they_are_curves() -> None:
+    """A meridian and parallels over ten degrees, in a projection in which parallels are arcs."""
+    rasterio = pytest.importorskip("rasterio")
+    from rasterio.warp import transform
+
+    from sft.tissue.map_polygons import EDGE_TOLERANCE_PX, MapToPixels
+
+    crs = rasterio.crs.CRS.from_epsg(3035)
+    scene = Georeference(crs_wkt=crs.to_wkt(), transform=(500.0, 0.0, 4_000_000.0, 0.0, -500.0, 3_500_000.0))
+    ring = np.array([(5.0, 45.0), (15.0, 45.0), (15.0, 50.0), (5.0, 50.0)])
+    (pixels,) = MapToPixels("a.gpkg", "EPSG:4326", scene).polygon((ring,))
+    along = np.stack([np.linspace(5, 15, 1001), np.full(1001, 45.0)], axis=1)
+    x, y = transform("EPSG:4326", crs, along[:, 0].tolist(), along[:, 1].tolist())
+    truth = shapely.LineString(np.stack([(np.array(x) - 4_000_000) / 500, (3_500_000 - np.array(y)) / 500], axis=1))
+    outline = shapely.LinearRing(pixels)
+    assert len(pixels) > 50 and max(outline.distance(shapely.Point(point)) for point in truth.coords) <= EDGE_TOLERANCE_PX
+    with pytest.raises(InputError, match="its coordinate system 'EPSG:1' is unknown"):
+        MapToPixels("a.gpkg", "EPSG:1", scene)
 
 
 _BOMB = (

@@ -17,6 +17,8 @@ import torch
 import yaml
 from PIL import Image
 
+import sft
+from sft.prediction import NpyWriter
 from sft.sources import BadTile, open_image
 from sft.tissue import TissueMask, read_geojson
 from sft.wsi.data.tissue import read_area
@@ -242,6 +244,10 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
         _check_predicted_masks(tmp_path, table, predictions, capsys)
 
 
+def _fail_to_finish(writer: NpyWriter) -> None:
+    raise sft.SourceError(28, f"cannot write {writer.path}: no space left")
+
+
 def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Maps of slides without labels equal the masks; a second command keeps them; an evaluation counts the confusion of the pixels."""
     run, slides = str(folder / "run"), [str(folder / f"t{number}.tif") for number in range(4, 8)]
@@ -262,6 +268,13 @@ def _check_maps(folder: Path, masks: Sequence[Path], table: Path, capsys: pytest
     assert (
         main(["predict", run, slides[0], "--kind", "softmax", "--formats", "npy", "--dtype", "float16", "--out", str(folder / "soft")]) == 0
     )
+    with pytest.MonkeyPatch.context() as patch:  # as on a disk that is full at the end
+        patch.setattr(NpyWriter, "finish", _fail_to_finish)
+        assert main([*command[:2], slides[3], *command[4:]]) == 1 and "cannot write the map of t7" in capsys.readouterr().err
+    (journal,) = (folder / "run" / "predictions").glob(".partial-*.rows")
+    assert main([*command[:2], slides[3], *command[4:]]) == 0
+    told, _ = _said(capsys)
+    assert told["maps"][0]["num_resumed_rows"] == np.load(told["maps"][0]["files"][1]).shape[0] and not journal.exists()
     soft = np.load(folder / "soft" / "t4" / "softmax.npy")
     assert soft.dtype == np.float16 and np.abs(soft.sum(0) - 1).max() < 2e-3
     assert main(["predict", run, "missing.tif"]) == 1 and "no such slides: missing.tif" in capsys.readouterr().err

@@ -10,7 +10,6 @@ memory until the image is closed, so later reads cost nothing; `cost_note` state
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 
 from sft.common.byte_units import format_bytes
 from sft.common.errors import SourceError
-from sft.sources.file_image import FileImage, check_decode_bytes
+from sft.sources.file_image import DecodedFile
 from sft.sources.image import ImageFacts, Pixels, missing_extra
 
 __all__ = ["EncodedImage", "encoded_format"]
@@ -71,7 +70,7 @@ class _Decoded:
     pixels: Pixels | None = None
 
 
-class EncodedImage(FileImage[_Decoded]):
+class EncodedImage(DecodedFile[_Decoded]):
     """PNG, JPEG or JPEG 2000 file as an `sft.sources.Raster`.
 
     Args:
@@ -81,10 +80,6 @@ class EncodedImage(FileImage[_Decoded]):
     Raises:
         SourceError: the file does not exist. Other errors are raised at the first use.
     """
-
-    def __init__(self, path: str | os.PathLike[str], *, host_budget_bytes: int | str | None = None) -> None:
-        super().__init__(path)
-        self.host_budget_bytes = host_budget_bytes
 
     def _open(self) -> _Decoded:
         with self.path.open("rb") as file:
@@ -98,7 +93,7 @@ class EncodedImage(FileImage[_Decoded]):
             raise SourceError(f"cannot open {self.path}: its header is cut short. Copy it again.") from error
         except ValueError as error:
             raise SourceError(f"cannot open {self.path}: {error}. Write it again as RGB or grey, or as a tiled TIFF.") from error
-        check_decode_bytes(self.path, "the image", header.decoded_bytes, self.host_budget_bytes)
+        self._check_bytes("the image", header.decoded_bytes)
         return _Decoded(header=header)
 
     def _describe(self, handle: _Decoded) -> ImageFacts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import hypot
@@ -35,7 +35,7 @@ from sft.sources.normalize import PIXEL_DTYPES
 from sft.sources.readers.remote import RemotePath
 from sft.sources.readers.thread_pool import resolve_threads
 
-__all__ = ["GeoImage", "MaskMode", "georeference_mpp", "has_rasterio", "read_georeference"]
+__all__ = ["GeoImage", "MaskMode", "georeference_mpp", "has_rasterio", "read_georeference", "same_coordinate_system"]
 
 MaskMode: TypeAlias = Literal["fill", "channel", "ignore"]
 _UM_PER_M = 1e6
@@ -161,6 +161,15 @@ class GeoImage(FileImage[_GeoHandle]):
                 "or convert it to RGB (gdal_translate -expand rgb)."
             )
 
+    def _read_channels(self, handle: _GeoHandle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+        if self.mask in ("fill", "channel"):  # a pixel is invalid by all of its bands
+            return super()._read_channels(handle, x, y, w, h, level, channels)
+        out = np.empty((len(channels), h, w), self.dtype)
+        with self._environment() as rasterio, handle.lock:
+            bands = [handle.bands[channel] for channel in channels]
+            handle.levels[level].read(indexes=bands, window=rasterio.windows.Window(x, y, w, h), out=out)
+        return np.ascontiguousarray(out.transpose(1, 2, 0))
+
     def _read(self, handle: _GeoHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         dataset = handle.levels[level]
         num_bands = len(handle.bands)
@@ -201,6 +210,14 @@ def georeference_mpp(georeference: Georeference | None) -> tuple[float, float] |
         return None
     (a, b, _, d, e, _), (_, factor) = georeference.transform, crs.linear_units_factor
     return valid_mpp(hypot(a, d) * factor * _UM_PER_M, hypot(b, e) * factor * _UM_PER_M)
+
+
+def same_coordinate_system(first_wkt: str, second_wkt: str) -> bool:
+    """True if two texts describe one coordinate reference system; a missing one is that of the other."""
+    if not first_wkt or not second_wkt or first_wkt == second_wkt:
+        return True
+    systems = _import_rasterio("compare coordinate systems").crs.CRS
+    return bool(systems.from_wkt(first_wkt) == systems.from_wkt(second_wkt))
 
 
 def has_rasterio() -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,12 +22,13 @@ import numpy.typing as npt
 from sft.common.errors import InputError, SourceError
 from sft.common.untrusted.foreign_files import file_format
 from sft.sources.arrays import ArrayImage
-from sft.sources.file_image import FileImage, check_decode_bytes
+from sft.sources.file_image import DecodedFile
 from sft.sources.image import Image, ImageFacts, Pixels, Raster, Size, missing_extra, pixel_dtype
 from sft.sources.labels import ImageLabels, IndexArray, label_cells
+from sft.sources.readers.composite import ChannelSelection
 from sft.sources.readers.geotiff import GeoImage
-from sft.sources.readers.remote import source_path
-from sft.sources.readers.zarr import ZARR_FILES, ZarrImage, zip_root
+from sft.sources.readers.remote import naming_remote_errors, source_path
+from sft.sources.readers.zarr import ZarrImage, is_zarr_folder, zip_root
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import OneLevelView, RasterView
 
@@ -106,7 +106,8 @@ def open_label_image(
         SourceError: it cannot be read.
     """
     where = source_path(path)
-    image = _open(where, series, at, host_budget_bytes)
+    with naming_remote_errors(where):
+        image = _open(where, series, at, host_budget_bytes)
     num_channels, dtype = image.num_channels, pixel_dtype(image)
     if dtype.kind not in "ui":
         raise InputError(f"cannot read labels from {where}: it holds {dtype}, labels are whole numbers. Convert it, or use open_image.")
@@ -121,15 +122,15 @@ def open_label_image(
         raise InputError(
             f"cannot read labels from channel {channel} of {where}: it has channels 0 to {num_channels - 1}. Choose one of them."
         )
-    return image if num_channels == 1 else LabelChannel(image, channel or 0)
+    return image if num_channels == 1 else ChannelSelection(image, [channel or 0])
 
 
 def _open(path: Any, series: int | None, at: Mapping[str, int] | None, host_budget_bytes: int | str | None) -> Raster:
     if not path.exists():
         raise SourceError(f"cannot read labels from {path}: there is no such file. Check the path.")
+    if is_zarr_folder(path):
+        return ZarrImage(path, series=series, at=at, labels=True)
     if not path.is_file():
-        if any((path / name).exists() for name in ZARR_FILES):
-            return ZarrImage(path, series=series, at=at, labels=True)
         raise SourceError(f"cannot read labels from {path}: it is a folder without Zarr metadata. Give a file, or a Zarr array or group.")
     try:
         with path.open("rb") as file:
@@ -138,7 +139,7 @@ def _open(path: Any, series: int | None, at: Mapping[str, int] | None, host_budg
         raise SourceError(f"cannot read labels from {path}: {error.strerror or error}. Make it readable.") from error
     if head.startswith(_NPY_MAGIC):
         return LabelArray(path)
-    if head.startswith(_ZIP_MAGIC) and isinstance(path, Path) and zip_root(path) is not None:
+    if head.startswith(_ZIP_MAGIC) and zip_root(path) is not None:
         return ZarrImage(path, series=series, at=at, labels=True)
     if head.startswith(_TIFF_MAGIC):
         image = TiffImage(path, series=series, at=at, host_budget_bytes=host_budget_bytes, labels=True)
@@ -159,7 +160,7 @@ class LabelArray(ArrayImage):
     dtypes = ("uint8", "uint16", "int16", "uint32", "int32", "int64", "bool")
 
 
-class PictureLabels(FileImage[Pixels]):
+class PictureLabels(DecodedFile[Pixels]):
     """PNG or another picture as a label image, decoded completely by Pillow when it is opened.
 
     Args:
@@ -169,10 +170,6 @@ class PictureLabels(FileImage[Pixels]):
     Raises:
         SourceError: the file does not exist. Other errors are raised at the first use.
     """
-
-    def __init__(self, path: str | os.PathLike[str], *, host_budget_bytes: int | str | None = None) -> None:
-        super().__init__(path)
-        self.host_budget_bytes = host_budget_bytes
 
     def _open(self) -> Pixels:
         try:
@@ -197,7 +194,7 @@ class PictureLabels(FileImage[Pixels]):
         if dtype is None:
             raise SourceError(f"cannot read labels from {self.path}: its pixels have the mode {picture.mode}. Save one channel of it.")
         num_bytes = picture.width * picture.height * len(picture.getbands()) * np.dtype(dtype).itemsize
-        check_decode_bytes(self.path, "the picture", num_bytes, self.host_budget_bytes)
+        self._check_bytes("the picture", num_bytes)
         num_frames = getattr(picture, "n_frames", 1)
         num_same = sum(_frame_size(picture, number) == picture.size for number in range(1, num_frames))
         if num_same:
@@ -227,32 +224,6 @@ def _frame_size(picture: Any, number: int) -> Size:
     picture.seek(0)
     assert picture.size == size
     return frame
-
-
-class LabelChannel(RasterView):
-    """One channel of an image.
-
-    Args:
-        image: of several channels.
-        channel: number of the channel.
-    """
-
-    def __init__(self, image: Image, channel: int) -> None:
-        super().__init__(image)
-        self.channel = channel
-
-    @property
-    def num_channels(self) -> int:
-        """1."""
-        return 1
-
-    @property
-    def background(self) -> tuple[Any, ...]:
-        """Value of labels that are not stored."""
-        return super().background[self.channel : self.channel + 1]
-
-    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        return np.ascontiguousarray(self.image.read(x, y, w, h, level)[..., self.channel : self.channel + 1])
 
 
 class ColourLabels(RasterView):

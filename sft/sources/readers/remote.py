@@ -7,15 +7,16 @@ read ahead of the computation by `sft.sources.StripReader`, as from a disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SftError, SourceError
 from sft.sources.image import missing_extra
 
-__all__ = ["RemotePath", "joined_ranges", "remote_path", "source_path"]
+__all__ = ["RemotePath", "joined_ranges", "naming_remote_errors", "remote_path", "source_path"]
 
 #: Ranges of bytes with a gap up to this are fetched as one.
 _MAX_GAP_BYTES = 1 << 16
@@ -138,6 +139,25 @@ def joined_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int
         else:
             groups.append((offset, offset + size, 1))
     return groups
+
+
+@contextmanager
+def naming_remote_errors(path: object) -> Iterator[None]:
+    """Context in which errors of a file system, of any class, become source errors that name the URL; a local path has its own errors.
+
+    Raises:
+        SourceError: the server fails.
+    """
+    try:
+        yield
+    except SftError:
+        raise
+    except Exception as error:  # of aiohttp, botocore and others, without a common base
+        if not isinstance(path, RemotePath):
+            raise
+        raise SourceError(
+            f"cannot open {path}: {type(error).__name__}: {error}. Try again, check the server and the URL, or copy the file to a disk."
+        ) from error
 
 
 def remote_path(path: object) -> RemotePath | None:

@@ -24,15 +24,16 @@ from sft.sources.file_image import FileImage
 from sft.sources.host_arrays import Layout, resolve_layout
 from sft.sources.image import ImageFacts, Pixels, Size, missing_extra, valid_mpp
 from sft.sources.normalize import PIXEL_DTYPES
-from sft.sources.readers.remote import remote_path
+from sft.sources.readers.remote import RemotePath, remote_path
 
-__all__ = ["ZARR_FILES", "ZarrImage", "zip_root"]
+__all__ = ["ZARR_FILES", "ZarrImage", "is_zarr_folder", "zip_root"]
 
 _UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 _IMAGE_AXES = "cyx"
 #: Files that describe an array, in formats 3 and 2, and a group.
 _DESCRIPTIONS = ("zarr.json", ".zarray")
 ZARR_FILES = (*_DESCRIPTIONS, ".zgroup", ".zattrs")
+_ZIP_MAGIC = b"PK\x03\x04"
 #: Attribute of a group of several images.
 _BIOFORMATS = "bioformats2raw.layout"
 #: Codecs of pixels. Others are refused: "pickle" runs code, and some belong to packages that happen to be installed.
@@ -116,14 +117,14 @@ class ZarrImage(FileImage[_ZarrLevels]):
         except ImportError as error:
             raise missing_extra(f"open {self.path}", "zarr", error) from error
         url = remote_path(self.path)
-        if url is None and self.path.is_file():
+        if _is_zip_file(self.path):
             root = zip_root(self.path)
             if root is None:
                 raise SourceError(f"cannot open {self.path}: it is a ZIP archive without Zarr metadata. Give the image in it.")
-            node = zarr.open(zarr.storage.ZipStore(self.path, mode="r"), path=root, mode="r")
+            store = zarr.storage.ZipStore(self.path, mode="r") if url is None else _remote_zip_store(url)
+            node = zarr.open(store, path=root, mode="r")
         else:
-            store = str(self.path) if url is None else zarr.storage.FsspecStore.from_url(str(url), read_only=True)
-            node = zarr.open(store, mode="r")
+            node = zarr.open(str(self.path) if url is None else zarr.storage.FsspecStore.from_url(str(url), read_only=True), mode="r")
         described_by: Any = dict(node.attrs)
         if isinstance(node, zarr.Group) and _BIOFORMATS in described_by.get("ome", described_by):
             node = self._series_group(node)
@@ -220,8 +221,17 @@ class ZarrImage(FileImage[_ZarrLevels]):
             channel_names=handle.channel_names if len(handle.channel_names) == num_channels else (),
         )
 
+    def _read_channels(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+        """Chunks of other channels are not decoded, if each channel has its own."""
+        if "c" not in handle.axes or handle.arrays[level].chunks[handle.axes.index("c")] > 1:
+            return super()._read_channels(handle, x, y, w, h, level, channels)
+        return np.concatenate([self._read_part(handle, x, y, w, h, level, slice(channel, channel + 1)) for channel in channels], axis=2)
+
     def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": slice(None)}
+        return self._read_part(handle, x, y, w, h, level, slice(None))
+
+    def _read_part(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: slice) -> Pixels:
+        index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": channels}
         part = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
         description = handle.descriptions[level]
         if description is not None and not description.is_file():
@@ -232,10 +242,34 @@ class ZarrImage(FileImage[_ZarrLevels]):
         return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]), part.dtype.newbyteorder("="))
 
 
-def zip_root(path: Path) -> str | None:
+def is_zarr_folder(path: Path | RemotePath) -> bool:
+    """True for a folder with Zarr metadata; a folder of a web server may look like a file."""
+    may_be_folder = isinstance(path, RemotePath) and path.suffix.lower() in ("", ".zarr")
+    return (may_be_folder or not path.is_file()) and any((path / name).exists() for name in ZARR_FILES)
+
+
+def _is_zip_file(path: Path | RemotePath) -> bool:
+    """True for a ZIP file; a folder on a web server, which may look like a file, has no such first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return bool(file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC)
+
+
+def _remote_zip_store(url: RemotePath) -> Any:
+    """Store of the files in a remote ZIP file, of which only the directory and the chunks that are read are fetched."""
+    import zarr
+    from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+    from fsspec.implementations.zip import ZipFileSystem
+
+    archive = AsyncFileSystemWrapper(ZipFileSystem(url.open("rb")), asynchronous=True)
+    return zarr.storage.FsspecStore(archive, read_only=True, path="")
+
+
+def zip_root(path: Path | RemotePath) -> str | None:
     """Folder of a Zarr array or group in a ZIP file, empty for its top; None for a file without one."""
     try:
-        with zipfile.ZipFile(path) as file:
+        with path.open("rb") as data, zipfile.ZipFile(data) as file:
             folders = [name.rpartition("/")[0] for name in file.namelist() if name.rpartition("/")[2] in ZARR_FILES]
     except zipfile.BadZipFile as error:
         raise SourceError(f"cannot open {path}: {error}. It is no ZIP archive, or cut short; copy it again.") from error

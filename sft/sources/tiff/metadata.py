@@ -1,8 +1,8 @@
 """Metadata of a TIFF: the value of tiles that are not stored, and the resolution.
 
 A sparse GeoTIFF leaves out tiles without data. GDAL reads them as the value of ``GDAL_NODATA`` (tag 42113, text), and as 0 without that
-tag; slide scanners mean glass, which is white. Which of the two a file is follows from its tags: one with ``GDAL_NODATA`` or with
-GeoKeys (tag 34735) is a GeoTIFF. The tags are read here, without a library, so that every reader of a file has the same value.
+tag; slide scanners mean glass, which is white. Which of the two a file is follows from its tags: one with ``GDAL_NODATA``,
+GeoKeys or a transform is a GeoTIFF. The tags are read here, without a library, so that every reader of a file has the same value.
 
 The resolution in micrometres per pixel is read as OpenSlide does: Aperio writes it into the description and leaves the resolution tags to
 chance; OME has it in its XML; other writers use the tags. Programs that know no resolution write one nevertheless, 72 or 96 dpi (353 or
@@ -27,7 +27,9 @@ from sft.sources.readers.remote import remote_path
 
 __all__ = ["GeoTags", "read_channel_names", "read_geo_tags", "read_resolution"]
 
-_GEO_KEYS, _NODATA = 34735, 42113
+_GDAL_METADATA, _NODATA = 42112, 42113
+#: Tags of a place on a map: GeoKeys, size of a pixel, transformation.
+_PLACE_TAGS = (34735, 33550, 34264)
 #: Byte orders by the first two bytes of a file.
 _ORDERS = {b"II": "<", b"MM": ">"}
 #: Bytes of a text that is believed to be a number.
@@ -96,7 +98,7 @@ def _read_tags(file: BinaryIO) -> GeoTags:
     is_geo, nodata = False, None
     for _ in range(min(num_tags, _MAX_TAGS)):
         tag, _, count, value = _unpack(file, order + entry_form)
-        is_geo |= tag == _GEO_KEYS
+        is_geo |= tag in _PLACE_TAGS
         if tag == _NODATA and 0 < count <= _MAX_TEXT_BYTES:
             place = file.tell()
             if count > len(value):
@@ -157,11 +159,25 @@ def _pixel_um(resolution: Any, unit_um: float) -> float | None:
 
 
 def read_channel_names(tiff: Any, series: int, num_channels: int) -> tuple[str, ...]:
-    """Names of the channels in OME metadata; empty where one lacks a name."""
-    pixels = _ome_pixels(tiff.ome_metadata, series) if tiff.is_ome else None
+    """Names of the channels in OME metadata, or descriptions of the bands of a GeoTIFF; empty where one lacks a name."""
+    if not tiff.is_ome:
+        return _band_descriptions(tiff.pages[0].tags.valueof(_GDAL_METADATA), num_channels)
+    pixels = _ome_pixels(tiff.ome_metadata, series)
     channels = [] if pixels is None else [element for element in pixels if element.tag.endswith("}Channel")]
     names = [channel.get("Name", "") for channel in channels]
     return tuple(names) if len(names) == num_channels and all(names) else ()
+
+
+def _band_descriptions(text: Any, num_channels: int) -> tuple[str, ...]:
+    """Descriptions of bands in GDAL's metadata."""
+    try:
+        items = list(parse_xml(text).iter("Item")) if isinstance(text, str) else []
+    except XmlError:
+        return ()
+    described = [item for item in items if item.get("name") == "DESCRIPTION" and item.get("role") == "description"]
+    names = {item.get("sample"): (item.text or "").strip() for item in described}
+    ordered = tuple(names.get(str(channel), "") for channel in range(num_channels))
+    return ordered if all(ordered) else ()
 
 
 def _ome_pixels(text: str | None, series: int) -> ElementTree.Element | None:

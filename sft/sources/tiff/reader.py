@@ -24,6 +24,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -199,15 +200,27 @@ class TiffImage(FileImage[_TiffHandle]):
             cost_note=_cost_note(handle.levels),
         )
 
+    def _read_channels(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int, channels: Sequence[int]) -> Pixels:
+        """Planes of other channels are not decoded."""
+        planes = {plane.first_channel: plane for plane in handle.levels[level].planes if plane.num_channels == 1}
+        if not planes.keys() >= set(channels):
+            return super()._read_channels(handle, x, y, w, h, level, channels)
+        chosen = tuple(replace(planes[channel], first_channel=place) for place, channel in enumerate(channels))
+        return self._read_planes(handle, x, y, w, h, level, chosen)
+
     def _read(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
-        out = np.empty((h, w, handle.num_channels), handle.dtype)
+        return self._read_planes(handle, x, y, w, h, level, handle.levels[level].planes)
+
+    def _read_planes(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int, planes: Sequence[TiffPlane]) -> Pixels:
+        """A rectangle of some planes, each at its first channel."""
+        out = np.empty((h, w, sum(plane.num_channels for plane in planes)), handle.dtype)
         wanted = handle.levels[level]
         tile_w, tile_h = wanted.tile_width_px, wanted.tile_height_px
         tiles = [
             (plane, down, across)
             for down in range(y // tile_h, -(-(y + h) // tile_h))
             for across in range(x // tile_w, -(-(x + w) // tile_w))
-            for plane in wanted.planes
+            for plane in planes
         ]
         fetched = handle.fetch([(plane, down * wanted.num_across + across) for plane, down, across in tiles])
         for_each(partial(self._place, handle, level, out, x, y, fetched), tiles, self.num_threads)

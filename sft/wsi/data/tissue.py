@@ -20,6 +20,7 @@ from sft.common.errors import InputError, SftError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
 from sft.sources.readers.label_images import open_label_image
+from sft.sources.views import RasterView
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
 from sft.tissue.mask import Box
 from sft.wsi.run.files import atomic_write_with_parents
@@ -65,7 +66,7 @@ def read_area(path: Path, slide: Raster) -> TissueArea:
         SourceError: it cannot be read, or a library for it is missing.
     """
     if path.suffix.lower() in _GEOJSON:
-        return read_geojson(path)
+        return read_geojson(path, georeference=RasterView(slide).georeference)
     mask, width_px, height_px = read_mask(path), slide.width_px, slide.height_px
     scale = width_px / mask.shape[1], height_px / mask.shape[0]
     if abs(scale[0] / scale[1] - 1) > 1 / min(mask.shape):

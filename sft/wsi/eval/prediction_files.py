@@ -4,12 +4,12 @@ A segmentation gives classes or probabilities at the resolution of the run. A mo
 each class a map; its sum over all positions, plus a bias, is the score. An encoder of tiles gives a pixel for each place of the grid of
 tiles, NaN without a tile, and the weight of each tile as the last channel. Each folder has ``prediction.json``, written last: a folder
 that has it is complete. A command that is started again, after a kill or with more slides, skips slides if the file names the same
-weights, settings and slide file.
+weights, settings and slide file. The rows of a slide that was interrupted are in a journal (`sft.prediction.row_journal`), below which it
+goes on; maps of tiles begin anew.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -63,6 +63,7 @@ class SlideMap:
         seconds: seconds of the computation; 0 for a map that existed.
         hidden_share: share of the writing that overlapped with the computation.
         is_new: False for a map that existed.
+        num_resumed_rows: rows that an interrupted command has computed.
     """
 
     slide: str
@@ -70,6 +71,7 @@ class SlideMap:
     seconds: float = 0.0
     hidden_share: float = 1.0
     is_new: bool = True
+    num_resumed_rows: int = 0
 
 
 class MapWriter:
@@ -114,6 +116,11 @@ class MapWriter:
         task = experiment.task
         self.names = task.classes if len(task.classes) == task.num_outputs else tuple(task.columns())
 
+    @property
+    def fills_damage(self) -> bool:
+        """True if damaged tiles are filled, and listed."""
+        return self._experiment.config.train.on_error == "fill"
+
     def existing(self, record: SlideRecord, folder: Path) -> SlideMap | None:
         """The map of a slide in its folder; ``None`` if it must be computed."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -123,24 +130,25 @@ class MapWriter:
                 return SlideMap(slide=record.name, files=tuple(str(folder / name) for name in files), is_new=False)
         return None
 
-    def write(self, record: SlideRecord, folder: Path, *further: RasterWriter) -> SlideMap:
+    def write(self, record: SlideRecord, folder: Path, *further: RasterWriter, journal: Path | None = None) -> SlideMap:
         """Compute and write the map of a slide.
 
         Args:
             record: the slide.
             folder: for the files; it must be empty.
             further: writers that get the map as well.
+            journal: file for the rows until the map is complete. Default: `None` (an interrupted slide begins anew)
 
         Raises:
             SourceError: the slide cannot be read.
             RunFolderError: a file cannot be written.
-        BudgetError: the slide does not fit.
+            BudgetError: the slide does not fit.
         """
         experiment = self._experiment
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
         folder.mkdir(parents=True, exist_ok=True)
         writers = [_WRITERS[name](folder / f"{self.kind}.{name}") for name in self.formats]
-        begin, hidden_share = time.perf_counter(), 0.0
+        begin, hidden_share, num_resumed_rows = time.perf_counter(), 0.0, 0
         try:
             if self._tiles is not None:
                 raster = self._tiles.write_maps(record, [*writers, *further], self._dtype)
@@ -154,12 +162,13 @@ class MapWriter:
                         dtype=self._dtype,
                         names=self.names,
                         index=self._index,
+                        resume=False if journal is None else journal,
                     )
-                raster, hidden_share = result.raster, result.hidden_share
+                raster, hidden_share, num_resumed_rows = result.raster, result.hidden_share, result.num_resumed_rows
         except sft.SourceError as error:
-            if str(folder) not in str(error):
+            if not any(place is not None and str(place) in str(error) for place in (folder, journal)):
                 raise  # about the slide
-            reason = os.strerror(error.errno or errno.EIO)
+            reason = str(error) if error.errno is None else os.strerror(error.errno)
             raise RunFolderError(
                 f"cannot write the map of {record.name} to {folder.parent.parent}: {reason}. Make room, or name another folder with --out."
             ) from error
@@ -176,12 +185,19 @@ class MapWriter:
             "key": self._key(record),
         }
         write_json(folder / PREDICTION_FILE, description)
-        seconds = time.perf_counter() - begin
-        return SlideMap(slide=record.name, files=tuple(map(str, paths)), seconds=seconds, hidden_share=hidden_share)
+        return SlideMap(
+            slide=record.name,
+            files=tuple(map(str, paths)),
+            seconds=time.perf_counter() - begin,
+            hidden_share=hidden_share,
+            num_resumed_rows=num_resumed_rows,
+        )
 
     def _key(self, record: SlideRecord) -> dict[str, Any]:
         """Identity of a map: the weights, the settings and the slide's file."""
         status = record.path.stat()
+        mask = None if record.mask is None or self._experiment.task.kind == "segmentation" else record.mask.stat()
+        tissue = {} if mask is None else {"mask": str(record.mask), "mask_bytes": mask.st_size, "mask_modified_ns": mask.st_mtime_ns}
         return {
             "weights": self._weights.sha256,
             "kind": self.kind,
@@ -190,6 +206,8 @@ class MapWriter:
             "path": str(record.path),
             "file_bytes": status.st_size,
             "modified_ns": status.st_mtime_ns,
+            **tissue,
+            **({} if record.mpp is None else {"mpp": record.mpp}),
         }
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from sft import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import Normalized, StripReader, TiffImage, ZarrImage, open_image
+from tests.helpers.http_files import FileServer, serve_folder
 from tests.sources.readers.test_tiff_content import write
 from tests.sources.test_pixel_types import numbers
 
@@ -79,62 +78,83 @@ def test_urls_that_are_none(memory: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         open_image("memory://a.tif")
 
 
-class _Server(ThreadingHTTPServer):
-    """A server of one file, which closes connections half way from some byte on."""
-
-    content: bytes = b""
-    dies_at: int | None = None
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        content, wanted = self.server.content, self.headers.get("Range")
-        first, last = 0, len(content) - 1
-        if wanted:
-            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-            last = min(last, len(content) - 1)
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
-        else:
-            self.send_response(200)
-        body = content[first : last + 1]
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        self.end_headers()
-        dies_at = self.server.dies_at
-        if with_body:
-            self.wfile.write(body if dies_at is None or last < dies_at else body[: max(0, dies_at - first)])
-        self.close_connection = True
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_a_server_that_dies_half_way(tmp_path: Path) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp")
+    with serve_folder(tmp_path) as server:
+        yield server
+
+
+def test_a_server_that_dies_half_way(server: FileServer, tmp_path: Path) -> None:
     pixels = numbers((200, 150, 3), "uint8")
-    server = _Server(("127.0.0.1", 0), _Handler)
-    server.content = write(tmp_path / "a.tif", pixels).read_bytes()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+    num_bytes = write(tmp_path / "a.tif", pixels).stat().st_size
+    image = open_image(server.url("a.tif"))
+    assert np.array_equal(image.read(0, 0, 150, 64), pixels[:64])
+    server.dies_at = num_bytes // 2
+    with pytest.raises(SourceError, match=r"cannot read columns \[0, 150\) and rows \[0, 200\) of level 0 of http://127\.0\.0\.1"):
+        image.read(0, 0, 150, 200)
+    server.dies_at = None
+    assert np.array_equal(image.read(0, 0, 150, 200), pixels), "a later read works again"
+
+
+@pytest.mark.parametrize("status", [403, 404, 500])
+def test_a_server_that_refuses(status: int, server: FileServer, tmp_path: Path) -> None:
+    write(tmp_path / "a.tif", numbers((40, 50, 3), "uint8"))
+    server.status = status
+    with pytest.raises(SourceError, match=r"cannot open http://127\.0\.0\.1.*a\.tif"):
+        open_image(server.url("a.tif"))
+
+
+@pytest.mark.parametrize("fault", ["sends_ranges", "sends_length"])
+def test_a_server_without_ranges_or_lengths(fault: str, server: FileServer, tmp_path: Path) -> None:
+    """An error that names the file, or the right pixels; never the bytes of another place."""
+    pixels = numbers((200, 150, 3), "uint8")
+    write(tmp_path / "a.tif", pixels, compression="deflate")
+    setattr(server, fault, False)
     try:
-        url = f"http://127.0.0.1:{server.server_port}/a.tif"
-        image = open_image(url)
-        assert np.array_equal(image.read(0, 0, 150, 64), pixels[:64])
-        server.dies_at = len(server.content) // 2
-        with pytest.raises(SourceError, match=r"cannot read columns \[0, 150\) and rows \[0, 200\) of level 0 of http://127\.0\.0\.1"):
-            image.read(0, 0, 150, 200)
-        server.dies_at = None
-        assert np.array_equal(image.read(0, 0, 150, 200), pixels), "a later read works again"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        image = open_image(server.url("a.tif"))
+        read = image.read(0, 100, 150, 100)
+    except SourceError as error:
+        assert "a.tif" in str(error)
+    else:
+        assert np.array_equal(read, pixels[100:])
+
+
+@pytest.mark.parametrize("kind", ["mask", "alpha", "nodata"])
+def test_masks_of_remote_rasters(kind: str, server: FileServer, tmp_path: Path) -> None:
+    pytest.importorskip("rasterio")
+    from tests.sources.readers.test_rasters import write as write_raster
+
+    pixels = numbers((70, 90, 3), "uint16") // 2 + 7
+    valid = np.random.default_rng(0).random((70, 90)) > 0.3
+    stored = np.where(valid[..., None], pixels, 5).astype(np.uint16) if kind == "nodata" else pixels
+    bands = np.dstack([stored, np.where(valid, 65535, 0).astype(np.uint16)]) if kind == "alpha" else stored
+    options: dict[str, dict[str, Any]] = {"mask": {"masked": valid}, "alpha": {"alpha": True}, "nodata": {"nodata": 5}}
+    write_raster(tmp_path / "a.tif", bands, overviews=(2,), **options[kind])
+    image: Any = open_image(server.url("a.tif"), mask="channel")
+    read = image.read(10, 5, 70, 60)
+    assert np.array_equal(read[..., :3], stored[5:65, 10:80]) and np.array_equal(read[..., 3], np.where(valid[5:65, 10:80], 65535, 0))
+    assert image.level_dimensions == ((90, 70), (45, 35)) and image.georeference.transform[:1] == (10,)
+    filled = open_image(server.url("a.tif"), mask="fill", fill_value=42)
+    assert np.array_equal(pickle.loads(pickle.dumps(filled)).read(0, 0, 90, 70), np.where(valid[..., None], stored, 42))
+    plain: Any = open_image(server.url("a.tif"), mask="ignore")
+    assert np.array_equal(plain.read(0, 0, 45, 35, 1), open_image(tmp_path / "a.tif", mask="ignore").read(0, 0, 45, 35, 1))
+    server.dies_at = 100
+    with pytest.raises(SourceError, match=r"127\.0\.0\.1.*a\.tif"):
+        open_image(server.url("a.tif"), mask="fill").read(0, 0, 90, 70)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_remote_zarr_of_several_series(zarr_format: Any, zipped: bool, server: FileServer, tmp_path: Path) -> None:
+    from tests.sources.readers.test_zarr_content import write_series, zip_folder
+
+    images = [numbers((2, 40, 50), "uint16", seed=seed) for seed in range(2)]
+    path = write_series(tmp_path / "a.zarr", images, zarr_format)
+    if zipped:
+        path = zip_folder(path, tmp_path / "a.zarr.zip")
+    image = open_image(server.url(path.name), series=1)
+    assert isinstance(image, ZarrImage) and np.array_equal(image.read(3, 4, 40, 30), images[1][:, 4:34, 3:43].transpose(1, 2, 0))
+    assert np.array_equal(pickle.loads(pickle.dumps(image)).read(0, 0, 50, 40), images[1].transpose(1, 2, 0))
+    with pytest.raises(InputError, match="holds series 0, 1"):
+        open_image(server.url(path.name))

@@ -234,11 +234,6 @@ def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int]) -> None
         align_labels(ArrayImage(np.zeros(shape, np.uint8)), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
 
 
-def test_cells_outside_of_the_array_are_refused() -> None:
-    with pytest.raises(InputError, match="cells name rows and columns"):
-        LabelSource(np.zeros((2, 3), np.uint8), cells=(np.array([0, 2]), np.array([0])))
-
-
 def test_a_run_takes_label_maps_of_a_lower_resolution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = _maps(tmp_path, {"train": (0, 1), "val": (0, 1)}, ".npy")
     np.save(tmp_path / "m0.npy", np.array([[0, 0, 1, 1]] * 4, np.uint8))  # 64 px of the slide

@@ -27,6 +27,8 @@ from sft.prediction import CogWriter, OmeTiffWriter, PolygonWriter
 from sft.sources import ArraySource
 
 CHANNELS, CLASSES, WINDOW_PX, OVERLAP = 4, 5, 512, 0.25
+#: Rows that an output row of `network` sees above it: 3 of the first layer, 4 (1 + 3 * 2) of those with stride 4, and the upsampling.
+HALO_PX = 36
 
 
 def network() -> nn.Module:
@@ -115,7 +117,26 @@ def compare(folder: Path) -> dict[str, Any]:
     import tifffile
 
     strips, windows = tifffile.imread(folder / "strips.ome.tif"), tifffile.imread(folder / "windows.tif")
-    return {"classes": len(np.unique(strips)), "pixels": strips.size, "differing_pixels": int((strips != windows).sum())}
+    differs = strips != windows
+    rows, columns = (_near_seams(extent) for extent in differs.shape)
+    return {
+        "classes": len(np.unique(strips)),
+        "pixels": strips.size,
+        "differing_pixels": int(differs.sum()),
+        "differing_pixels_at_seams": int((differs & (rows[:, None] | columns)).sum()),
+        "strips_file_bytes": (folder / "strips.ome.tif").stat().st_size,
+        "windows_file_bytes": (folder / "windows.tif").stat().st_size,
+    }
+
+
+def _near_seams(extent: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For each row or column, True if it is nearer to a border of a window inside of the image than the network sees."""
+    step = int(WINDOW_PX * (1 - OVERLAP))
+    starts = {min(at, extent - WINDOW_PX) for at in range(0, extent, step)}
+    near = np.zeros(extent, np.bool_)
+    for seam in {edge for start in starts for edge in (start, start + WINDOW_PX) if 0 < edge < extent}:
+        near[max(0, seam - HALO_PX) : seam + HALO_PX] = True
+    return near
 
 
 def process_peak_bytes() -> int:

@@ -22,7 +22,7 @@ from sft.prediction import CogWriter, NpyWriter, OmeTiffWriter, OmeZarrWriter, P
 from sft.prediction.raster import RasterRows
 from sft.sources import ArrayImage, Cropped, Normalized, WithMpp, open_image
 from sft.sources.georeference import Georeference
-from sft.tissue import read_geojson
+from sft.tissue import AnnotationLabels, read_annotations, read_geojson
 
 HEIGHT, WIDTH = 150, 130
 NAMES = ["background", "stroma", "tumour", "necrosis"]
@@ -166,6 +166,15 @@ def test_cog_has_the_map_coordinates_of_the_input(net: Segmenter, pixels: npt.ND
     x, y = np.concatenate([feature["geometry"]["coordinates"][0] for feature in document["features"]]).T
     assert x.min() >= 399960 and x.max() <= 399960 + 10 * WIDTH and y.max() <= 5800020 and y.min() >= 5800020 - 10 * HEIGHT
     assert document["features"][0]["properties"]["measurements"]["Area map units^2"] % 100 == 0
+    reopened: Any = open_image(tmp_path / "map.tif")
+    assert np.array_equal(reopened.read(0, 0, WIDTH, HEIGHT)[..., 0], classes)
+    assert reopened.georeference.transform == scene.georeference.transform and len(reopened.level_dimensions) == 2
+    named = {name: number for number, name in enumerate(NAMES) if number}
+    layers = read_annotations(tmp_path / "map.geojson", named, georeference=reopened.georeference, required=False)
+    assert np.array_equal(AnnotationLabels(layers, width_px=WIDTH, height_px=HEIGHT).read(0, 0, WIDTH, HEIGHT)[..., 0], classes)
+    pyogrio, shapely = pytest.importorskip("pyogrio"), pytest.importorskip("shapely")
+    _, _, shapes, _ = pyogrio.raw.read(tmp_path / "map.geojson")
+    assert sum(shapely.area(shapely.from_wkb(shapes))) == 100 * (classes > 0).sum()
 
 
 def test_coarse_outputs_and_crops_keep_their_place(pixels: npt.NDArray[np.uint8], tmp_path: Path) -> None:

@@ -168,16 +168,19 @@ def _accumulated(product: Instruction, index: int, target: Slot) -> list[Instruc
         num_bytes=0,
         scratch_bytes=grad.num_bytes + image.num_bytes,
     )
-    if not (mask[0] or mask[2]):
-        return [added]
-    outputs = (product.outputs[0], None, product.outputs[2])
-    remaining = product._replace(
-        arguments=(*product.arguments[:-1], [mask[0], False, mask[2]]),
-        outputs=outputs,
-        flops=product.flops - flops,
-        num_bytes=sum(out.num_bytes for out in outputs if out is not None),
-    )
-    return [remaining, added]
+    remaining = []
+    image_grad, _, bias_grad = product.outputs
+    if mask[0] and image_grad is not None:
+        arguments = (*product.arguments[:-1], [True, False, False])
+        outputs = (image_grad, None, None)
+        remaining.append(
+            product._replace(arguments=arguments, outputs=outputs, flops=product.flops - flops, num_bytes=image_grad.num_bytes)
+        )
+    if mask[2] and bias_grad is not None:  # oneDNN computes the weight's gradient with that of the bias, also where it is masked
+        arguments = (grad, [0, *range(2, len(grad.shape))])
+        total = product._replace(function=aten.sum.dim_IntList, arguments=arguments, outputs=(bias_grad,), flops=0, scratch_bytes=0)
+        remaining.append(total._replace(num_bytes=bias_grad.num_bytes))
+    return [*remaining, added]
 
 
 def add_patch_gradient(total: Tensor, grad: Tensor, image: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,23 @@ def test_tiles_of_one_image_take_the_memory_of_a_bag() -> None:
     row_bytes = 3 * 64 * 512 * 4
     assert plan.projected_peak_bytes <= 1.3 * bag.projected_peak_bytes + row_bytes
     assert plan.redundancy < 1.5
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_bias_gradients_of_convolutions_allocate_no_weight_gradient(is_frozen: bool) -> None:
+    """In float32, where oneDNN computes both: of patches, whose weight gradient is added in place, and of a frozen weight."""
+    torch.manual_seed(0)
+    model: nn.Module = AttentionBag(VisionTransformer(48, 3, 1), 48)
+    if is_frozen:
+        model = nn.Sequential(nn.Conv2d(3, 64, 7, padding=3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        model.get_parameter("0.weight").requires_grad_(False)
+    array = np.ones((8, 3, 64, 64), np.float32)
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.compile(model, [array], budget=1)
+    net: Any = sft.compile(model, [array], budget=refusal.value.needed_bytes)
+    with sft.measure_peak() as peak:
+        net(array).sum().backward()
+    assert net.plan.projected_peak_bytes - 2**13 <= peak.num_bytes <= net.plan.projected_peak_bytes
 
 
 @pytest.mark.slow

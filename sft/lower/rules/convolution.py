@@ -140,8 +140,8 @@ class ConvolutionRule(_WindowedRule):
         operand = next(refs_in(image))
         weight_slot = ctx.operand_slot(weight)
         mask = [ctx.needs_grad(image) and not ctx.has_empty_read(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
-        if mask[2] and accumulation_dtype(grad.dtype) != grad.dtype:
-            # ATen would round each strip's sum to half precision.
+        if mask[2] and (accumulation_dtype(grad.dtype) != grad.dtype or not mask[1]):
+            # ATen would round each strip's sum to half precision; and oneDNN computes the weight's gradient with that of the bias.
             wide = accumulation_dtype(grad.dtype)
             shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
             total = builder.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})

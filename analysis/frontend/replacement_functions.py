@@ -3,8 +3,9 @@
 Each function here but :func:`gaussian_nll_loss_unchecked` takes the original function and returns its replacement, which calls the original
 where it does not apply.
 
-*Shape functions* (batch norm, ``grid_sample``, LSTM states) take the place of decompositions. The exporter keeps these operators whole, and
-finds the shapes of their results by running their decomposition on fake tensors: a dozen to a hundred operations with symbolic sizes.
+*Shape functions* (pointwise functions, batch norm, interpolation, ``grid_sample``, LSTM states) take the place of decompositions. The
+exporter keeps these operators whole, and finds the shapes of their results by running their decomposition on fake tensors: a few to a
+hundred operations with symbolic sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ __all__ = [
     "minmax_by_comparison",
     "no_stack_traces",
     "no_tensor_metadata",
+    "pointwise_shapes",
     "rnn_state_shapes",
+    "upsample_shapes",
 ]
 
 Function = Callable[..., Any]
@@ -124,21 +127,49 @@ def batch_norm_shapes(decomposition: Function) -> Function:
 
 
 def _empty_like(value: Tensor) -> Tensor:
-    """``torch.empty_like`` without a proof of contiguity where the strides are visibly products of the sizes.
+    """``torch.empty_like`` without a proof of contiguity where it is visible."""
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device) if _is_visibly_contiguous(value) else torch.empty_like(value)
 
-    In strides that PyTorch computes each size counts as at least one.
-    """
+
+def _is_visibly_contiguous(value: Tensor) -> bool:
+    """True where the strides are products of the sizes, each of which may count as at least one, as in strides that PyTorch computes."""
     products: set[Any] = {1}
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if _sympy_expression(stride) not in products:
-            return torch.empty_like(value)
+            return False
         factors = {_sympy_expression(size), _sympy_expression(torch.sym_max(size, 1))}
         products = {product * factor for product in products for factor in factors}
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return True
 
 
 def _sympy_expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def pointwise_shapes(decomposition: Function) -> Function:
+    """The kernel of a function of one tensor on fake tensors, without arithmetic: the result has the input's shape, dtype and strides."""
+
+    def kernel(mode: Any, *arguments: Any, **keywords: Any) -> Any:
+        value, *numbers = arguments
+        with mode:
+            if keywords or not value.is_floating_point() or not all(isinstance(number, (int, float)) for number in numbers):
+                return decomposition(*arguments, **keywords)
+            return _empty_like(value)
+
+    return kernel
+
+
+def upsample_shapes(decomposition: Function) -> Function:
+    """The decomposition of interpolation, without arithmetic on fake tensors: samples and channels of the image, and the new size."""
+
+    def upsample(input: Tensor, output_size: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        is_valid = isinstance(input, FakeTensor) and input.is_floating_point() and len(output_size) == input.dim() - 2
+        if not is_valid or not _is_visibly_contiguous(input):
+            result: Tensor = decomposition(input, output_size, *arguments, **keywords)
+            return result
+        return torch.empty((*input.shape[:2], *output_size), dtype=input.dtype, device=input.device)
+
+    return upsample
 
 
 #: Interpolation and padding modes that the decomposition accepts.

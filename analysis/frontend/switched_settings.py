@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.frontend.replacement_functions import bincount_with_dtype
+from sft.analysis.frontend.replacement_functions import bincount_with_dtype, pointwise_shapes
 
 __all__ = [
     "muted_output",
     "quiet_loggers",
     "restored_buffer_hooks",
     "with_bincount_dtypes",
+    "with_pointwise_shapes",
     "without_deterministic_algorithms",
     "without_global_module_hooks",
 ]
@@ -109,6 +110,28 @@ def with_bincount_dtypes() -> Iterator[None]:
         yield
     finally:
         kernels[operator] = original
+
+
+#: Pointwise functions of one tensor and of numbers that need no check.
+_POINTWISE = (
+    *("relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "sigmoid", "tanh", "hardsigmoid", "hardswish"),
+    *("abs", "cos", "erf", "exp", "log", "log1p", "neg", "reciprocal", "rsqrt", "sin", "sqrt"),
+)
+
+
+@contextmanager
+def with_pointwise_shapes() -> Iterator[None]:
+    """Give pointwise functions kernels on fake tensors of symbolic sizes that do no arithmetic."""
+    kernels = pkgutil.resolve_name("torch._subclasses.fake_impls").get_fast_op_impls()
+    decompositions = pkgutil.resolve_name("torch._decomp").decomposition_table
+    operators = [getattr(torch.ops.aten, name).default for name in _POINTWISE]
+    added = [operator for operator in operators if operator in decompositions and operator not in kernels]
+    kernels.update({operator: pointwise_shapes(decompositions[operator]) for operator in added})
+    try:
+        yield
+    finally:
+        for operator in added:
+            kernels.pop(operator, None)
 
 
 class _MutedStream:

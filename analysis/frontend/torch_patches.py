@@ -243,6 +243,26 @@ PATCHES: dict[str, Patch] = {
         without="A second more for each `grid_sample`.",
         replacement=functions.grid_sample_shapes,
     ),
+    "pointwise_shapes": Patch(
+        target="torch._subclasses.fake_impls.get_fast_op_impls",
+        why="On fake tensors of symbolic sizes a ReLU is a comparison and a choice, with proofs about their shapes.",
+        without="A quarter more time for capturing a U-Net, together with interpolation by its decomposition.",
+        switch=switches.with_pointwise_shapes,
+    ),
+    "upsample_linear_shapes": Patch(
+        target="torch._decomp.decompositions._upsample_linear",
+        parameters=("input", "output_size", "align_corners", "scales"),
+        why="The decomposition runs dozens of operations on fake tensors for the shape of each enlarged image.",
+        without="Captures of U-Nets take longer.",
+        replacement=functions.upsample_shapes,
+    ),
+    "upsample_nearest_shapes": Patch(
+        target="torch._decomp.decompositions._upsample_nearest",
+        parameters=("input", "output_size", "scales", "exact"),
+        why="As for linear interpolation.",
+        without="Captures of U-Nets take longer.",
+        replacement=functions.upsample_shapes,
+    ),
     "size_complexity_limit": Patch(
         target="torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr",
         parameters=("self", "orig_expr", "..."),

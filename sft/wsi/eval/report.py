@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from PIL import Image
 from sklearn.metrics import roc_curve
 
 from sft.wsi.eval.metrics import Estimate, Prediction, confusion_counts, evaluate_predictions, patient_predictions
@@ -116,14 +119,26 @@ def mark_outdated(folder: Path, newer: WeightsId) -> None:
 def draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     """Losses of all epochs, with the other validation metrics.
 
+    Nothing is drawn where the picture is of the same numbers, which it has as a comment.
+
     Raises:
         RunFolderError: it cannot be written.
     """
-    with rc_context(PLAIN_TEXT):
-        _draw_curves(path, epochs)
+    digest = hashlib.sha256(repr([dict(epoch) for epoch in epochs]).encode()).hexdigest()
+    if _comment_of(path) != digest:
+        with rc_context(PLAIN_TEXT):
+            _draw_curves(path, epochs, digest)
 
 
-def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
+def _comment_of(path: Path) -> str | None:
+    """The comment of a picture; ``None`` without a picture or a comment."""
+    with suppress(OSError), Image.open(path) as picture:
+        comment: str | None = picture.info.get("Comment")
+        return comment
+    return None
+
+
+def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]], comment: str) -> None:
     metrics = [name for name in (epochs[-1] if epochs else {}) if name.startswith("val_") and name != "val_loss"]
     figure = Figure(figsize=(10 if metrics else 5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2 if metrics else 1, squeeze=False)[0]
@@ -136,7 +151,7 @@ def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
         if axis.lines:
             axis.legend()
     with atomic_write_with_parents(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+        figure.savefig(temporary, dpi=110, metadata={"Comment": comment})
 
 
 def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -> list[str]:

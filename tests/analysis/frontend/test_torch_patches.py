@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table, decompositions
+from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
@@ -422,6 +423,9 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "grid_sample_shapes": lambda: _runs_decomposition(
         "_grid_sampler_2d", _Then(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False))
     ),
+    "pointwise_shapes": lambda: _is_switched(lambda: torch.ops.aten.relu.default not in get_fast_op_impls(), "pointwise_shapes"),
+    "upsample_linear_shapes": lambda: _runs_decomposition("_upsample_linear", _Then(nn.Upsample(scale_factor=2, mode="bilinear"))),
+    "upsample_nearest_shapes": lambda: _runs_decomposition("_upsample_nearest", _Then(nn.Upsample(scale_factor=2))),
     "size_complexity_limit": _evaluates_long_sizes,
     "node_metadata": lambda: _nodes_have("tensor_meta"),
     "stack_traces": lambda: _nodes_have("stack_trace"),

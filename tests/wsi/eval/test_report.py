@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft.wsi.eval.metrics import Prediction
-from sft.wsi.eval.report import mark_outdated, write_evaluation
+from sft.wsi.eval.report import draw_curves, mark_outdated, write_evaluation
 from sft.wsi.model.tasks import Task
 from sft.wsi.train.checkpoint import WeightsId
 
@@ -71,3 +71,17 @@ def test_results_of_a_model_that_was_improved_say_so(tmp_path: Path) -> None:
     assert marked.splitlines()[0] == page.splitlines()[0] and "epoch 5, weights fedcba987654" in marked
     after = json.loads((tmp_path / "metrics.json").read_text())
     assert after == {**metrics, "newer_best": newer.as_dict()} and after["weights"] == _WEIGHTS.as_dict()
+
+
+def test_curves_of_the_same_epochs_are_drawn_once(tmp_path: Path) -> None:
+    """A run writes its pages after each split that it evaluates."""
+    path, epochs = tmp_path / "curves.png", [{"epoch": 1, "train_loss": 2.0, "val_loss": float("nan"), "val_auc": 0.5}]
+    path.write_bytes(b"damaged")
+    draw_curves(path, epochs)
+    drawn = path.read_bytes()
+    path.touch()
+    before = path.stat()
+    draw_curves(path, [dict(epoch) for epoch in epochs])
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    draw_curves(path, [*epochs, {**epochs[0], "epoch": 2}])
+    assert path.read_bytes() != drawn

@@ -46,7 +46,17 @@ _DECOMPOSITION_PATCHES = (
 )
 _EXPORT_PATCHES = (
     *_DECOMPOSITION_PATCHES,
-    *("batch_norm_shapes", "grid_sample_shapes", "pointwise_shapes", "upsample_linear_shapes", "upsample_nearest_shapes", "exporter_minmax", "deterministic_algorithms", "fake_tensor_cache", "module_stack"),
+    *(
+        "batch_norm_shapes",
+        "grid_sample_shapes",
+        "pointwise_shapes",
+        "upsample_linear_shapes",
+        "upsample_nearest_shapes",
+        "exporter_minmax",
+        "deterministic_algorithms",
+        "fake_tensor_cache",
+        "module_stack",
+    ),
 )
 
 #: Modules that the exporter imports on first use.

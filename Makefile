@@ -19,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-torch test-kernels docs docs-serve release-check clean
+.PHONY: help setup demo test lint types format unit package bench floors fuzz test-slow test-oracles test-zoo test-recipes test-torch test-kernels docs docs-serve release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +71,7 @@ bench: $(READY) ## Run the benchmarks
 
 $(ZOO_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-zoo
-	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
+	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo,frameworks]'
 	touch $@
 
 test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) times the instances; traces of hundreds of random plans
@@ -84,6 +84,9 @@ test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) time
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, and their memory floors, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 	$(ZOO_BIN)/python -P tests/floors/__main__.py --set zoo
+
+test-recipes: $(ZOO_READY) ## Recipes with the libraries that they are for, in the environment of the zoo
+	$(ZOO_BIN)/pytest tests/examples/test_recipe_scripts.py tests/public_cases
 
 $(TORCH_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-torch-$(VERSION)

@@ -36,7 +36,7 @@ __all__ = ["Outcome", "main", "metadata_problems", "readme_problems", "sdist_pro
 
 _ROOT = Path(__file__).resolve().parents[2]
 #: Extras of developers: `make setup`, `make docs` and `make test-zoo` install them.
-_DEVELOPERS = ("test", "docs", "release", "zoo", "demo", "peers")
+_DEVELOPERS = ("test", "docs", "release", "zoo", "frameworks", "demo", "peers")
 _RETRIES = "1"
 
 

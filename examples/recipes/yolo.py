@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft
-from examples.recipes.script import Comparison, gradient_difference, import_torchvision, measured, recipe_parser, run
+from examples.recipes.script import Comparison, gradient_difference, measured, recipe_parser, run
 
 
 # [recipe]
@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> Comparison:
     parser = recipe_parser(__doc__, height=640, width=640, budget="128MiB")
     parser.add_argument("--model", default="yolov8n.yaml", help="configuration of ultralytics, with random weights")
     options = parser.parse_args(argv)
-    import_torchvision()
     from ultralytics.nn.tasks import DetectionModel
 
     torch.manual_seed(0)

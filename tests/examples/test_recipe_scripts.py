@@ -33,6 +33,7 @@ _PAGES = {
 }
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.[a-z_]+. is deprecated"),  # ignite
     pytest.mark.filterwarnings("ignore:::ultralytics"),
     pytest.mark.filterwarnings("ignore:::monai"),
     pytest.mark.filterwarnings("ignore:::ignite"),
@@ -121,14 +122,16 @@ def test_refusals_are_one_line(budget: str, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("kind", ["retinanet", "fcos"])
 def test_a_detector_at_native_resolution(kind: str) -> None:
     _libraries("torchvision")
-    comparison = _recipe("detection").main(["--detector", kind, "--height", "250", "--width", "200", "--budget", "160MiB"])
+    comparison = _recipe("detection").main(["--detector", kind, "--height", "250", "--width", "200", "--budget", "256MiB"])
     assert comparison.difference < 1e-4
 
 
 @pytest.mark.slow
-def test_yolo() -> None:
-    _libraries("torchvision", "ultralytics")
-    comparison = _recipe("yolo").main(["--height", "256", "--width", "192", "--budget", "64MiB"])
+def test_yolo(monkeypatch: pytest.MonkeyPatch) -> None:
+    _libraries("ultralytics")
+    # Ultralytics takes torchvision's suppression where it is imported, which lacks its operators with another build of torch.
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    comparison = _recipe("yolo").main(["--height", "384", "--width", "320", "--budget", "64MiB"])
     assert comparison.difference < 1e-4 and comparison.sft_bytes < comparison.plain_bytes
 
 
@@ -142,7 +145,7 @@ def test_the_trainer_of_hugging_face() -> None:
 @pytest.mark.slow
 def test_the_engine_of_monai() -> None:
     _libraries("monai", "ignite")
-    comparison = _recipe("monai_engine").main(["--depth", "48", "--height", "32", "--width", "32", "--budget", "32MiB"])
+    comparison = _recipe("monai_engine").main(["--depth", "48", "--height", "32", "--width", "32", "--budget", "6MiB"])
     assert comparison.difference < 1e-5 and comparison.sft_bytes < comparison.plain_bytes
 
 

@@ -8,7 +8,16 @@ odd ones of other operators, each as early as its operands allow::
     w = softmax(score(y), 0)     softmax: stage 1
     z = (w * y).sum(0)           stage 1: a run without a FLOP would save no memory that is worth its calls
 
-Values that cross between stages have their samples in the first dimension; an operator that makes another one is left out of its run.
+Values that cross between stages have their samples in slices of a dimension; an operator that makes another one is left out of its run.
+
+**Operands read in full.** Attention over samples (the tokens of a sequence, the vectors of a bag) computes some queries from all keys and
+values. Keys and values are then computed in one run, and attention is the begin of the next one, which reads them as it reads weights::
+
+    q, k, v = qkv(norm(x))                stage 0, a run
+    y = x + project(attention(q, k, v))   stage 2, a run of queries: k and v are complete
+    z = y + mlp(norm(y))                  stage 2
+
+The gradients of keys and values are sums over all queries; attention is never a matrix of all queries and keys.
 """
 
 from __future__ import annotations
@@ -33,10 +42,14 @@ class SampleStage:
     Attributes:
         names: operators in execution order.
         is_run: True if they are independent along samples.
+        axes: of a run, position of the samples in its values, and in those from outside that it takes sample by sample.
+        read_in_full: of a run, values with samples of which it reads all.
     """
 
     names: tuple[str, ...]
     is_run: bool
+    axes: Mapping[str, SampleAxis]
+    read_in_full: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +59,17 @@ class SampleRuns:
     Attributes:
         stages: the stages in execution order.
         axes: position of the samples in the values of runs, and in those from outside that runs take sample by sample.
+        read_in_full: by operator, operands that have samples, of which it reads all.
     """
 
     stages: tuple[SampleStage, ...]
     axes: Mapping[str, SampleAxis]
+    read_in_full: Mapping[str, frozenset[str]]
+
+    @property
+    def run_names(self) -> frozenset[str]:
+        """Operators inside of runs."""
+        return frozenset(name for stage in self.stages if stage.is_run for name in stage.names)
 
 
 def find_sample_runs(
@@ -104,7 +124,7 @@ def sort_into_runs(
     while True:
         tracker = tracker_without(frozenset(excluded))
         inside = {node.name for node in operators if tracker.track(node)} | tracker.uniform
-        stage_of = _stages(operators, inside, prologue)
+        stage_of = _stages(operators, inside, prologue, tracker.read_in_full)
         runs: dict[int, list[str]] = {}
         for node in operators:
             runs.setdefault(stage_of[node.name], []).append(node.name)
@@ -113,10 +133,29 @@ def sort_into_runs(
             if stage >= 0 and stage % 2 == 0:
                 no_work = not any(graph[name].target in PRODUCT_TARGETS for name in names)
                 crossing = [name for name in graph.live_out(names) if not tracker.is_sliceable(name, tracker.axes[name])]
-                excluded.update(names if no_work else crossing)
+                excluded.update(names if no_work else (*crossing, *_reads_twice(graph, names, tracker)))
         if len(excluded) == before:
-            stages = (SampleStage(names=tuple(runs[stage]), is_run=stage >= 0 and stage % 2 == 0) for stage in sorted(runs))
-            return SampleRuns(stages=tuple(stages), axes=tracker.axes)
+            stages = tuple(
+                _run(graph, names, tracker)
+                if stage >= 0 and stage % 2 == 0
+                else SampleStage(names=tuple(names), is_run=False, axes={}, read_in_full=frozenset())
+                for stage, names in sorted(runs.items())
+            )
+            return SampleRuns(stages=stages, axes=tracker.axes, read_in_full=tracker.read_in_full)
+
+
+def _reads_twice(graph: Graph, names: Sequence[str], tracker: SampleTracker) -> list[str]:
+    """Operators of a stage that read a value in full of which the stage also reads single samples."""
+    by_samples = {operand for name in names for operand in graph[name].operands if operand not in tracker.read_in_full.get(name, ())}
+    return [name for name in names if not by_samples.isdisjoint(tracker.read_in_full.get(name, ()))]
+
+
+def _run(graph: Graph, names: Sequence[str], tracker: SampleTracker) -> SampleStage:
+    """A run, with the position of the samples in the values that its operators compute, or read by samples."""
+    full = frozenset[str]().union(*(tracker.read_in_full.get(name, ()) for name in names))
+    touched = {*names, *(operand for name in names for operand in graph[name].operands)} - full
+    axes = {name: axis for name, axis in sorted(tracker.axes.items()) if name in touched}
+    return SampleStage(names=tuple(names), is_run=True, axes=axes, read_in_full=full)
 
 
 def run_cuts(graph: Graph, names: Sequence[str], axes: Mapping[str, SampleAxis], outputs: Sequence[str], num_cuts: int) -> tuple[int, ...]:
@@ -149,11 +188,17 @@ def run_cuts(graph: Graph, names: Sequence[str], axes: Mapping[str, SampleAxis],
     return tuple(sorted(set(cuts)))
 
 
-def _stages(operators: Sequence[Node], inside: set[str], prologue: frozenset[str]) -> dict[str, int]:
-    """Stage of each operator: even for those inside of runs, odd for other ones; -1 for the prologue."""
+def _stages(
+    operators: Sequence[Node], inside: set[str], prologue: frozenset[str], read_in_full: Mapping[str, frozenset[str]]
+) -> dict[str, int]:
+    """Stage of each operator: even for those inside of runs, odd for other ones; -1 for the prologue.
+
+    An operator comes in a later stage than the values that it reads in full.
+    """
     stage_of: dict[str, int] = {}
     for node in operators:
-        first = max((stage_of[name] for name in node.operands if name in stage_of), default=0)
+        full = read_in_full.get(node.name, ())
+        first = max((stage_of[name] + (name in full) for name in node.operands if name in stage_of), default=0)
         first = max(first, 0)
         is_inside = node.name in inside
         stage_of[node.name] = -1 if node.name in prologue and not is_inside else first + (first % 2 != (0 if is_inside else 1))

@@ -1,4 +1,4 @@
-"""Window runs: untiled operators that compute every row of windows of an image on its own.
+"""Window runs: untiled operators that compute every row of windows of an image, or every token of a sequence, on its own.
 
 A model partitions an image into windows, computes each of them, and joins or pools the results::
 
@@ -17,35 +17,47 @@ the image may then be read from a source, a row of windows at a time. Otherwise 
 contiguous blocks, a chunk may also be some windows of one row. Positions of windows in a row are found in the graph of a single row: there
 the columns of images are what rows are in the graph.
 
-The batch must be one image: of several, the rows of windows are no contiguous blocks of the windows.
+**Tokens.** Attention over all tokens of an image reads keys and values in full, and some queries at a time. If the tokens are rows of
+pixels, windows of one row of pixels follow them. A class token breaks the rows; then the samples are the tokens themselves, from the join
+on.
+
+**Other windows.** Windows that no rows of the image hold (a grid of strided windows, a partition by indices) are samples once they are in
+the first dimension of a value. The partition is then an exchange. Operators that no level of samples follows are sorted again by the other
+levels.
+
+**Several images.** A chunk is then a part of one image: windows are found in the graph of a single image, and the images are samples of a
+level above (:mod:`sft.analysis.tiling.sample_runs`). Operators that exchange images run on all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 from sft.analysis.ir.axes import COLUMNS, ROWS
-from sft.analysis.ir.graph import Graph, Node
-from sft.analysis.ir.ops import ELEMENTWISE
-from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleLevel, SampleTracker
-from sft.analysis.ir.ops.sample_rules import SAMPLE_RULES, graph_of_samples
+from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.ops.sample_axis import SampleLevel, SampleTracker
+from sft.analysis.ir.ops.sample_rules import graph_of_samples
 from sft.analysis.tiling.phases import Phase, PhasedGraph
-from sft.analysis.tiling.sample_runs import sort_into_runs
-from sft.common.interval import Interval
+from sft.analysis.tiling.sample_runs import SampleRuns, sort_into_runs
+from sft.analysis.tiling.window_trackers import (
+    ImageTracker,
+    SequenceTracker,
+    TrackerScope,
+    extents_read,
+    num_windows_read,
+    sequence_lengths,
+)
 
 __all__ = ["PhaseWindows", "WindowStage", "find_window_runs"]
 
-#: Streamed operators whose computation does not depend on the position of a row or column.
-_POSITION_INDEPENDENT = frozenset(
-    {
-        *ELEMENTWISE,
-        *(f"aten.conv{n}d.default" for n in (1, 2, 3)),
-        *(f"aten.{name}.default" for name in ("pixel_shuffle", "pixel_unshuffle")),
-        *(f"sft.{name}" for name in ("pixel_unshuffle", "im2col", "rearrange", "channel_norm")),
-    }
-)
+#: A new tracker that must leave these operators out of runs.
+TrackerWithout = Callable[[frozenset[str]], SampleTracker]
+#: Tokens of a chunk at least, and chunks of a sequence at most up to this number of tokens.
+_TOKENS_PER_CHUNK, _MAX_CHUNKS = 64, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +66,27 @@ class WindowStage:
 
     Attributes:
         names: operators in execution order.
-        rows: the rows of windows; ``None`` for an exchange.
+        rows: the rows of windows, the windows, or the tokens; ``None`` for an exchange.
         columns: the windows of a row, in the graph of a single row; ``None`` if they cannot be taken one by one.
+        images: the elements of the batch, of which a chunk takes one; ``None`` for a single image.
+        unit: samples of ``rows``.
+        rows_per_chunk: samples of ``rows`` that a chunk takes at least.
+        read_in_full: values of which a chunk reads all samples: keys and values of attention.
     """
 
     names: tuple[str, ...]
     rows: SampleLevel | None = None
     columns: SampleLevel | None = None
+    images: SampleLevel | None = None
+    unit: Literal["window rows", "windows", "tokens"] = "window rows"
+    rows_per_chunk: int = 1
+    read_in_full: frozenset[str] = frozenset()
 
     @property
     def num_windows(self) -> int:
-        """Largest number of chunks that the stage can be divided into."""
-        return (1 if self.rows is None else self.rows.num_samples) * (1 if self.columns is None else self.columns.num_samples)
+        """Largest number of chunks of an image that the stage can be divided into."""
+        num_rows = 1 if self.rows is None else -(-self.rows.num_samples // self.rows_per_chunk)
+        return num_rows * (1 if self.columns is None else self.columns.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,132 +107,136 @@ class PhaseWindows:
         return frozenset(name for stage in self.stages if stage.rows is not None for name in stage.names)
 
 
-def find_window_runs(phases: PhasedGraph) -> Mapping[int, PhaseWindows]:
-    """Window runs by index of the phase, for those that have any; none for a batch of several images.
+def find_window_runs(phases: PhasedGraph, samples: SampleRuns | None = None) -> Mapping[int, PhaseWindows]:
+    """Window runs by index of the phase, for those that have any.
 
     Args:
         phases: the phased graph at one input size.
+        samples: runs of operators that are independent along the batch, for several images; without them several images have no runs.
     """
-    graph = phases.graph
-    if any(graph[name].shape[0] != 1 for name in graph.inputs if name in phases.streamed):
+    num_images = max((phases.graph[name].shape[0] for name in phases.graph.inputs if name in phases.streamed), default=1)
+    if num_images > 1 and samples is None:
         return {}
-    results = {}
-    for index, phase in enumerate(phases.phases):
-        candidates = [
-            windows
-            for num_rows in _extents_read(phases, phase.tail, ROWS)
-            for has_streamed in (True, False)
-            if (windows := _phase_windows(phases, phase, num_rows, has_streamed=has_streamed)) is not None
-        ]
-        if candidates:
-            results[index] = max(candidates, key=lambda windows: _num_elements(graph, windows.run_names))
-    return results
+    search = _WindowSearch.of(phases, samples if num_images > 1 else None, num_images)
+    by_phase = ((index, search.phase_windows(phase)) for index, phase in enumerate(phases.phases))
+    return {index: windows for index, windows in by_phase if windows is not None}
 
 
-def _num_elements(graph: Graph, names: frozenset[str]) -> int:
-    return sum(math.prod(graph[name].shape) for name in names)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WindowSearch:
+    """Search for window runs in the graph of a single image.
 
+    Attributes:
+        phases: the phased graph of a single image.
+        images: the elements of the batch; ``None`` for a single image.
+        allowed: operators that may be inside of a run.
+    """
 
-def _extents_read(phases: PhasedGraph, names: Sequence[str], axis: int) -> Sequence[int]:
-    """Extents of the images that untiled operators read, more than one: those of windows are among them."""
-    graph = phases.graph
-    untiled = (name for name in names if phases.rows[name].role == "whole")
-    read = dict.fromkeys(name for user in untiled for name in graph[user].operands if name in phases.streamed)
-    return [extent for extent in dict.fromkeys(graph.axes.extent(graph[name].shape, axis) for name in read) if extent > 1]
-
-
-def _phase_windows(phases: PhasedGraph, phase: Phase, num_rows: int, *, has_streamed: bool) -> PhaseWindows | None:
-    """Stages of a phase; ``None`` if no operator is in a run, or a streamed one is in none although it should."""
-    graph = phases.graph
-    names = frozenset((*(phase.streamed if has_streamed else ()), *phase.tail))
-    operators = [node for node in graph.operators if node.name in names]
-
-    def tracker_without(excluded: frozenset[str]) -> SampleTracker:
-        return WindowTracker.of(phases, graph, names, num_rows, axis=ROWS, excluded=excluded)
-
-    runs = sort_into_runs(graph, operators, frozenset(), tracker_without)
-    rows = SampleLevel(num_samples=num_rows, axes=runs.axes)
-    stages = [
-        WindowStage(names=stage.names, rows=rows, columns=_columns(phases, stage.names, rows))
-        if stage.is_run
-        else WindowStage(names=stage.names)
-        for stage in runs.stages
-    ]
-    windows = PhaseWindows(stages=tuple(stages), has_streamed=has_streamed)
-    inside = windows.run_names
-    return None if not inside or (has_streamed and not inside.issuperset(phase.streamed)) else windows
-
-
-def _columns(phases: PhasedGraph, names: Sequence[str], rows: SampleLevel) -> SampleLevel | None:
-    """Windows of a row of a run; ``None`` if its operators exchange them, or if they are no contiguous blocks of its results."""
-    graph = phases.graph
-    row = graph_of_samples(graph, rows.axes, 1)
-    for num_columns in _extents_read(phases, names, COLUMNS):
-        tracker = WindowTracker.of(phases, row, frozenset(names), num_columns, axis=COLUMNS, excluded=frozenset())
-        if all(tracker.track(row[name]) for name in names) and all(
-            tracker.is_sliceable(name, tracker.axes[name]) for name in graph.live_out(names)
-        ):
-            return SampleLevel(num_samples=num_columns, axes=tracker.axes)
-    return None
-
-
-class WindowTracker(SampleTracker):
-    """Propagates the rows of windows of one image, or the windows of a row, through a graph."""
-
-    #: Axis of images along which the windows are samples.
-    image_axis: int
-    #: Operators that may be inside of a run.
+    phases: PhasedGraph
+    images: SampleLevel | None
     allowed: frozenset[str]
 
     @classmethod
-    def of(
-        cls, phases: PhasedGraph, graph: Graph, allowed: frozenset[str], num_samples: int, *, axis: int, excluded: frozenset[str]
-    ) -> WindowTracker:
-        """Tracker that begins at the images from outside that some operators read."""
-        tracker = cls(
-            graph=graph,
-            rows=phases.rows,
-            streamed=phases.streamed,
-            per_sample=frozenset(),
-            num_samples=num_samples,
-            rules=SAMPLE_RULES,
-            image_rules={},
-            excluded=excluded,
-        )
-        tracker.image_axis, tracker.allowed = axis, allowed
-        outside = {name for user in allowed for name in graph[user].operands if name in phases.streamed and name not in allowed}
-        tracker.axes |= {name: position for name in sorted(outside) if (position := tracker.image_position(name)) is not None}
-        return tracker
+    def of(cls, phases: PhasedGraph, samples: SampleRuns | None, num_images: int) -> _WindowSearch:
+        if samples is None:
+            allowed = frozenset(node.name for node in phases.graph.operators).difference(phases.prologue)
+            return cls(phases=phases, images=None, allowed=allowed)
+        images = SampleLevel(num_samples=num_images, axes=samples.axes)
+        graph = graph_of_samples(phases.graph, samples.axes, 1)
+        return cls(phases=replace(phases, graph=graph), images=images, allowed=samples.run_names.difference(samples.read_in_full))
 
-    def image_position(self, name: str) -> SampleAxis | None:
-        """Position of the samples in an image; ``None`` if they do not divide its rows (columns)."""
-        shape, axes = self.shape(name), self.graph.axes
-        dim = axes.dim(len(shape), self.image_axis)
-        if dim is None or shape[dim] % self.num_samples:
+    @property
+    def graph(self) -> Graph:
+        """The graph of a single image."""
+        return self.phases.graph
+
+    def phase_windows(self, phase: Phase) -> PhaseWindows | None:
+        """Stages of a phase; ``None`` if no operator is in a run."""
+        results = [
+            PhaseWindows(stages=tuple(self._refined(stages)), has_streamed=has_streamed)
+            for has_streamed in (True, False)
+            if (stages := self._stages((*(phase.streamed if has_streamed else ()), *phase.tail), phase.streamed if has_streamed else ()))
+        ]
+        return max(results, key=lambda windows: self._num_elements(windows.stages), default=None)
+
+    def _refined(self, stages: Sequence[WindowStage]) -> Iterator[WindowStage]:
+        """The stages, with exchanges divided into stages of other levels."""
+        for stage in stages:
+            inner = self._stages(stage.names) if stage.rows is None else ()
+            yield from self._refined(inner) if inner else (stage,)
+
+    def _stages(self, names: Sequence[str], required: Sequence[str] = ()) -> Sequence[WindowStage]:
+        """Stages at the level with most elements in runs; empty if no operator is in a run, or a required one is in none."""
+        candidates = [
+            stages
+            for stages in self._stages_by_level(names, has_images=bool(required))
+            if frozenset(required).issubset(name for stage in stages if stage.rows is not None for name in stage.names)
+        ]
+        best: Sequence[WindowStage] = max(candidates, key=self._num_elements, default=())
+        return best if any(stage.rows is not None for stage in best) else ()
+
+    def _stages_by_level(self, names: Sequence[str], *, has_images: bool) -> Iterator[Sequence[WindowStage]]:
+        """Stages at each level of samples; only rows of windows have streamed operators."""
+        among = frozenset(names)
+        for num_rows in extents_read(self.phases, names, ROWS):
+            yield self._sorted(names, num_rows, partial(self._image_tracker, self.graph, among, num_rows, ROWS), has_columns=True)
+        if has_images:
+            return
+        for num_windows in num_windows_read(self.graph, names):
+            stages = self._sorted(names, num_windows, partial(self._sequence_tracker, among, num_windows, is_leading=True))
+            yield [replace(stage, unit="windows") for stage in stages]
+        for num_tokens in sequence_lengths(self.graph, names):
+            stages = self._sorted(names, num_tokens, partial(self._sequence_tracker, among, num_tokens, is_leading=False))
+            chunk = min(_TOKENS_PER_CHUNK, -(-num_tokens // _MAX_CHUNKS))
+            yield [replace(stage, unit="tokens", rows_per_chunk=chunk) for stage in stages]
+
+    def _image_tracker(self, graph: Graph, names: frozenset[str], num_samples: int, axis: int, excluded: frozenset[str]) -> ImageTracker:
+        return ImageTracker.of(self.phases, graph, num_samples, **self._scope(names, excluded)).begin_at_images(axis)
+
+    def _sequence_tracker(self, names: frozenset[str], num_samples: int, excluded: frozenset[str], *, is_leading: bool) -> SequenceTracker:
+        tracker = SequenceTracker.of(self.phases, self.graph, num_samples, **self._scope(names, excluded))
+        return tracker.begin_at_sequences(is_leading=is_leading)
+
+    def _scope(self, names: frozenset[str], excluded: frozenset[str]) -> TrackerScope:
+        batch_axes = {} if self.images is None else self.images.axes
+        return {"allowed": names & self.allowed, "excluded": excluded | (names - self.allowed), "batch_axes": batch_axes}
+
+    def _sorted(
+        self, names: Sequence[str], num_samples: int, tracker_without: TrackerWithout, *, has_columns: bool = False
+    ) -> Sequence[WindowStage]:
+        """Operators sorted into runs of one level, and exchanges."""
+        inside = frozenset(names)
+        operators = [node for node in self.graph.operators if node.name in inside]
+        runs = sort_into_runs(self.graph, operators, frozenset(), tracker_without)
+        stages = []
+        for stage in runs.stages:
+            if not stage.is_run:
+                stages.append(WindowStage(names=stage.names))
+                continue
+            rows = SampleLevel(num_samples=num_samples, axes=stage.axes)
+            columns = self._columns(stage.names, rows) if has_columns else None
+            images = self._images_of(stage.names)
+            stages.append(WindowStage(names=stage.names, rows=rows, columns=columns, images=images, read_in_full=stage.read_in_full))
+        return stages
+
+    def _images_of(self, names: Sequence[str]) -> SampleLevel | None:
+        """The elements of the batch in the values of a run."""
+        if self.images is None:
             return None
-        return SampleAxis(dim=dim, inner=shape[dim] // self.num_samples)
+        touched = {*names, *(operand for name in names for operand in self.graph[name].operands)}
+        return replace(self.images, axes={name: axis for name, axis in sorted(self.images.axes.items()) if name in touched})
 
-    def is_sliceable(self, name: str, axis: SampleAxis) -> bool:
-        shape = self.shape(name)
-        return axis.outer == 1 and (math.prod(shape[: axis.dim]) == 1 or (name in self.streamed and axis == self.image_position(name)))
+    def _columns(self, names: Sequence[str], rows: SampleLevel) -> SampleLevel | None:
+        """Windows of a row of a run; ``None`` if its operators exchange them, or if they are no blocks of its results."""
+        row = graph_of_samples(self.graph, rows.axes, 1)
+        for num_columns in extents_read(self.phases, names, COLUMNS):
+            tracker = self._image_tracker(row, frozenset(names), num_columns, COLUMNS, frozenset())
+            if all(tracker.track(row[name]) for name in names) and not tracker.read_in_full:
+                crossing = self.graph.live_out(names)
+                if all(tracker.is_sliceable(name, tracker.axes[name]) for name in crossing):
+                    return SampleLevel(num_samples=num_columns, axes=tracker.axes)
+        return None
 
-    def _is_uniform(self, node: Node, axis: SampleAxis) -> bool:
-        return node.name in self.allowed and super()._is_uniform(node, axis)
-
-    def _axis_of_image(self, node: Node, *, reduces: bool) -> SampleAxis | None:
-        """Sample axis of a streamed operator each of whose blocks of rows reads one block of its operands."""
-        if reduces or node.target not in _POSITION_INDEPENDENT or node.name not in self.streamed:
-            return None
-        row, axis = self.rows[node.name], self.image_position(node.name)
-        operands = row.streamed_operands(node, self.streamed)
-        if axis is None or any(name in self.axes for name in node.operands if name not in operands):
-            return None
-        block, access = Interval(0, axis.inner), row.access(node, self.image_axis)
-        for name in operands:
-            operand_axis = self.image_position(name)
-            if operand_axis is None or self.take(name, operand_axis) != operand_axis:
-                return None
-            read = access.read(block)
-            if access.scale * axis.inner != access.divisor * operand_axis.inner or read.start < 0 or read.stop > operand_axis.inner:
-                return None
-        return axis if row.computed(node, self.image_axis, block) == block else None
+    def _num_elements(self, stages: Sequence[WindowStage]) -> int:
+        """Elements of the values that runs compute."""
+        return sum(math.prod(self.graph[name].shape) for stage in stages if stage.rows is not None for name in stage.names)

@@ -183,6 +183,11 @@ class ProgramBuilder:
         out = self.empty(shape, dtype)
         return self.call(torch.ops.aten.zero_.default, out, writes=out)
 
+    def row_major(self, slot: Slot) -> Slot:
+        """A row-major copy."""
+        keywords = {"memory_format": torch.contiguous_format}
+        return self.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
+
     def narrow(self, slot: Slot, dim: int, start: int, length: int) -> Slot:
         """A view of ``length`` indices from ``start`` along ``dim``; the slot itself if these are all."""
         shape = slot.shape

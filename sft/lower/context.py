@@ -113,6 +113,8 @@ class SegmentInfo:
             columns: it computes its own halo.
         keeps_torch_layouts: True if images have the memory layout of eager PyTorch; otherwise all are channels last. For untiled segments
             only.
+        row_major: global values with the rank of images that are row-major, or copied so, which untiled operators read without a copy.
+        strided: global values of which the program has a slice that is no contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
     """
@@ -130,6 +132,8 @@ class SegmentInfo:
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
     full_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    row_major: frozenset[str] = frozenset()
+    strided: frozenset[str] = frozenset()
     keeps_torch_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False
@@ -332,7 +336,10 @@ class NodeContext:
         """The full tensor of a parameter, a buffer or a global value."""
         if name in self.global_slots:
             return self.global_slots[name]
-        return self.builder.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
+        slot = self.builder.port("side", name, self.scope.global_shape(name), self.scope.dtype_of(name))
+        if name in self.scope.strided:
+            slot = self.global_slots[name] = self.builder.row_major(slot)
+        return slot
 
     def global_grad(self, name: str) -> Slot:
         """The accumulator of the gradient of a global tensor."""

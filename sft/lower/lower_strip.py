@@ -392,7 +392,9 @@ class StripLowering:
         gradients = [(contribution_slot(self.builder, term), term.owned) for term in contributions]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.untiled else scope.global_shape(node.name)
-            gradients.append((builder.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
+            slot = builder.port("grad_out", node.name, shape, scope.grad_dtype(node.name))
+            is_copied = node.name in scope.strided
+            gradients.append((builder.row_major(slot) if is_copied else slot, is_copied))
         if not gradients:
             return
         total, owned = sum_global_gradients(self.builder, gradients)

@@ -81,7 +81,7 @@ class Port(NamedTuple):
     ``grad_carry``  gradient of carried rows: in from the next strip, out to the previous one
     ``grad_source`` rows of a source's gradient, added to
     ``grad_side``   gradient of a full tensor: added to (port) or made (result)
-    ``origin``      no tensor: batch element, row and column of the first element that the step computes or reduces
+    ``origin``      no tensor: batch element, row, column (and channel) of the first element that the step computes or reduces
     =============== ===============================================================================================
     """
 

@@ -19,6 +19,8 @@ from sft.planner.timeline import Timeline
 __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
+#: Samples of a chunk of an untiled segment that are no elements of the batch.
+_DEFAULT_UNIT = "window rows"
 #: Fields that are left out of the JSON text where they are empty: plans of older releases have none of them.
 _ADDED_FIELDS = (
     *("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes", "frozen_bytes"),
@@ -42,7 +44,7 @@ class SegmentChoice:
         nodes: operators in execution order.
         mode: ``"tiled"`` (runs strip by strip, recomputed in the backward pass) or ``"whole"`` (untiled, all residuals kept; with some
             samples or windows at a time, recomputed).
-        strip_rows: rows of the segment's tallest source per strip; in an untiled segment rows of windows at a time, 0 without windows.
+        strip_rows: rows of the segment's tallest source per strip; in an untiled segment rows of windows, or tokens, at a time; 0 without.
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept, and the remaining ones are restored from them (Revolve); in an untiled
             segment checkpoints within a chunk of samples.
@@ -75,7 +77,7 @@ class SegmentPlan:
         layers: readable names of the first and the last operator.
         mode: ``"tiled"`` or ``"whole"``.
         placement: memory of its outputs: ``"device"``; ``"host"`` if all of them leave strip by strip, ``"device and host"`` if some do.
-        strip_rows: rows of the tallest source per strip; in an untiled segment rows of windows at a time, 0 without windows.
+        strip_rows: rows of the tallest source per strip; in an untiled segment rows of windows, or tokens, at a time; 0 without.
         panel_cols: columns of the widest source per panel; in an untiled segment windows of a row at a time.
         num_panels: panels side by side.
         halo: source of the halo rows of a strip.
@@ -83,7 +85,7 @@ class SegmentPlan:
         state_every: a state of the sweep is kept every so many strips.
         state_slots: if not 0, at most so many states are kept instead (Revolve); in an untiled segment checkpoints within a chunk.
         batch_tile: batch elements per sweep; in an untiled segment samples at a time.
-        num_steps: strips per sweep; of an untiled segment that takes some samples, or rows of windows, at a time, the number of chunks.
+        num_steps: strips per sweep; of an untiled segment that takes some samples, rows of windows, or tokens at a time, their chunks.
         num_forwards: forward runs of the segment in the plan; more than one if its outputs are recomputed.
         state_bytes: bytes of all states kept at once, for all sweeps.
         working_bytes: peak bytes that one strip's program adds.
@@ -92,6 +94,7 @@ class SegmentPlan:
         kernels: operators that run as Triton kernels, with the operators fused into them; the remaining ones run on ATen.
         formulas: results of the symbolic analysis: halo, receptive field, carried rows, footprint.
         streamed: output values that pass through host memory, strip by strip: no full tensor of them exists on the device.
+        chunk_unit: what ``strip_rows`` of an untiled segment counts: ``"window rows"``, ``"windows"`` or ``"tokens"``; not compared.
     """
 
     nodes: tuple[str, ...]
@@ -115,6 +118,11 @@ class SegmentPlan:
     kernels: tuple[str, ...]
     formulas: tuple[tuple[str, str], ...]
     streamed: tuple[str, ...] = ()
+    chunk_unit: str = field(default=_DEFAULT_UNIT, compare=False)
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last fields."""
+        restore_fields(self, state)
 
     def __post_init__(self) -> None:
         tiled = self.mode == "tiled"
@@ -136,7 +144,7 @@ class SegmentPlan:
 
     @property
     def takes_windows(self) -> bool:
-        """True for an untiled segment that runs some rows of windows at a time."""
+        """True for an untiled segment that runs some rows of windows, or some tokens, at a time."""
         return self.mode == "whole" and self.strip_rows > 0
 
     @property
@@ -325,6 +333,9 @@ class Plan:
         values = asdict(self)
         for name in (name for name in _ADDED_FIELDS if not values[name]):
             del values[name]  # a plan of an older release keeps its text
+        for segment in values["segments"]:
+            if segment["chunk_unit"] == _DEFAULT_UNIT:
+                del segment["chunk_unit"]
         return json.dumps({"format": _FORMAT, **values}, indent=2)
 
     @classmethod

@@ -13,10 +13,11 @@ from sft.backends.kernel_call import kernel_operators
 from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan
-from sft.planner.plan import Plan, SegmentPlan
+from sft.planner.plan import Plan, SegmentChoice, SegmentPlan
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
 from sft.planner.repeat_budgets import extra_flops, free_budgets, repeated_calls
+from sft.planner.run_notes import run_notes
 from sft.runtime.analytic_profile import SweepProfiles
 from sft.runtime.moves import default_schedule, num_forwards_of
 from sft.runtime.region import Region
@@ -46,7 +47,7 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         order=_schedule_text(projected.region),
         host_bytes=projected.projection.host_bytes + projected.projection.staging_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in projected.region.segments),
-        notes=(*dict.fromkeys(_whole_reasons(problem, projected)), *_repeat_lines(problem)),
+        notes=(*dict.fromkeys((*_whole_reasons(problem, projected), *run_notes(problem, projected))), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.resources.weights is None else len(problem.resources.weights.num_bytes),
         weights_peak_bytes=projected.projection.weights_peak_bytes,
@@ -117,8 +118,9 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         panel_cols = choice.panel_cols if num_panels > 1 else problem.sized.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
     elif isinstance(segment, SampleSegment):
-        num_steps, num_panels = len(segment.levels[0].chunks), math.prod(len(level.chunks) for level in segment.levels[1:])
-        panel_cols = segment.levels[1].chunk_samples if len(segment.levels) > 1 else 0
+        outer, inner = segment.levels[: segment.num_read_levels], segment.levels[segment.num_read_levels :]
+        num_steps, num_panels = (math.prod(len(level.chunks) for level in levels) for levels in (outer, inner))
+        panel_cols = inner[0].chunk_samples if inner else 0
     working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.sized.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
@@ -142,7 +144,14 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
         kernels=kernel_operators(segment.lowered_programs) if problem.resources.backend is not None else (),
         formulas=formulas,
         streamed=choice.streamed,
+        chunk_unit=_chunk_unit(problem, choice),
     )
+
+
+def _chunk_unit(problem: PlanningProblem, choice: SegmentChoice) -> str:
+    """Samples that an untiled segment takes at a time, if they are not those of the batch."""
+    stage = problem.sized.window_stage(choice.nodes) if choice.mode == "whole" and choice.strip_rows else None
+    return "window rows" if stage is None else stage.unit
 
 
 def _placement(segment: TiledSegment | WholeSegment | SampleSegment, makes: tuple[str, ...]) -> str:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from sft.common.interval import Interval
 from sft.lower.context import SegmentInfo
 from sft.lower.program import Port, Program
 from sft.planner.plan import SegmentChoice
@@ -276,16 +275,16 @@ def _summed(segment: Segment, problem: PlanningProblem) -> Segment:
     if isinstance(segment, TiledSegment):
         return _AnalyticSegment(segment, problem)
     if isinstance(segment, SampleSegment):
-        return _DistinctChunks(scope=segment.scope, parts=segment.parts, levels=segment.levels, from_source=segment.from_source)
+        return _DistinctChunks(**{each.name: getattr(segment, each.name) for each in fields(segment)})
     return segment
 
 
 class _DistinctChunks(SampleSegment):
     """Segment of samples of which one chunk of each size runs, as often as there are chunks of this size."""
 
-    def _distinct_groups(self) -> Iterator[tuple[int, Interval, tuple[Chunk, ...]]]:
+    def _distinct_groups(self) -> Iterator[tuple[int, Chunk, tuple[Chunk, ...]]]:
         """One group of chunks of each combination of sizes, and the number of such groups."""
-        by_sizes: dict[tuple[tuple[int, ...], ...], list[tuple[Interval, tuple[Chunk, ...]]]] = {}
+        by_sizes: dict[tuple[tuple[int, ...], ...], list[tuple[Chunk, tuple[Chunk, ...]]]] = {}
         for first, chunks in self.groups:
             by_sizes.setdefault(tuple(tuple(map(len, chunk)) for chunk in chunks), []).append((first, chunks))
         yield from ((len(groups), *groups[0]) for groups in by_sizes.values())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
+from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.axes import COLUMNS, ROWS
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import window_of
-from sft.analysis.ir.ops.sample_axis import SampleLevel
+from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleLevel
 from sft.analysis.ir.ops.sample_rules import graph_of_samples
 from sft.analysis.ir.targets import RANDOM_TARGETS
 from sft.analysis.tiling.independent_tiles import TileSchedule, independent_tiles
@@ -53,12 +55,14 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     graph = problem.sized.graph
     borders = segment_borders(graph, choices)
     streamed = frozenset(name for choice in choices for name in choice.streamed)
+    row_major = _row_major_cuts(problem, choices, borders)
     _check_streamed(problem, choices, borders)
     leaving = problem.resources.host_outputs.intersection(problem.sized.phases.streamed).difference(*(reads for reads, _ in borders))
     return Region(
         graph=graph,
         segments=[
-            _segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, borders, strict=True)
+            _segment(problem, choice, makes, reads, leaving, streamed, row_major)
+            for choice, (reads, makes) in zip(choices, borders, strict=True)
         ],
         reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, borders, strict=True)],
         writes=[makes for _, makes in borders],
@@ -67,12 +71,32 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         grad_dtypes=problem.sized.grad_dtypes,
         requires_grad=problem.sized.requires_grad,
         outputs=graph.results,
-        contiguous=frozenset(graph.results) - problem.sized.channels_last,
+        contiguous=(frozenset(graph.results) - problem.sized.channels_last) | row_major,
         from_source=problem.resources.from_source,
         host_outputs=problem.resources.host_outputs,
         streamed=streamed,
         weights=problem.resources.weights,
     )
+
+
+def _row_major_cuts(
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], borders: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+) -> frozenset[str]:
+    """Cuts of chunks of samples with the rank of images, but no images: queries, keys and values. Untiled operators read them row-major."""
+    return frozenset(
+        name
+        for choice, (_, makes) in zip(choices, borders, strict=True)
+        if _takes_chunks(problem, choice)
+        for name in makes
+        if len(problem.sized.shapes[name]) in CHANNELS_LAST
+        and name not in problem.sized.phases.streamed
+        and name not in problem.sized.graph.results
+    )
+
+
+def _takes_chunks(problem: PlanningProblem, choice: SegmentChoice) -> bool:
+    """True for an untiled segment that takes some samples, windows or tokens at a time."""
+    return choice.mode == "whole" and (bool(choice.strip_rows) or 0 < choice.batch_tile < problem.sized.num_batch)
 
 
 def can_stream(problem: PlanningProblem, name: str) -> bool:
@@ -110,6 +134,7 @@ def _segment(
     outside: tuple[str, ...],
     leaving: frozenset[str],
     streamed: frozenset[str],
+    row_major: frozenset[str],
 ) -> TiledSegment | WholeSegment | SampleSegment:
     """The segment of one decision; ``leaving`` are the outputs that may go to the host strip by strip, as no segment reads them again.
 
@@ -118,8 +143,9 @@ def _segment(
     shared = replace(choice, state_every=1, restart=False, streamed=())
     if choice.mode == "tiled":
         shared = replace(shared, state_slots=0)
-    key = ("segment", shared, outputs, outside, leaving)
-    segment = problem.memo.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
+    row_major = row_major.intersection(outside)
+    key = ("segment", shared, outputs, outside, leaving, row_major)
+    segment = problem.memo.memoize(key, lambda: _build_segment(problem, shared, outputs, outside, leaving, row_major))
     arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
     # The segment object caches the cost of its sweeps: of many segments few differ from one proposal to the next.
     states = (choice.state_every, choice.state_slots, choice.restart)
@@ -142,7 +168,12 @@ def _with_borders(
 
 
 def _build_segment(
-    problem: PlanningProblem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+    problem: PlanningProblem,
+    choice: SegmentChoice,
+    outputs: tuple[str, ...],
+    outside: tuple[str, ...],
+    leaving: frozenset[str],
+    row_major: frozenset[str],
 ) -> TiledSegment | WholeSegment | SampleSegment:
     phases = problem.sized.phases
     sources = tuple(name for name in outside if name in phases.streamed)
@@ -168,6 +199,7 @@ def _build_segment(
         batch=choice.batch_tile if tiled else problem.sized.num_batch,
         per_sample=problem.sized.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
+        row_major=row_major if _takes_chunks(problem, choice) else frozenset(),
         keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
         backend=problem.resources.backend,
         deterministic=problem.resources.deterministic,
@@ -177,7 +209,7 @@ def _build_segment(
         step = full_extent_step(problem, choice.nodes, sources)
         if choice.strip_rows:
             return _window_segment(problem, choice, scope, from_source)
-        if 0 < choice.batch_tile < problem.sized.num_batch:
+        if _takes_chunks(problem, choice):
             return _batch_segment(problem, choice, scope, from_source)
         return WholeSegment(scope=scope, step=step, sides=sides, from_source=from_source)
     panels: tuple[StripStep, ...] = (full_width,)
@@ -205,15 +237,16 @@ def _batch_segment(problem: PlanningProblem, choice: SegmentChoice, scope: Segme
         InputError: its operators exchange samples.
     """
     sized, runs = problem.sized, problem.sized.sample_runs
-    inside: set[str] = set() if runs is None else {name for stage in runs.stages if stage.is_run for name in stage.names}
-    exchanges = [name for name in choice.nodes if name not in inside]
-    if runs is None or exchanges or not all(runs.axes[name].is_leading for name in scope.outputs):
-        named = f"{sized.graph[exchanges[0]].label} exchanges samples" if exchanges else "its outputs have samples in no first dimension"
+    stages = () if runs is None else tuple(stage for stage in runs.stages if stage.is_run)
+    stage = next((stage for stage in stages if set(stage.names).issuperset(choice.nodes)), None)
+    if stage is None:
+        inside = {name for each in stages for name in each.names}
+        exchange = next((name for name in choice.nodes if name not in inside), choice.nodes[-1])
         raise InputError(
-            f"a segment of {len(choice.nodes)} operators cannot take {choice.batch_tile} of {sized.num_batch} samples at a time: {named}; "
-            "make a new plan with sft.plan(...)"
+            f"a segment of {len(choice.nodes)} operators cannot take {choice.batch_tile} of {sized.num_batch} samples at a time: "
+            f"{sized.graph[exchange].label} exchanges samples; make a new plan with sft.plan(...)"
         )
-    samples = SampleLevel(num_samples=sized.num_batch, axes=runs.axes)
+    samples = SampleLevel(num_samples=sized.num_batch, axes=stage.axes)
     return _sample_segment(problem, choice, scope, from_source, [ChunkLevel(samples=samples, chunk_samples=choice.batch_tile)])
 
 
@@ -224,10 +257,9 @@ def _window_segment(problem: PlanningProblem, choice: SegmentChoice, scope: Segm
         InputError: its operators exchange rows of windows.
     """
     sized = problem.sized
-    stages = [stage for windows in sized.window_runs.values() for stage in windows.stages if stage.rows is not None]
-    stage = next((stage for stage in stages if set(stage.names).issuperset(choice.nodes)), None)
+    stage = sized.window_stage(choice.nodes)
     if stage is None or (choice.panel_cols and stage.columns is None):
-        inside = {name for stage in stages for name in stage.names} if stage is None else set()
+        inside = {name for windows in sized.window_runs.values() for name in windows.run_names} if stage is None else set()
         exchange = next((name for name in choice.nodes if name not in inside), choice.nodes[-1])
         windows = f"{choice.panel_cols} windows" if choice.panel_cols else f"{choice.strip_rows} rows of windows"
         raise InputError(
@@ -235,15 +267,22 @@ def _window_segment(problem: PlanningProblem, choice: SegmentChoice, scope: Segm
             f"{sized.graph[exchange].label} exchanges them; make a new plan with sft.plan(...)"
         )
     assert stage.rows is not None
-    levels = [ChunkLevel(samples=stage.rows, chunk_samples=min(choice.strip_rows, stage.rows.num_samples))]
+    levels = [] if stage.images is None else [ChunkLevel(samples=stage.images, chunk_samples=1)]
+    num_rows = 1 if choice.panel_cols else min(choice.strip_rows, stage.rows.num_samples)
+    levels.append(ChunkLevel(samples=stage.rows, chunk_samples=num_rows))
+    num_read_levels = len(levels)
     if choice.panel_cols and stage.columns is not None:
-        levels = [ChunkLevel(samples=stage.rows, chunk_samples=1)]
         levels.append(ChunkLevel(samples=stage.columns, chunk_samples=min(choice.panel_cols, stage.columns.num_samples)))
-    return _sample_segment(problem, choice, scope, from_source, levels)
+    return _sample_segment(problem, choice, scope, from_source, levels, num_read_levels)
 
 
 def _sample_segment(
-    problem: PlanningProblem, choice: SegmentChoice, scope: SegmentInfo, from_source: frozenset[str], levels: Sequence[ChunkLevel]
+    problem: PlanningProblem,
+    choice: SegmentChoice,
+    scope: SegmentInfo,
+    from_source: frozenset[str],
+    levels: Sequence[ChunkLevel],
+    num_read_levels: int = 1,
 ) -> SampleSegment:
     graph = problem.sized.graph
     touched = {*choice.nodes, *(operand for name in choice.nodes for operand in graph[name].operands)}
@@ -252,11 +291,12 @@ def _sample_segment(
         sizes: _scope_of_samples(problem, scope, levels, sizes)
         for sizes in product(*(sorted({len(chunk) for chunk in level.chunks}) for level in levels))
     }
-    cuts = run_cuts(graph, choice.nodes, levels[0].samples.axes, scope.outputs, choice.state_slots)
+    cuts = run_cuts(graph, choice.nodes, levels[num_read_levels - 1].samples.axes, scope.outputs, choice.state_slots)
     return SampleSegment(
         scope=scope,
         parts=tuple(_sample_parts(problem, scopes, choice.nodes, cuts)),
         levels=tuple(levels),
+        num_read_levels=num_read_levels,
         from_source=from_source,
     )
 
@@ -294,7 +334,7 @@ def _chunk_key(scope: SegmentInfo) -> Hashable:
             *(name, graph[name].kind, graph[name].target, graph[name].dtype, graph[name].shape, scope.shapes[name], name in results),
             *(graph[name].arguments if name in set(scope.names) else (), graph.axes),
             *((user, graph[user].target) for user in graph.users[name]),
-            *(name in names for names in (scope.streamed, scope.requires_grad, scope.in_program_layout, scope.per_sample)),
+            *(name in names for names in _name_sets(scope)),
             scope.full_shapes.get(name) if graph[name].target in RANDOM_TARGETS else None,
         )
         for name in touched
@@ -305,6 +345,10 @@ def _chunk_key(scope: SegmentInfo) -> Hashable:
     return ("chunk", hashlib.sha256(repr(values).encode()).digest(), scope.names, scope.outputs, scope.sources, scope.batch, *settings)
 
 
+def _name_sets(scope: SegmentInfo) -> tuple[frozenset[str], ...]:
+    return scope.streamed, scope.requires_grad, scope.in_program_layout, scope.per_sample, scope.row_major, scope.strided
+
+
 def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:
     """The samples, with their positions in these values alone."""
     return replace(samples, axes={name: axis for name, axis in sorted(samples.axes.items()) if name in names})
@@ -312,8 +356,9 @@ def _among(samples: SampleLevel, names: Collection[str]) -> SampleLevel:
 
 def _scope_of_samples(problem: PlanningProblem, scope: SegmentInfo, levels: Sequence[ChunkLevel], sizes: Sequence[int]) -> SegmentInfo:
     """The scope of a segment for some samples: its graph with the shapes of these."""
-    graph = scope.graph
+    graph, strided = scope.graph, set[str]()
     for level, num_samples in zip(levels, sizes, strict=True):
+        strided |= _strided_slices(graph, level.samples.axes)
         graph = graph_of_samples(graph, level.samples.axes, num_samples)
     columns = _full_extent_step(graph, scope.names, scope.sources, scope.streamed, COLUMNS)
     return replace(
@@ -324,7 +369,17 @@ def _scope_of_samples(problem: PlanningProblem, scope: SegmentInfo, levels: Sequ
         batch=sizes[0] if problem.sized.num_batch > 1 else 1,
         columns={node.name: node for node in columns.nodes},
         per_sample=scope.per_sample.intersection(levels[0].samples.axes),
+        strided=frozenset(
+            name
+            for name in strided.difference(scope.streamed)
+            if len(scope.shapes[name]) not in CHANNELS_LAST or graph[name].kind != "operator" or name in scope.row_major
+        ),
     )
+
+
+def _strided_slices(graph: Graph, axes: Mapping[str, SampleAxis]) -> set[str]:
+    """Values of which a slice of some samples is no contiguous block."""
+    return {name for name, axis in axes.items() if math.prod(graph[name].shape[: axis.dim]) != 1}
 
 
 def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:

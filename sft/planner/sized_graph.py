@@ -17,7 +17,7 @@ from sft.analysis.passes.positional_rng import SEED_NAME
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 from sft.analysis.tiling.sample_runs import SampleRuns, find_sample_runs
 from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
-from sft.analysis.tiling.window_runs import PhaseWindows, find_window_runs
+from sft.analysis.tiling.window_runs import PhaseWindows, WindowStage, find_window_runs
 from sft.common.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
 from sft.planner.memo import Memo
@@ -126,8 +126,13 @@ class SizedGraph:
 
     @cached_property
     def window_runs(self) -> Mapping[int, PhaseWindows]:
-        """Window runs by index of the phase; empty for a batch of several images."""
-        return find_window_runs(self.phases)
+        """Window runs by index of the phase."""
+        return find_window_runs(self.phases, self.sample_runs)
+
+    def window_stage(self, names: Sequence[str]) -> WindowStage | None:
+        """The window run that has these operators."""
+        stages = (stage for windows in self.window_runs.values() for stage in windows.stages if stage.rows is not None)
+        return next((stage for stage in stages if set(stage.names).issuperset(names)), None)
 
     def batch_tile(self, requested: int | None) -> int:
         """Batch elements per sweep for a requested number (``None``: one)."""

@@ -2,7 +2,8 @@
 
 Samples are the streamed axis: no halo, no carried state, and no FLOP more than one recomputation. Forward, a few samples run through all
 operators, and only the outputs remain. Backward, they are recomputed and differentiated, a few at a time; the gradients of parameters are
-sums over all of them. A sample is an element of the batch, or a row of windows of one image (:mod:`sft.analysis.tiling.window_runs`).
+sums over all of them. A sample is an element of the batch, or a row of windows or a token of one image
+(:mod:`sft.analysis.tiling.window_runs`). Values that operators read in full (keys and values of attention) are read like parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, product
-from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,8 +102,10 @@ class SampleSegment:
         scope: input of the lowering, for all samples.
         parts: its operators, as one part or several; of several, values between them are kept while a chunk runs back, and each part is
             recomputed from these.
-        levels: the samples; at a second level the windows of a row, of which the first level then takes one at a time.
-        from_source: inputs, and cuts on the host, that are not resident; a chunk of the first level is read at a time.
+        levels: the samples, from outside to inside: elements of the batch, rows of windows (tokens), windows of a row. Levels before the
+            last one take one at a time.
+        num_read_levels: levels of which a chunk is read at a time: those that divide the batch and the rows of images.
+        from_source: inputs, and cuts on the host, that are not resident.
     """
 
     #: its gradients are added to existing buffers
@@ -118,6 +120,7 @@ class SampleSegment:
     scope: SegmentInfo
     parts: tuple[SamplePart, ...]
     levels: tuple[ChunkLevel, ...]
+    num_read_levels: int = 1
     from_source: frozenset[str] = frozenset()
 
     @cached_property
@@ -126,9 +129,9 @@ class SampleSegment:
         return tuple(product(*(level.chunks for level in self.levels)))
 
     @cached_property
-    def groups(self) -> tuple[tuple[Interval, tuple[Chunk, ...]], ...]:
-        """Chunks of the first level, each with its chunks, in order."""
-        return tuple((first, tuple(chunks)) for first, chunks in groupby(self.chunks, key=itemgetter(0)))
+    def groups(self) -> tuple[tuple[Chunk, tuple[Chunk, ...]], ...]:
+        """Chunks at the levels that are read, each with its chunks at all levels, in order."""
+        return tuple((first, tuple(chunks)) for first, chunks in groupby(self.chunks, key=self._read_chunk))
 
     def programs(self, kind: Literal["forward", "backward"]) -> tuple[Program, ...]:
         """Programs of one pass over all chunks, as often as they run."""
@@ -167,8 +170,8 @@ class SampleSegment:
         for first, chunks in self.groups:
             self.run_group_forward(machine, values, first, chunks)
 
-    def run_group_forward(self, machine: Machine, values: ValueBindings, first: Interval, chunks: Sequence[Chunk]) -> None:
-        """Run the chunks of a chunk of the first level."""
+    def run_group_forward(self, machine: Machine, values: ValueBindings, first: Chunk, chunks: Sequence[Chunk]) -> None:
+        """Run the chunks of a chunk that is read."""
         with self._inputs(machine, values, first) as inputs:
             for chunk in chunks:
                 self._run_forward(machine, values, inputs, chunk, self.parts, writes_outputs=True).clear()
@@ -208,10 +211,8 @@ class SampleSegment:
         for first, chunks in reversed(self.groups):
             self.run_group_backward(machine, values, grads, first, chunks)
 
-    def run_group_backward(
-        self, machine: Machine, values: ValueBindings, grads: Gradients, first: Interval, chunks: Sequence[Chunk]
-    ) -> None:
-        """Recompute and differentiate the chunks of a chunk of the first level, in reverse order."""
+    def run_group_backward(self, machine: Machine, values: ValueBindings, grads: Gradients, first: Chunk, chunks: Sequence[Chunk]) -> None:
+        """Recompute and differentiate the chunks of a chunk that is read, in reverse order."""
         sink_grads: dict[str, Buffer] = {}
         with self._inputs(machine, values, first) as inputs:
             for chunk in reversed(chunks):
@@ -249,7 +250,7 @@ class SampleSegment:
                     bindings[port] = cut_grads[port.name]
                 elif port.role == "grad_source" and port.name in grads.sinks:
                     if port.name not in sink_grads:
-                        sink_grads[port.name] = self._zero_gradient(machine, port.name, chunk[0])
+                        sink_grads[port.name] = self._zero_gradient(machine, port.name, self._read_chunk(chunk))
                     bindings[port] = self._samples(machine, sink_grads[port.name], port.name, chunk, is_read=True)
                 else:
                     bindings[port] = self._samples(machine, grads.by_name[port.name], port.name, chunk)
@@ -258,9 +259,13 @@ class SampleSegment:
             for name in part.cuts:
                 cut_grads.pop(name, None)
 
+    def _read_chunk(self, chunk: Chunk) -> Chunk:
+        """Samples at the levels of which a chunk is read at a time."""
+        return chunk[: self.num_read_levels]
+
     @contextmanager
-    def _inputs(self, machine: Machine, values: ValueBindings, first: Interval) -> Iterator[dict[str, Buffer]]:
-        """Inputs that are not resident, read for a chunk of the first level, and dropped at the end."""
+    def _inputs(self, machine: Machine, values: ValueBindings, first: Chunk) -> Iterator[dict[str, Buffer]]:
+        """Inputs that are not resident, read for a chunk, and dropped at the end."""
         inputs: dict[str, Buffer] = {}
         with ExitStack() as stack:
             for name in self.scope.sources:
@@ -302,11 +307,11 @@ class SampleSegment:
             buffer: the value, or its gradient.
             name: its name.
             chunk: samples at each level.
-            is_read: True if the buffer has the samples of the chunk of the first level alone.
+            is_read: True if the buffer has the samples of the chunk at the levels that are read.
         """
         for position, (level, samples) in enumerate(zip(self.levels, chunk, strict=True)):
             axis = level.samples.axes.get(name)
-            if axis is None or (is_read and position == 0):
+            if axis is None or (is_read and position < self.num_read_levels):
                 continue
             indices = level.indices(name, samples)
             if axis.dim == 0:
@@ -315,29 +320,41 @@ class SampleSegment:
                 buffer = machine.view(buffer, None, indices, axes=Axes(len(self.scope.shapes[name]) - axis.dim))
         return buffer
 
-    def _origin(self, name: str, chunk: Chunk) -> tuple[int, int, int]:
-        """Batch element (index of the first dimension), row and column of the first element of a chunk."""
-        origin, axes = [0, 0, 0], self.scope.axes
-        dims = [0, *(axes.dim(len(self.scope.shapes[name]), axis) for axis in (ROWS, COLUMNS))]
+    def _origin(self, name: str, chunk: Chunk) -> tuple[int, ...]:
+        """Position of the first element of a chunk: batch element, row and column of an image; of other values channels, too.
+
+        The dimensions of other values count samples, channels, rows, and columns with all further ones (:mod:`sft.lower.rules.random`).
+        """
+        shape, axes, is_image = self.scope.shapes[name], self.scope.axes, name in self.scope.streamed
+        dims = [0, *(axes.dim(len(shape), axis) for axis in (ROWS, COLUMNS))] if is_image else [0, 2, 3, 1]
+        origin = [0] * len(dims)
         for level, samples in zip(self.levels, chunk, strict=True):
             axis = level.samples.axes.get(name)
             if axis is not None:
-                origin[dims.index(axis.dim)] += level.indices(name, samples).start
-        return origin[0], origin[1], origin[2]
+                num_columns = 1 if is_image or axis.dim < 3 else math.prod(shape[4:])
+                origin[dims.index(axis.dim)] += level.indices(name, samples).start * num_columns
+        return tuple(origin)
 
-    def _region(self, name: str, first: Interval) -> tuple[Interval, Interval]:
-        """Batch elements and rows of an image that hold the samples of a chunk of the first level."""
-        level = self.levels[0]
-        if level.samples.axes[name].dim == 0:
-            return first, Interval(0, self.scope.extent(name, ROWS))
-        return Interval(0, self.scope.shapes[name][0]), level.indices(name, first)
+    def _region(self, name: str, first: Chunk) -> tuple[Interval, Interval]:
+        """Batch elements and rows of an image that hold the samples of a chunk at the levels that are read."""
+        batch, rows = Interval(0, self.scope.shapes[name][0]), Interval(0, self.scope.extent(name, ROWS))
+        for level, samples in zip(self.levels, first, strict=False):
+            axis = level.samples.axes.get(name)
+            if axis is not None and axis.dim == 0:
+                batch = level.indices(name, samples)
+            elif axis is not None:
+                rows = level.indices(name, samples)
+        return batch, rows
 
     def _row_bytes(self, name: str, batch: Interval) -> int:
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
         return len(batch) * math.prod(shape[1:]) * self.scope.dtype_of(name).itemsize
 
-    def _zero_gradient(self, machine: BufferOps, name: str, first: Interval) -> Buffer:
-        shape = self.levels[0].samples.axes[name].resize(self.scope.shapes[name], len(first))
+    def _zero_gradient(self, machine: BufferOps, name: str, first: Chunk) -> Buffer:
+        shape = self.scope.shapes[name]
+        for level, samples in zip(self.levels, first, strict=False):
+            if name in level.samples.axes:
+                shape = level.samples.axes[name].resize(shape, len(samples))
         return machine.allocate(shape, self._sink_dtype(name), zero=True)
 
     def _sink_dtype(self, name: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import nn
 
 import sft
 from tests.helpers.bags import AttentionBag, VisionTransformer, take_windows
+from tests.helpers.transformers import AttentionForm, ImageTransformer
 from tests.helpers.windows import SwinTransformer, TiledEncoder
 
 
@@ -86,6 +87,33 @@ def test_swin_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = sft.plan(model, shape, budget="1 GiB")
     assert plan.projected_peak_bytes <= 0.21 * plain.projected_peak_bytes
     assert plan.redundancy < 1.25
+
+
+def test_attention_over_all_tokens_of_an_image() -> None:
+    """Peak of four blocks on 1,024 tokens: cuts of each block, and of one block queries, keys, values and their gradients."""
+    model, shape = ImageTransformer(32, 2, 4, 4, (32, 32)), (1, 3, 128, 128)
+    plain = sft.plan(model, shape, options=sft.Options(strategy="none"))
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(model, shape, budget=1)
+    plan = sft.plan(model, shape, budget=refusal.value.needed_bytes)
+    token_bytes = 1025 * 32 * 4
+    assert plan.projected_peak_bytes <= 18 * token_bytes < plain.projected_peak_bytes / 3.5
+    assert plan.redundancy < 1.34
+    assert "tokens" in plan.explain(full=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "least_mib", "plain_mib"), [("fused", 16.0, 75.1), ("softmax", 26.0, 2361.0)])
+def test_attention_over_4096_tokens(form: AttentionForm, least_mib: float, plain_mib: float) -> None:
+    """The table of docs/planning.md: width 64, 4 blocks, 256 x 256 px in patches of 4 px."""
+    model, shape = ImageTransformer(64, 4, 4, 4, (64, 64), form), (1, 3, 256, 256)
+    plain = sft.plan(model, shape, options=sft.Options(strategy="none"))
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(model, shape, budget=1)
+    plan = sft.plan(model, shape, budget=refusal.value.needed_bytes)
+    assert plan.projected_peak_bytes <= least_mib * 2**20
+    assert plain.projected_peak_bytes >= plain_mib * 2**20 * 0.99
+    assert plan.redundancy < 1.34
 
 
 @pytest.mark.slow

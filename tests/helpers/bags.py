@@ -26,12 +26,15 @@ def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int, num_checkpoi
     monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)
 
 
-def take_windows(monkeypatch: pytest.MonkeyPatch, num_windows: int, height: int = 0, num_checkpoints: int = 0) -> None:
+def take_windows(
+    monkeypatch: pytest.MonkeyPatch, num_windows: int, height: int = 0, num_checkpoints: int = 0, *, repeats: bool = False
+) -> None:
     """Let every search return the plan of so many windows at a time, with this strip height of the grid and checkpoints within a chunk."""
 
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         assert has_window_runs(search._problem), "the model has no windows"
         grid = next(auto.candidate_grids(search._problem, Options(), DeviceRates("cpu")))
-        return WindowPlans(grid, DeviceRates("cpu")).plan(num_windows, min(height, len(grid.axes.strip_rows) - 1), 0, num_checkpoints)
+        plans, strips = WindowPlans(grid, DeviceRates("cpu")), min(height, len(grid.axes.strip_rows) - 1)
+        return plans.plan(num_windows, strips, 0, num_checkpoints, repeats=repeats)
 
     monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)

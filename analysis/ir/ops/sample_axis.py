@@ -4,6 +4,9 @@ An operator is *independent along samples* if a result for some samples is a fun
 norm of one sample, attention within a sample, a permutation, a reshape that keeps samples apart. A rule for each such operator
 (:mod:`sft.analysis.ir.ops.sample_rules`) gives the sample axis of its result; an operator without a rule counts as an exchange of samples.
 
+An operator may also read an operand *in full*: attention computes some queries from all keys and values. The operand must then be complete
+before the run begins, so it is a value from outside of the run, or of an earlier run.
+
 **Position of the samples.** A dimension of extent ``outer * N * inner`` holds ``N`` samples if its index is ``(o * N + sample) * inner +
 i``. A reshape to ``[N * T, C]`` gives ``inner = T``, one of ``[T, N, C]`` to ``[T * N, C]`` gives ``outer = T``.
 """
@@ -44,6 +47,11 @@ class SampleAxis:
         """True if the samples are contiguous blocks of the first dimension, so that a slice of it holds some of them."""
         return self.dim == 0 and self.outer == 1
 
+    @property
+    def has_positions(self) -> bool:
+        """True if a slice is a block of positions, from which random numbers are drawn: samples, channels, rows or columns."""
+        return self.dim < 4 and self.outer == 1
+
     def extent(self, num_samples: int) -> int:
         """Extent of the dimension for a number of samples."""
         return self.outer * num_samples * self.inner
@@ -55,7 +63,7 @@ class SampleAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLevel:
-    """Samples of a run: the elements of the batch, the rows of windows of an image, or the windows of a row.
+    """Samples of a run: the elements of the batch, the rows of windows of an image, the windows of a row, or the tokens of a sequence.
 
     Attributes:
         num_samples: number of samples.
@@ -82,6 +90,7 @@ class SampleTracker:
         axes: sample axes so far; values from outside that are taken sample by sample are included.
         shared: values without a sample axis that some operator reads for all samples.
         uniform: operators that are equal for all samples, or depend on their number only, and are made where they are read.
+        read_in_full: by operator, operands that have samples, of which it reads all.
     """
 
     graph: Graph
@@ -95,24 +104,43 @@ class SampleTracker:
     axes: dict[str, SampleAxis] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
     uniform: set[str] = field(default_factory=set)
+    read_in_full: dict[str, frozenset[str]] = field(default_factory=dict)
     _taken: list[str] = field(default_factory=list)
+    _full: set[str] = field(default_factory=set)
 
     def track(self, node: Node) -> bool:
-        """True if an operator is independent along samples; its sample axis is then recorded."""
+        """True if an operator is independent along samples; its sample axis is then recorded.
+
+        That of an excluded operator is recorded, too, if runs can read its result sample by sample.
+        """
         self._taken.clear()
+        self._full.clear()
         axis = self._axis_of(node)
-        if axis is None or node.shape[axis.dim] != axis.extent(self.num_samples):
+        if axis is not None and node.shape[axis.dim] != axis.extent(self.num_samples):
+            axis = None
+        is_inside = axis is not None and node.name not in self.excluded
+        if not is_inside:
             for name in self._taken:
                 del self.axes[name]
                 self.uniform.discard(name)
+        if axis is not None and (is_inside or self.is_sliceable(node.name, axis)):
+            self.axes[node.name] = axis
+        if is_inside:
+            self.read_in_full |= {node.name: frozenset(self._full)} if self._full else {}
+            self.shared.update(name for name in node.operands if name not in self.axes)
+        return is_inside
+
+    def take_all(self, name: str) -> bool:
+        """True if an operator may read all samples of an operand; images are read by samples alone."""
+        if name in self.streamed or name in self.uniform:
             return False
-        self.axes[node.name] = axis
-        self.shared.update(name for name in node.operands if name not in self.axes)
+        if name in self.axes:
+            self._full.add(name)
         return True
 
     def _axis_of(self, node: Node) -> SampleAxis | None:
         row = self.rows[node.name]
-        if row.is_extra_result or node.name in self.excluded:
+        if row.is_extra_result:
             return None
         if node.target in self.image_rules:
             return self.image_rules[node.target](self, node)
@@ -133,8 +161,8 @@ class SampleTracker:
         return leading if not reduces or node.name in self.per_sample else None
 
     def is_sliceable(self, name: str, axis: SampleAxis) -> bool:
-        """True if the samples of a value are contiguous blocks, so that it may cross the border of a run."""
-        return axis.is_leading
+        """True if a slice of one dimension of a value holds some samples, so that it may cross the border of a run."""
+        return axis.outer == 1
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a value."""
@@ -165,7 +193,7 @@ class SampleTracker:
             shape = self.shape(node.operands[0])
             dim = axis.dim - (len(node.shape) - len(shape))
             return dim < 0 or shape[dim] == 1
-        return axis.is_leading or node.target not in RANDOM_TARGETS
+        return node.target not in RANDOM_TARGETS or axis.has_positions
 
 
 #: The sample axis of an operator's result; ``None`` if the operator exchanges samples.

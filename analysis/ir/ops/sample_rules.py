@@ -232,7 +232,10 @@ def _index(tracker: SampleTracker, node: Node) -> SampleAxis | None:
 
 
 def _matmul(tracker: SampleTracker, node: Node) -> SampleAxis | None:
-    """Products of matrices: samples are rows of the left operand, or a batch dimension of both."""
+    """Products of matrices: samples are a batch dimension of both operands, rows of the left one, or columns of the right one.
+
+    Of rows (queries), all columns of the other operand (keys) are read, and the other way round.
+    """
     left, right = node.operands
     left_shape, right_shape, rank = tracker.shape(left), tracker.shape(right), len(node.shape)
     axis = tracker.axes.get(left)
@@ -240,38 +243,70 @@ def _matmul(tracker: SampleTracker, node: Node) -> SampleAxis | None:
         return axis  # a linear layer
     if min(len(left_shape), len(right_shape)) < 2:
         return None
-    common = _broadcast(tracker, (left, right), rank)
-    return common if common is not None and common.dim < rank - 2 else None
+    common = _broadcast(tracker, (left, right), rank, last_dims=2)
+    if common is not None or left == right:
+        return common
+    if axis is not None and axis.dim == len(left_shape) - 2:
+        return replace(axis, dim=rank - 2) if tracker.take_all(right) else None
+    axis = tracker.axes.get(right)
+    if axis is not None and axis.dim == len(right_shape) - 1:
+        return replace(axis, dim=rank - 1) if tracker.take_all(left) else None
+    return None
 
 
 def _attention(tracker: SampleTracker, node: Node) -> SampleAxis | None:
-    return _broadcast(tracker, tuple(dict.fromkeys(node.operands)), len(node.shape), last_dims=2)
+    """Attention: samples are a batch dimension, or queries, each of which reads all keys and values."""
+    common = _broadcast(tracker, tuple(dict.fromkeys(node.operands)), len(node.shape), last_dims=2)
+    if common is not None:
+        return common
+    (query,), (key,), (value,) = (tuple(refs_in(node.argument(name))) for name in ("query", "key", "value"))
+    axis, masks = tracker.axes.get(query), tuple(refs_in(node.argument("attn_mask")))
+    is_causal = node.argument("is_causal", False)  # a query's keys then depend on its position
+    if axis is None or axis.dim != len(tracker.shape(query)) - 2 or query in (key, value, *masks) or is_causal:
+        return None
+    if any(not tracker.take_all(name) for name in (key, value)) or not all(_has_queries(tracker, name, axis) for name in masks):
+        return None
+    return replace(axis, dim=len(node.shape) - 2)
+
+
+def _has_queries(tracker: SampleTracker, mask: str, axis: SampleAxis) -> bool:
+    """True if a mask of attention is equal for all queries, or can be read for some."""
+    dim = len(tracker.shape(mask)) - 2
+    if mask not in tracker.axes and (dim < 0 or tracker.shape(mask)[dim] == 1):
+        return True
+    return tracker.take(mask, replace(axis, dim=dim)) == replace(axis, dim=dim)
 
 
 def _einsum(tracker: SampleTracker, node: Node) -> SampleAxis | None:
-    """Products of an index notation: one letter counts the samples, in every operand that has it, and in the result."""
+    """Products of an index notation: one letter of the result counts the samples, in every operand that has it.
+
+    Operands that have samples at another letter (the keys of attention) are read in full.
+    """
     inputs, arrow, result = node.argument("equation").replace(" ", "").partition("->")
     names = tuple(refs_in(node.argument("tensors")))
     terms = inputs.split(",")
     if not arrow or "." in inputs or len(terms) != len(names):
         return None
-    letters = {terms[position][tracker.axes[name].dim] for position, name in enumerate(names) if name in tracker.axes}
-    axes = {replace(tracker.axes[name], dim=0) for name in names if name in tracker.axes}
-    if len(letters) != 1 or len(axes) != 1 or not letters <= set(result):
+    letters = {(name, term[tracker.axes[name].dim]) for term, name in zip(terms, names, strict=True) if name in tracker.axes}
+    letter_of = dict(letters)
+    first = next((name for name in names if name in letter_of and letter_of[name] in result), None)
+    if first is None or len(letter_of) != len(letters):  # an operand that occurs twice, with samples at two letters
         return None
-    (letter,), (axis,) = letters, axes
+    letter, axis = letter_of[first], tracker.axes[first]
     for term, name in zip(terms, names, strict=True):
-        if term.count(letter) > 1 or (letter in term and tracker.take(name, replace(axis, dim=term.index(letter))) is None):
-            return None
-        if (letter in term) != (name in tracker.axes):
+        if letter in term:
+            expected = replace(axis, dim=term.index(letter))
+            if term.count(letter) > 1 or tracker.take(name, expected) != expected:
+                return None
+        elif name in letter_of and not tracker.take_all(name):
             return None
     return replace(axis, dim=result.index(letter))
 
 
 def _random(tracker: SampleTracker, node: Node) -> SampleAxis | None:
-    """Positional random numbers: the counter of an element contains the index of its first dimension."""
+    """Positional random numbers: the counter of an element contains its indices."""
     axis = next((tracker.axes[name] for name in refs_in(node.argument("self")) if name in tracker.axes), None)
-    return axis if axis is not None and axis.is_leading else None
+    return axis if axis is not None and axis.has_positions else None
 
 
 _REDUCED_DIMS = DimensionArgument(drops=True)

@@ -2,14 +2,17 @@
 
 A random number is a function of the element's position in the full tensor (counter-based, see ``kernels/rng/mask_tile.py``). The position
 of the strip is bound when the program runs (the ``origin`` port), so strips of one signature share their program. The backward pass
-evaluates the mask again instead of saving it.
+evaluates the mask again instead of saving it. A strip of a value that is no image may have some channels, from the fourth number of its
+origin on.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise, product
 
 import torch
 
@@ -17,7 +20,7 @@ from sft.analysis.ir.graph import refs_in
 from sft.common.memory import measure_peak
 from sft.kernels.rng.dropout import Distribution, dropout, write_mask, write_noise
 from sft.kernels.rng.dropout_reference import reference_block
-from sft.kernels.rng.mask_tile import MaskTile
+from sft.kernels.rng.mask_tile import CHANNELS_PER_CALL, MaskTile, ceil_div
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
@@ -45,32 +48,22 @@ class _RandomCall:
     column_px: int = 1
     has_channels: bool = True
 
-    def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
+    def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, ...], *, out: torch.Tensor) -> None:
         """Write ``x`` times mask times scale."""
-        shape = self.as_image(tuple(x.shape))
-        dropout(
-            x.view(shape),
-            origin=self._origin_px(origin),
-            extents=self.extents,
-            seed=int(seed),
-            site=self.site,
-            draw=0,
-            p=self.p,
-            kind="element",
-            out=out.view(shape),
-        )
+        for tile, target, extents, start in self._tiles(x, out, origin):
+            dropout(tile, origin=start, extents=extents, seed=int(seed), site=self.site, draw=0, p=self.p, kind="element", out=target)
 
-    def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
+    def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, ...]) -> None:
         """Write the mask: one for kept elements, zero for dropped ones."""
-        shape = self.as_image(tuple(out.shape))
-        write_mask(self._tile(shape, seed, origin), out.view(shape))
+        for _, target, extents, start in self._tiles(out, out, origin):
+            write_mask(self._tile(target, seed, extents, start), target)
 
     def noise(
-        self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], distribution: Distribution, scale: float, shift: float
+        self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, ...], distribution: Distribution, scale: float, shift: float
     ) -> None:
         """Write random numbers of a distribution, scaled and shifted."""
-        shape = self.as_image(tuple(out.shape))
-        write_noise(self._tile(shape, seed, origin), distribution, out.view(shape))
+        for _, target, extents, start in self._tiles(out, out, origin):
+            write_noise(self._tile(target, seed, extents, start), distribution, target)
         if (scale, shift) != (1.0, 0.0):
             out.mul_(scale).add_(shift)
 
@@ -78,20 +71,49 @@ class _RandomCall:
         """The shape of a strip as samples, channels, rows and columns."""
         return _as_image_shape(shape, self.has_channels)
 
-    def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
-        return MaskTile(
-            shape=shape,
-            extents=self.extents,
-            origin=self._origin_px(origin),
-            seed=int(seed),
-            site=self.site,
-            draw=0,
-            p=self.p,
-            kind="element",
-        )
+    def _tile(self, target: torch.Tensor, seed: torch.Tensor, extents: Extents, start: tuple[int, int, int]) -> MaskTile:
+        shape = self.as_image(tuple(target.shape))
+        return MaskTile(shape=shape, extents=extents, origin=start, seed=int(seed), site=self.site, draw=0, p=self.p, kind="element")
 
-    def _origin_px(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
-        return (origin[0], origin[1], origin[2] * self.column_px)
+    def _tiles(
+        self, x: torch.Tensor, out: torch.Tensor, origin: tuple[int, ...]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Extents, tuple[int, int, int]]]:
+        """Tiles with all channels that make up a strip: part of the operand, part of the result, extents of the full tensor, and origin.
+
+        A strip of some channels (the tokens of ``[N, tokens, width]``) is divided into groups of four, which share random words: a group
+        is then a sample of four channels. Groups that the strip has a part of are computed in a buffer.
+        """
+        shape = self.as_image(tuple(x.shape))
+        x, out = x.view(shape), out.view(shape)
+        if shape[1] == self.extents[1]:
+            yield x, out, self.extents, (origin[0], origin[1], origin[2] * self.column_px)
+            return
+        num_groups = ceil_div(self.extents[1], CHANNELS_PER_CALL)
+        extents = (self.extents[0] * num_groups, CHANNELS_PER_CALL, *self.extents[2:])
+        sample, row, column, channel = (*origin, 0)[:4]
+        buffer = x.new_empty((1, CHANNELS_PER_CALL, *shape[2:]))
+        for number, channels in product(range(shape[0]), _split_groups(channel, channel + shape[1])):
+            group, skipped = divmod(channels.start, CHANNELS_PER_CALL)
+            start = ((sample + number) * num_groups + group, row, column)
+            tile, target = (each[number, channels.start - channel : channels.stop - channel] for each in (x, out))
+            if len(channels) % CHANNELS_PER_CALL == 0 and not skipped:
+                yield *(each.unflatten(0, (-1, CHANNELS_PER_CALL)) for each in (tile, target)), extents, start
+                continue
+            inside = buffer.zero_()[0, skipped : skipped + len(channels)]
+            inside.copy_(tile)
+            yield buffer, buffer, extents, start
+            target.copy_(inside)
+
+
+def _split_groups(start: int, stop: int) -> Iterator[range]:
+    """Channels from ``start`` to ``stop``, divided where a partial group of four begins or ends.
+
+    >>> list(_split_groups(3, 14)), list(_split_groups(1, 3))
+    ([range(3, 4), range(4, 12), range(12, 14)], [range(1, 3)])
+    """
+    first, last = ceil_div(start, CHANNELS_PER_CALL) * CHANNELS_PER_CALL, stop // CHANNELS_PER_CALL * CHANNELS_PER_CALL
+    borders = (start, first, last, stop) if first <= last else (start, stop)
+    yield from (range(low, high) for low, high in pairwise(borders) if low < high)
 
 
 def _as_image_shape(shape: tuple[int, ...], has_channels: bool) -> Extents:
@@ -125,8 +147,22 @@ def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
     return peak.num_bytes
 
 
+def _block_of(ctx: NodeContext, shape: tuple[int, ...]) -> tuple[Extents, int]:
+    """Sizes of the largest block of a mask of ``shape``, and bytes of the buffer for a group of which the strip has a part."""
+    call = _random_call_of(ctx)
+    image = call.as_image(shape)
+    if image[1] == call.extents[1]:
+        return reference_block(image), 0
+    num_pixels = math.prod(image[2:])
+    groups = (max(1, image[1] // CHANNELS_PER_CALL), CHANNELS_PER_CALL, *image[2:])
+    return reference_block(groups), CHANNELS_PER_CALL * num_pixels * ctx.scope.dtype_of(ctx.node.name).itemsize
+
+
 def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
-    return _scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
+    if 0 in shape:
+        return 0
+    block, buffer_bytes = _block_of(ctx, shape)
+    return buffer_bytes + _scratch_bytes(block, ctx.scope.dtype_of(ctx.node.name))
 
 
 @lru_cache(maxsize=256)
@@ -185,8 +221,7 @@ class NoiseRule(RandomMaskRule):
         shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.global_shape(node.name)
         dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
         out = ctx.destination if ctx.destination is not None else builder.empty(shape, dtype)
-        scratch_bytes = (
-            _noise_scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
-        )
+        block, buffer_bytes = _block_of(ctx, shape) if 0 not in shape else (None, 0)
+        scratch_bytes = 0 if block is None else buffer_bytes + _noise_scratch_bytes(block, distribution, dtype)
         parameters = (distribution, node.argument("scale"), node.argument("shift"))
         return builder.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *parameters, writes=out, scratch_bytes=scratch_bytes)

@@ -101,7 +101,7 @@ class TracedWholeRule(_TracedRule):
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.global_slot(name) for name in names]
         if self._is_foreign(ctx) and _MATRIX_OPS.search(ctx.node.target):
-            slots = [self._row_major(ctx, slot) for slot in slots]
+            slots = [ctx.builder.row_major(slot) for slot in slots]
         elif self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_computed(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
         # Operands are named by position, so that equal operators of many blocks share one trace.
@@ -144,15 +144,10 @@ class TracedWholeRule(_TracedRule):
 
     @staticmethod
     def _is_computed(ctx: NodeContext, name: str) -> bool:
-        """True for inputs and results of operators; false for parameters and buffers, which have the caller's layout."""
-        return ctx.scope.graph[name].kind in ("operator", "input")
+        """True for inputs and results of operators in any layout; false for parameters and buffers, which have the caller's."""
+        return ctx.scope.graph[name].kind in ("operator", "input") and name not in ctx.scope.row_major
 
     @staticmethod
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
         is_needed = len(slot.shape) in CHANNELS_LAST or _CONTIGUOUS_OPS.search(ctx.node.target)
-        return TracedWholeRule._row_major(ctx, slot) if is_needed else slot
-
-    @staticmethod
-    def _row_major(ctx: NodeContext, slot: Slot) -> Slot:
-        keywords = {"memory_format": torch.contiguous_format}
-        return ctx.builder.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
+        return ctx.builder.row_major(slot) if is_needed else slot

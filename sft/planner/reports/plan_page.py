@@ -93,7 +93,7 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         if segment.takes_samples:
             strips = f"{segment.num_steps} times {segment.batch_tile} samples"
         if segment.takes_windows:
-            strips = f"{segment.num_steps} times {segment.strip_rows} window rows"
+            strips = f"{segment.num_steps} times {segment.strip_rows} {segment.chunk_unit}"
         again = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
         times: tuple[str, ...] = ("-",) * 4
         if (cost := costs.get(number)) is not None:

@@ -297,7 +297,7 @@ def _pieces(segment: SegmentPlan) -> str:
     if segment.takes_windows and segment.num_panels > 1:
         return f"{segment.num_steps} x {segment.panel_cols} windows"
     if segment.takes_windows:
-        return f"{segment.num_steps} x {segment.strip_rows} window rows"
+        return f"{segment.num_steps} x {segment.strip_rows} {segment.chunk_unit}"
     return f"{segment.num_steps} x {segment.strip_rows} rows" if segment.mode == "tiled" else "whole"
 
 
@@ -312,9 +312,9 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
         lines += _row("samples", segment.batch_tile, "at a time, recomputed in the backward pass")
     if segment.takes_windows:
         is_row, times = segment.num_panels == 1, "at a time, recomputed in the backward pass"
-        lines += _row(
-            "windows", segment.strip_rows if is_row else segment.panel_cols, f"{'rows of them' if is_row else 'of a row'} {times}"
-        )
+        kind = "" if segment.chunk_unit != "window rows" else "rows of them " if is_row else "of a row "
+        name = "tokens" if segment.chunk_unit == "tokens" else "windows"
+        lines += _row(name, segment.strip_rows if is_row else segment.panel_cols, kind + times)
     if segment.mode == "tiled":
         size = f"of {segment.strip_rows} rows, {segment.panel_cols} columns, batch {segment.batch_tile}"
         lines += [

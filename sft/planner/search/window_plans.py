@@ -1,9 +1,12 @@
-"""Plans that take some rows of windows at a time: runs of untiled operators on the windows of one image.
+"""Plans that take some rows of windows, or some tokens, at a time: runs of untiled operators on the windows or tokens of one image.
 
-Streamed operators run in strips, as in every tiled plan. Of the untiled operators of a phase, those that compute every row of windows on
-its own (:mod:`sft.analysis.tiling.window_runs`) are walked in chunks of rows, or of windows of a row, forward and once more backward.
-Operators that exchange rows of windows run untiled between them. Streamed operators without products right before a run (a norm, a cyclic
-shift, the partition) run again before its backward pass, so that their results are not kept.
+Streamed operators run in strips, as in every tiled plan. Of the untiled operators of a phase, those that compute every row of windows
+(every token) on its own (:mod:`sft.analysis.tiling.window_runs`) are walked in chunks of rows, or of windows of a row, forward and once
+more backward. Operators that exchange rows of windows run untiled between them. Streamed operators without products right before a run
+(a norm, a cyclic shift, the partition) run again before its backward pass, so that their results are not kept.
+
+**Queries, keys and values** cross from one run to the next, beside the residual stream. To keep the latter alone, the end of a run that
+computes them is a segment of its own, which also runs again before the backward pass of the attention that reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import product
 from operator import itemgetter
 
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS
@@ -26,10 +30,18 @@ from sft.runtime.moves import LOSS_OP, ScheduleOp, SegmentSchedule
 
 __all__ = ["WindowPlans", "has_window_runs"]
 
+#: Largest share of the FLOPs of a run in its end that runs again, and least share of the bytes of its results that this saves.
+_END_FLOPS_SHARE, _SAVED_SHARE = 0.5, 0.3
+
 
 def has_window_runs(problem: PlanningProblem) -> bool:
-    """True if untiled operators of window runs make a considerable share of the bytes of all values."""
+    """True if untiled operators of window runs make a considerable share of the bytes of all values, or read keys and values in full.
+
+    Attention over all pixels takes more bytes than its values have.
+    """
     sized = problem.sized
+    if any(stage.read_in_full for windows in sized.window_runs.values() for stage in windows.stages):
+        return True
     names = (name for windows in sized.window_runs.values() for name in windows.run_names)
     untiled_bytes = sum(sized.value_bytes(name) for name in names if sized.phases.rows[name].role == "whole")
     return untiled_bytes > MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
@@ -45,24 +57,26 @@ class WindowPlans:
 
     def __init__(self, grid: CandidateGrid, rates: DeviceRates) -> None:
         self._problem, self._grid, self._rates = grid.problem, grid, rates
-        self._plans: dict[tuple[int, int, int, int], ProjectedPlan] = {}
+        self._plans: dict[tuple[int, int, int, int, bool], ProjectedPlan] = {}
         stages = [stage for windows in self._problem.sized.window_runs.values() for stage in windows.stages]
         self._num_windows = max(stage.num_windows for stage in stages)
+        self._ends: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def smallest(self) -> list[ProjectedPlan]:
         """The plans of one window at a time, in low strips; the smallest of them also with checkpoints within a window."""
-        strips = self._strips(lowest_first=True)
-        plans = [self.plan(1, height, policy) for height, policy in strips]
+        strips = [(*each, repeats) for each in self._strips(lowest_first=True) for repeats in self._repeats]
+        plans = [self.plan(1, height, policy, repeats=repeats) for height, policy, repeats in strips]
         if self._problem.sized.training:
-            best = min(range(len(plans)), key=lambda index: plans[index].projection.peak_bytes)
-            plans += [self.plan(1, *strips[best], num_cuts) for num_cuts in NUM_CHECKPOINTS]
+            height, policy, repeats = strips[min(range(len(plans)), key=lambda index: plans[index].projection.peak_bytes)]
+            plans += [self.plan(1, height, policy, num_cuts, repeats=repeats) for num_cuts in NUM_CHECKPOINTS]
         return plans
 
     def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
         """The plan of the tallest strips, and then of most windows at a time, that fits and costs less than ``worse_than``."""
         max_projections = self._problem.limits.max_projections
-        for strips in self._strips(lowest_first=False):
-            plan = largest_chunk(partial(self._plan, strips), 1, self._num_windows, self._num_windows, room_bytes, max_projections)
+        for repeats, strips in product(self._repeats, self._strips(lowest_first=False)):
+            plan_of = partial(self._plan, strips, repeats=repeats)
+            plan = largest_chunk(plan_of, 1, self._num_windows, self._num_windows, room_bytes, max_projections)
             cost = math.inf if plan is None else cost_of(plan, self._rates)
             if plan is not None and cost < worse_than:
                 return cost, plan
@@ -71,7 +85,14 @@ class WindowPlans:
         best = min(costs, key=itemgetter(0), default=None)
         return best if best is not None and best[0] < worse_than else None
 
-    def plan(self, num_windows: int, height: int, policy: int, num_cuts: int = 0) -> ProjectedPlan:
+    @cached_property
+    def _repeats(self) -> tuple[bool, ...]:
+        """Values of ``repeats`` to try."""
+        sized = self._problem.sized
+        has_ends = any(self._end_of(stage) for windows in sized.window_runs.values() for stage in windows.stages)
+        return (False, True) if has_ends and sized.training and self._problem.resources.weights is None else (False,)
+
+    def plan(self, num_windows: int, height: int, policy: int, num_cuts: int = 0, *, repeats: bool = False) -> ProjectedPlan:
         """The plan of about so many windows at a time, with this strip height and state policy of the grid.
 
         Args:
@@ -79,20 +100,21 @@ class WindowPlans:
             height: index of the strip height.
             policy: index of the state policy.
             num_cuts: checkpoints within a chunk of windows.
+            repeats: True if queries, keys and values are computed again before the backward pass of attention.
         """
-        return self._plan((height, policy), num_windows, num_cuts)
+        return self._plan((height, policy), num_windows, num_cuts, repeats=repeats)
 
-    def _plan(self, strips: tuple[int, int], num_windows: int, num_cuts: int = 0) -> ProjectedPlan:
-        key = (*strips, num_windows, num_cuts)
+    def _plan(self, strips: tuple[int, int], num_windows: int, num_cuts: int = 0, *, repeats: bool = False) -> ProjectedPlan:
+        key = (*strips, num_windows, num_cuts, repeats)
         if key not in self._plans:
             choices = [
                 replace(choice, state_slots=num_cuts) if choice.mode == "whole" and choice.strip_rows else choice
-                for choice in _merged(self._choices(num_windows, *strips))
+                for choice in _merged(self._choices(num_windows, *strips, repeats=repeats))
             ]
             self._plans[key] = materialize(self._problem, choices, self._order(choices))
         return self._plans[key]
 
-    def _choices(self, num_windows: int, height: int, policy: int) -> Iterator[SegmentChoice]:
+    def _choices(self, num_windows: int, height: int, policy: int, *, repeats: bool) -> Iterator[SegmentChoice]:
         grid, sized = self._grid, self._problem.sized
         for index, phase in enumerate(sized.phases.phases):
             windows = sized.window_runs.get(index)
@@ -100,8 +122,55 @@ class WindowPlans:
                 for names in self._split_movement(index, phase.streamed):
                     yield grid.tiling.choice(names, grid.axes.strip_rows[height], grid.axes.policies[policy])
             for stage in windows.stages if windows is not None else [WindowStage(names=phase.tail)]:
-                if stage.names:
-                    yield _stage_choice(stage, num_windows)
+                for names in self._divided(stage) if repeats else [stage.names]:
+                    if names:
+                        yield _stage_choice(replace(stage, names=names), num_windows)
+
+    def _divided(self, stage: WindowStage) -> list[tuple[str, ...]]:
+        """The operators of a run, and its end if that is a segment of its own."""
+        end = self._end_of(stage)
+        return [stage.names[: len(stage.names) - len(end)], end]
+
+    def _end_of(self, stage: WindowStage) -> tuple[str, ...]:
+        """The last operators of a run if their results are large and take few FLOPs; empty if there are none.
+
+        They are cut off where the fewest bytes remain to be kept.
+        """
+        if stage.rows is None:
+            return ()
+        if stage.names not in self._ends:
+            self._ends[stage.names] = self._find_end(stage.names)
+        return self._ends[stage.names]
+
+    def _find_end(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        results = frozenset(self._problem.sized.graph.results)
+        end_flops, best, best_bytes = 0, len(names), (1 - _SAVED_SHARE) * self._crossing_bytes(names)
+        for cut in range(len(names) - 1, -1, -1):
+            end_flops += self._flops(names[cut])
+            if end_flops > _END_FLOPS_SHARE * self._run_flops or names[cut] in results:
+                break
+            kept_bytes = self._crossing_bytes(names[:cut])
+            if kept_bytes < best_bytes:
+                best, best_bytes = cut, kept_bytes
+        return names[best:]
+
+    @cached_property
+    def _run_flops(self) -> int:
+        """FLOPs of the run with most of them."""
+        stages = (stage for windows in self._problem.sized.window_runs.values() for stage in windows.stages if stage.rows is not None)
+        return max(sum(map(self._flops, stage.names)) for stage in stages)
+
+    def _crossing_bytes(self, names: Sequence[str]) -> int:
+        """Bytes of the values of some operators that other ones read."""
+        return sum(map(self._problem.sized.value_bytes, self._problem.sized.graph.live_out(names)))
+
+    def _flops(self, name: str) -> int:
+        """FLOPs of a product, about; 0 for other operators."""
+        node, shapes = self._problem.sized.graph[name], self._problem.sized.shapes
+        if node.target not in PRODUCT_TARGETS:
+            return 0
+        operands = [shapes[operand] for operand in node.operands if len(shapes[operand]) > 1]
+        return math.prod(node.shape) * max((shape[-2] if len(shape) > 2 else math.prod(shape[1:]) for shape in operands[1:]), default=1)
 
     def _split_movement(self, index: int, names: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The streamed operators of a phase up to a cut of few bytes, and those without products after it.
@@ -126,7 +195,8 @@ class WindowPlans:
         """Schedule that recomputes operators without products right before the backward pass of the windows that they lead to."""
         if not self._problem.sized.training or self._problem.resources.weights is not None:
             return None
-        is_moved = [choice.mode == "tiled" and not self._has_products(choice) for choice in choices]
+        ends = set(self._ends.values())
+        is_moved = [choice.nodes in ends or (choice.mode == "tiled" and not self._has_products(choice)) for choice in choices]
         again: dict[int, range] = {}
         for index, choice in enumerate(choices):
             first = index
@@ -159,10 +229,12 @@ def _stage_choice(stage: WindowStage, num_windows: int) -> SegmentChoice:
     """Decision of a stage: at most so many windows at a time, if it may take less than a row of them."""
     if stage.rows is None:
         return SegmentChoice(nodes=stage.names, mode="whole")
+    batch_tile = 0 if stage.images is None else 1
     per_row = 1 if stage.columns is None else stage.columns.num_samples
     if num_windows < per_row:
-        return SegmentChoice(nodes=stage.names, mode="whole", strip_rows=1, panel_cols=num_windows)
-    return SegmentChoice(nodes=stage.names, mode="whole", strip_rows=min(num_windows // per_row, stage.rows.num_samples))
+        return SegmentChoice(nodes=stage.names, mode="whole", strip_rows=1, panel_cols=num_windows, batch_tile=batch_tile)
+    num_rows = min(num_windows // per_row * stage.rows_per_chunk, stage.rows.num_samples)
+    return SegmentChoice(nodes=stage.names, mode="whole", strip_rows=num_rows, batch_tile=batch_tile)
 
 
 def _merged(choices: Iterator[SegmentChoice]) -> list[SegmentChoice]:

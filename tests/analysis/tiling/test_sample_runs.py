@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sft.analysis.passes.pipeline import run_passes
 from tests.helpers.problems import problem_of
@@ -22,6 +23,11 @@ class _Function(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.linear(x.flatten(2).transpose(1, 2)[..., :4])  # [N, 6, 4]
         return self.linear(self.function(tokens, self.linear))  # type: ignore[no-any-return]
+
+
+def _attend(y: Tensor, *, is_causal: bool) -> Tensor:
+    query, key, value = (y[None, :, place] for place in range(3))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)[0]
 
 
 def _exchanges(function: Callable[[Tensor, nn.Linear], Tensor]) -> list[str]:
@@ -51,6 +57,10 @@ def _exchanges(function: Callable[[Tensor, nn.Linear], Tensor]) -> list[str]:
         lambda y, _: y.unsqueeze(1).repeat(1, 2, 1, 1).squeeze(1).mean(2),
         lambda y, linear: torch.layer_norm(y, (6, 4)) @ linear.weight,
         lambda y, _: y / y.norm(dim=(1, 2), keepdim=True),
+        lambda y, _: y[:, 0] @ y[:, 1].t() @ y[:, 2],
+        lambda y, linear: (linear.weight @ y[:, 1].t()).t(),
+        lambda y, _: torch.einsum("ntc,msc->ntm", y, y + 1)[..., :4],
+        lambda y, _: _attend(y, is_causal=False),
     ],
 )
 def test_operators_on_each_sample(function: Callable[[Tensor, nn.Linear], Tensor]) -> None:
@@ -65,10 +75,15 @@ def test_operators_on_each_sample(function: Callable[[Tensor, nn.Linear], Tensor
         (lambda y, _: y.flip(0), "aten.flip.default"),
         (lambda y, _: y - y.mean(), "aten.mean.default"),
         (lambda y, _: torch.einsum("ntc,msc->ntm", y, y)[..., :4], "aten.einsum.default"),
-        (lambda y, _: y[:, 0] @ y[:, 1].t() @ y[:, 2], "aten.matmul.default"),
+        (lambda y, _: torch.einsum("ntc,nsc->ts", y, y + 1)[..., :4], "aten.einsum.default"),
+        (lambda y, _: y[:, 1].t() @ y[:, 2], "aten.matmul.default"),
+        (
+            lambda y, _: _attend(y, is_causal=True),
+            "aten.scaled_dot_product_attention",
+        ),
         (lambda y, _: torch.cat([y, y], 0), "aten.cat.default"),
         (lambda y, _: y[torch.tensor([1, 0, 2, 4, 3])], "aten.index.Tensor"),
-        (lambda y, _: y.transpose(0, 1).reshape(_NUM, 6, 4), "sft.restore_dims"),
+        (lambda y, _: y.transpose(0, 1).reshape(_NUM, 6, 4), "aten.view.default"),
         (lambda y, _: torch.layer_norm(y.permute(1, 0, 2), (_NUM, 4)).permute(1, 0, 2), "aten.layer_norm.default"),
         (lambda y, _: y[:2], "aten.slice.Tensor"),
     ],

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sft
 from tests.helpers.bags import AttentionBag, VisionTransformer, take_windows
 from tests.helpers.exactness import assert_exact
+from tests.helpers.transformers import ChannelsLast, CosineWindows, GridAndBlocks, ImageTransformer, PaddedWindows
 from tests.helpers.windows import SwinBlock, SwinTransformer, TiledEncoder
 
 
@@ -89,6 +91,67 @@ def test_checkpoints_within_a_chunk_of_windows(name: str, monkeypatch: pytest.Mo
     assert any(segment.takes_windows and segment.state_slots == 1 for segment in report.plan.segments)
 
 
+def _between_convolutions(inner: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 2, 2), ChannelsLast(inner), nn.Conv2d(8, 2, 1))
+
+
+_KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+    "swin_v2": (lambda: _between_convolutions(CosineWindows(8, 2, 3, 1)), (22, 26)),
+    "vit_det": (lambda: _between_convolutions(PaddedWindows(8, 2, 4)), (28, 20)),
+    "grid": (lambda: _between_convolutions(GridAndBlocks(8, 2, 4)), (32, 24)),
+    "view": _MODELS["view"],
+    "swin": _MODELS["swin"],
+}
+
+
+@pytest.mark.parametrize(("name", "num_images"), [("swin_v2", 1), ("vit_det", 2), ("grid", 2), ("view", 2), ("swin", 2)])
+def test_kinds_of_windows_and_several_images(name: str, num_images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk takes windows of one image: Swin V2, ViTDet, the grid of MaxViT, and batches of images."""
+    torch.manual_seed(0)
+    make, size = _KINDS[name]
+    take_windows(monkeypatch, 2, height=1)
+    report = assert_exact(make(), torch.randn(num_images, 3, *size), to_the_byte=True, steps=1)
+    assert any(segment.takes_windows for segment in report.plan.segments)
+    assert report.plan.redundancy < 1.36
+
+
+class _Reversed(nn.Module):
+    """An encoder of tiles after the tiles have been reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 192), nn.ReLU(), nn.Linear(192, 192))
+        self.tiles, self.after = TiledEncoder(encoder, 8), nn.Linear(192, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.tiles(x).flip(0)).mean(0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "remedy"),
+    [
+        (
+            lambda: _between_convolutions(GridAndBlocks(8, 2, 4)),
+            "1.inner: view: reads all window rows at once, so 3 operators",
+            "compute it",
+        ),
+        (_Reversed, "(the model itself): flip: reads all window rows at once, so", "move the image as [N, C, H, W]"),
+        (
+            lambda: ImageTransformer(8, 2, 1, 4, (8, 8), "causal"),
+            "blocks.0.attention: scaled_dot_product_attention: reads all tokens at once, so 3 operators",
+            "pass a causal mask as attn_mask",
+        ),
+    ],
+)
+def test_the_plan_names_operators_that_end_runs(
+    make: Callable[[], nn.Module], line: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_windows(monkeypatch, 2)
+    plan = sft.plan(make(), (1, 3, 32, 32))
+    assert any(note.startswith(line) and remedy in note for note in plan.notes), plan.notes
+    assert remedy in " ".join(plan.explain().split())
+
+
 @settings(max_examples=3)
 @given(
     rows=st.integers(2, 5),
@@ -96,25 +159,21 @@ def test_checkpoints_within_a_chunk_of_windows(name: str, monkeypatch: pytest.Mo
     window=st.integers(2, 4),
     num_windows=st.integers(1, 12),
     shift=st.integers(0, 2),
+    num_images=st.integers(1, 2),
+    is_cosine=st.booleans(),
     dropout=st.booleans(),
 )
-def test_any_chunk_of_any_windows(rows: int, columns: int, window: int, num_windows: int, shift: int, dropout: bool) -> None:
+def test_any_chunk_of_any_windows(
+    rows: int, columns: int, window: int, num_windows: int, shift: int, num_images: int, is_cosine: bool, dropout: bool
+) -> None:
     """Windows that do not divide the image, any shift, any number of windows at a time, dropout by position."""
     torch.manual_seed(0)
     width = 4
     pointwise = nn.Conv2d(3, width, 2, 2)
-    block = SwinBlock(width, 2, window, min(shift, window - 1))
+    block = (CosineWindows if is_cosine else SwinBlock)(width, 2, window, min(shift, window - 1))
     block.mlp.insert(2, nn.Dropout(0.2 * dropout))
-    model = nn.Sequential(pointwise, _ChannelsLast(block), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(pointwise, ChannelsLast(block), nn.AdaptiveAvgPool2d(1))
+    size = (2 * (rows * window - 1), 2 * (columns * window - shift % 2))
     with pytest.MonkeyPatch.context() as monkeypatch:
         take_windows(monkeypatch, num_windows)
-        assert_exact(model, torch.randn(1, 3, 2 * (rows * window - 1), 2 * (columns * window - shift % 2)), steps=1, to_the_byte=True)
-
-
-class _ChannelsLast(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+        assert_exact(model, torch.randn(num_images, 3, *size), steps=1, to_the_byte=not dropout)

@@ -105,7 +105,7 @@ def test_attention_over_all_tokens_of_an_image() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "least_mib", "plain_mib"), [("fused", 16.0, 75.1), ("softmax", 26.0, 2361.0)])
 def test_attention_over_4096_tokens(form: AttentionForm, least_mib: float, plain_mib: float) -> None:
-    """The table of docs/planning.md: width 64, 4 blocks, 256 x 256 px in patches of 4 px."""
+    """The table of docs/samples.md: width 64, 4 blocks, 256 x 256 px in patches of 4 px."""
     model, shape = ImageTransformer(64, 4, 4, 4, (64, 64), form), (1, 3, 256, 256)
     plain = sft.plan(model, shape, options=sft.Options(strategy="none"))
     with pytest.raises(sft.BudgetError) as refusal:
@@ -119,7 +119,7 @@ def test_attention_over_4096_tokens(form: AttentionForm, least_mib: float, plain
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_tiles", "plain_mib", "least_mib"), [(16, 16.9, 7.85), (64, 65.7, 7.9), (256, 261.0, 7.95)])
 def test_vision_transformer_on_a_bag(num_tiles: int, plain_mib: float, least_mib: float) -> None:
-    """The table of docs/planning.md."""
+    """The table of docs/samples.md."""
     plan = _least_plan(num_tiles, 192, 4)
     assert plan.projected_peak_bytes <= least_mib * 2**20
     assert plan.redundancy == pytest.approx(1.53, abs=0.005)

@@ -116,15 +116,17 @@ def test_kinds_of_windows_and_several_images(name: str, num_images: int, monkeyp
 
 
 class _Reversed(nn.Module):
-    """An encoder of tiles after the tiles have been reversed."""
+    """Attention in blocks whose order is reversed afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 192), nn.ReLU(), nn.Linear(192, 192))
-        self.tiles, self.after = TiledEncoder(encoder, 8), nn.Linear(192, 8)
+        self.qkv, self.after = nn.Linear(3, 24), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.tiles(x).flip(0)).mean(0)  # type: ignore[no-any-return]
+        num, channels, h, w = x.shape
+        blocks = x.view(num, channels, h // 4, 4, w // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, channels)
+        q, k, v = self.qkv(blocks).chunk(3, -1)
+        return self.after(F.scaled_dot_product_attention(q, k, v).flip(0)).mean((0, 1))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +13,10 @@ from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.plan import Plan, SegmentChoice, SegmentPlan
+from sft.planner.plan_notes import plan_notes
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
-from sft.planner.repeat_budgets import extra_flops, free_budgets, repeated_calls
-from sft.planner.run_notes import run_notes
+from sft.planner.repeat_budgets import extra_flops, free_budgets
 from sft.runtime.analytic_profile import SweepProfiles
 from sft.runtime.moves import default_schedule, num_forwards_of
 from sft.runtime.region import Region
@@ -47,7 +46,7 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         order=_schedule_text(projected.region),
         host_bytes=projected.projection.host_bytes + projected.projection.staging_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.strip_policy.skips for segment in projected.region.segments),
-        notes=(*dict.fromkeys((*_whole_reasons(problem, projected), *run_notes(problem, projected))), *_repeat_lines(problem)),
+        notes=plan_notes(problem, projected),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.resources.weights is None else len(problem.resources.weights.num_bytes),
         weights_peak_bytes=projected.projection.weights_peak_bytes,
@@ -62,21 +61,6 @@ def _frozen_bytes(problem: PlanningProblem) -> int:
     sized = problem.sized
     return sum(
         sized.value_bytes(node.name) for node in sized.graph.nodes if node.kind == "parameter" and node.name not in sized.requires_grad
-    )
-
-
-def _whole_reasons(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:
-    """Reasons of the operators that run untiled although they read an image; none of those that take some samples or windows at a time."""
-    segments = (segment for segment in projected.region.segments if isinstance(segment, SampleSegment))
-    in_chunks = {name for segment in segments for name in segment.scope.names}
-    return (reason for name, reason in problem.sized.phases.whole_reasons.items() if name not in in_chunks)
-
-
-def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
-    """Schedules of the repeats, one line each."""
-    calls = repeated_calls(problem)
-    return (
-        tuple(f"{problem.sized.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.sized.training else ()
     )
 
 

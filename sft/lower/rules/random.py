@@ -72,7 +72,8 @@ class _RandomCall:
         return _as_image_shape(shape, self.has_channels)
 
     def _tile(self, target: torch.Tensor, seed: torch.Tensor, extents: Extents, start: tuple[int, int, int]) -> MaskTile:
-        shape = self.as_image(tuple(target.shape))
+        samples, channels, rows, columns = target.shape
+        shape = (samples, channels, rows, columns)
         return MaskTile(shape=shape, extents=extents, origin=start, seed=int(seed), site=self.site, draw=0, p=self.p, kind="element")
 
     def _tiles(

@@ -1,4 +1,4 @@
-"""Notes on runs of samples, windows or tokens: the operators that end a run, and the number of operators that are untiled for that."""
+"""Notes of a plan: the operators that run untiled, those that end a run of samples, windows or tokens, and schedules of repeats."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from sft.analysis.ir.graph import Node
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.problem import PlanningProblem
+from sft.planner.repeat_budgets import repeated_calls
 from sft.runtime.sample_segment import SampleSegment
 from sft.runtime.whole_segment import WholeSegment
 
-__all__ = ["run_notes"]
+__all__ = ["plan_notes"]
 
 #: Least share of the bytes of all values that operators after the end of a run make.
 _MIN_SHARE = 0.03
@@ -24,7 +25,27 @@ _REMEDIES = {
 }
 
 
-def run_notes(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:
+def plan_notes(problem: PlanningProblem, projected: ProjectedPlan) -> tuple[str, ...]:
+    """Lines about operators that run untiled, each once, and about repeats."""
+    return (*dict.fromkeys((*_whole_reasons(problem, projected), *_run_ends(problem, projected))), *_repeat_lines(problem))
+
+
+def _whole_reasons(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:
+    """Reasons of the operators that run untiled although they read an image; none of those that take some samples or windows at a time."""
+    segments = (segment for segment in projected.region.segments if isinstance(segment, SampleSegment))
+    in_chunks = {name for segment in segments for name in segment.scope.names}
+    return (reason for name, reason in problem.sized.phases.whole_reasons.items() if name not in in_chunks)
+
+
+def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
+    """Schedules of the repeats, one line each."""
+    calls = repeated_calls(problem)
+    return (
+        tuple(f"{problem.sized.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.sized.training else ()
+    )
+
+
+def _run_ends(problem: PlanningProblem, projected: ProjectedPlan) -> Iterator[str]:
     """Lines that name the operators which read all samples of a run, if many bytes are computed untiled from there on."""
     sized, graph = problem.sized, problem.sized.graph
     unit_of: dict[str, str] = {}

@@ -49,7 +49,7 @@ _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.
 
 settings.register_profile("default", max_examples=150, deadline=None, print_blob=True, suppress_health_check=_SLOW_TO_DRAW)
 _NO_SHRINKING = (Phase.explicit, Phase.generate)
-settings.register_profile("ci", settings.get_profile("default"), max_examples=5, derandomize=True, database=None, phases=_NO_SHRINKING)
+settings.register_profile("ci", settings.get_profile("default"), max_examples=3, derandomize=True, database=None, phases=_NO_SHRINKING)
 settings.register_profile("quick", settings.get_profile("default"), max_examples=15)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))

@@ -297,7 +297,7 @@ class ChannelSelection(RasterView):
     """Some channels of an image, in this order.
 
     >>> from sft.sources import ArrayImage
-    >>> ChannelSelection(ArrayImage(np.array([[[1, 2, 3]]], np.uint8)), [2, 0]).read(0, 0, 1, 1).tolist()
+    >>> ChannelSelection(ArrayImage(np.array([[[1, 2, 3]]], np.uint8), layout="HWC"), [2, 0]).read(0, 0, 1, 1).tolist()
     [[[3, 1]]]
 
     Args:

@@ -117,7 +117,9 @@ def test_attention_over_4096_tokens(form: AttentionForm, least_mib: float, plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_tiles", "plain_mib", "least_mib"), [(16, 16.9, 7.85), (64, 65.7, 7.9), (256, 261.0, 7.95), (4096, 4166.1, 10.85)])
+@pytest.mark.parametrize(
+    ("num_tiles", "plain_mib", "least_mib"), [(16, 16.9, 7.85), (64, 65.7, 7.9), (256, 261.0, 7.95), (4096, 4166.1, 10.85)]
+)
 def test_vision_transformer_on_a_bag(num_tiles: int, plain_mib: float, least_mib: float) -> None:
     """The table of docs/samples.md."""
     plan = _least_plan(num_tiles, 192, 4)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from sft.api import memory_limits
 from sft.common.free_memory import FreeMemory
-from tests.slow import SAMPLED, SLOW
+from tests.slow import SAMPLED, SLOW, THINNED
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
 # not hide installed packages of the same name.
@@ -59,18 +59,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long; a name that is no test any more is an error where its file was collected."""
     found = {f"{item.path.name}::{item.name}": item for item in items}
     seen: dict[str, set[tuple[str, str]]] = {}  # by test: values of parameters that a case of `make test` has
+    begun: set[str] = set()
     for name, item in found.items():
         test = name.partition("[")[0]
         values = {(key, str(value)) for key, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
         known = seen.setdefault(test, set())
         # By a hash, as each n-th case might always be of the same tiling.
         is_drawn = test not in SAMPLED or not values <= known or zlib.crc32(name.encode()) % SAMPLED[test] == 0
+        if test in THINNED and test in begun:
+            is_drawn &= zlib.crc32(name.encode()) % 3 == 0
+        begun.add(test)
         if name in SLOW or not is_drawn:
             item.add_marker(pytest.mark.slow)
         else:
             known |= values
     files = {item.path.name for item in items if "[" in item.name}
-    unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - seen.keys()) if name.partition("::")[0] in files)
+    unknown = sorted(
+        name for name in (SLOW - found.keys()) | ((SAMPLED.keys() | THINNED) - seen.keys()) if name.partition("::")[0] in files
+    )
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SAMPLED", "SLOW"]
+__all__ = ["SAMPLED", "SLOW", "THINNED"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_distributed_training.py::test_ranks_share_the_tiles_of_a_slide": ("attention-classification",),
@@ -258,6 +258,12 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
+    "test_bags.py::test_attention_over_all_tokens_of_an_image",
+    "test_bags.py::test_tiles_of_one_image_take_the_memory_of_a_bag",
+    "test_cli.py::test_many_segments_are_summarized",
+    "test_memory_limits.py::test_a_model_on_the_meta_device_is_planned_for_a_device_that_is_not_here",
+    "test_allocator_overhead.py::test_the_plan_leaves_room_for_device_overhead",
+    "test_streamed_cuts.py::test_a_budget_far_below_the_sum_of_the_cuts_works",
     "test_plan_figure.py::test_bars_of_many_segments_can_be_seen",
     "test_rank_failures.py::test_a_rank_that_begins_the_next_step_too_early",
     "test_wsi_cli.py::test_a_real_slide_from_the_table_to_the_heatmap",
@@ -363,3 +369,60 @@ SAMPLED = {
     "test_strip_programs.py::test_a_strip_of_parts_is_the_strip_lowered_alone": 16,
     "test_integer_tensors.py::test_whole_numbers_are_computed_with": 16,
 }
+
+#: Tests of many cases of which `make test` runs the first and about each third one, whatever their parameters; `make test-slow` runs the
+#: others.
+THINNED = frozenset(
+    (
+        "test_analytic_profile.py::test_profile_equals_the_simulated_sweep",
+        "test_aot_compile.py::test_compiles_ahead_of_time",
+        "test_axis_reductions.py::test_planes_stream",
+        "test_boundary_memory.py::test_candidates_of_networks",
+        "test_buffer_reuse.py::test_results_do_not_change",
+        "test_call_mode_guards.py::test_queries_return_the_modes_of_the_call",
+        "test_channel_padding.py::test_channels_are_added_in_strips",
+        "test_circular_padding.py::test_rolls_are_circular_paddings",
+        "test_floors.py::test_no_floor_has_risen",
+        "test_full_image_pooling.py::test_gates_of_single_pixels_are_exact",
+        "test_heatmap_geometry.py::test_a_dot_lies_under_its_cell_and_in_its_crop",
+        "test_heatmap_geometry.py::test_a_turned_slide_has_its_dot_in_the_turned_cell",
+        "test_instruction_counts.py::test_instructions_of_a_product",
+        "test_integer_tensors.py::test_whole_numbers_are_computed_with",
+        "test_kernels_benchmark.py::test_cases_are_right_under_the_interpreter",
+        "test_label_errors.py::test_labels_of_another_shape",
+        "test_label_errors.py::test_labels_of_another_type",
+        "test_legacy_files.py::test_a_plan_in_json_trains_exactly",
+        "test_legacy_files.py::test_plans_name_operators_that_are_still_called_so",
+        "test_losses.py::test_losses_in_the_manner_of_segmentation_models_pytorch",
+        "test_losses.py::test_project_monai_monai_1592_losses_that_tracers_cannot_follow",
+        "test_minus_infinity.py::test_windows_of_an_adaptive_pool",
+        "test_model_errors.py::test_errors_of_the_users_code_are_raised_as_they_are",
+        "test_moves_recompute.py::test_published_schedules_are_exact",
+        "test_noncontiguous_operands.py::test_operators_out_of_order",
+        "test_norm_variants.py::test_any_tiling_is_exact",
+        "test_offload.py::test_published_placements_are_exact",
+        "test_pad_to_multiple.py::test_to_a_multiple",
+        "test_peers_benchmark.py::test_every_method_takes_the_same_step",
+        "test_pixel_shuffle.py::test_shuffles",
+        "test_pointwise.py::test_functions_of_pixels",
+        "test_pointwise.py::test_functions_of_the_channels_of_pixels",
+        "test_position_grids.py::test_a_dot_is_in_the_cell_that_responds_most",
+        "test_position_grids.py::test_centres_are_those_of_the_gradient",
+        "test_reductions.py::test_any_tiling_is_exact",
+        "test_remote.py::test_remote_zarr_of_several_series",
+        "test_retain_graph.py::test_retained_bytes_are_counted",
+        "test_single_operators.py::test_panels_and_tiles",
+        "test_slice_assignment.py::test_slices_are_written_in_strips",
+        "test_spatial_broadcasting.py::test_images_as_small_as_a_scale_and_a_shift",
+        "test_spatial_broadcasting.py::test_narrow_images_broadcast",
+        "test_steps_benchmark.py::test_each_mode_of_execution_is_verified_and_timed",
+        "test_submodule_hooks.py::test_hooks_with_other_effects_are_refused",
+        "test_token_chunks.py::test_chunks_of_tokens_equal_plain",
+        "test_tracking.py::test_a_changed_value_is_noticed",
+        "test_tracking.py::test_constants_are_followed",
+        "test_transposed_convolution.py::test_every_use",
+        "test_weight_memory_format.py::test_strided_pointwise_convolutions_of_few_channels",
+        "test_window_chunks.py::test_chunks_of_windows_equal_plain",
+        "test_window_chunks.py::test_kinds_of_windows_and_several_images",
+    )
+)

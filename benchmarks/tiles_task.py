@@ -308,7 +308,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
     parser.add_argument("--head", choices=("attention", "max", "gap"), default="max", help="pooling (default: max)")
     parser.add_argument("--budget", default="2MiB", help="bytes of the way end to end (default: 2MiB)")
-    parser.add_argument("--seeds", type=positive_int, default=5, help="initial weights and sets of slides (default: 5)")
+    parser.add_argument("--seeds", type=positive_int, default=4, help="initial weights and sets of slides (default: 4)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")
     add_common_arguments(parser)
     return parser.parse_args()

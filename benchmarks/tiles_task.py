@@ -9,7 +9,7 @@ Three ways from the same initial weights, of the same network, with the same opt
 
 - *end to end*: all tiles of a slide in each step, inside a byte budget (`sft.compile`).
 - *frozen features*: vectors of all tiles from the initial encoder, computed once; the head alone trains, ten times as many steps.
-- *sampled tiles*: an eighth of a slide's tiles, drawn anew in each step, plain PyTorch; as many steps as the FLOPs of the first way buy.
+- *sampled tiles*: an eighth of a slide's tiles, rounded down, drawn anew in each step; as many steps as the FLOPs of the first way buy.
 
 All predict from all tiles of a test slide. Intervals are percentiles of a bootstrap that draws seeds, and test slides of each.
 """

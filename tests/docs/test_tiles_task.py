@@ -17,5 +17,7 @@ def test_areas_and_bytes() -> None:
         assert f"| {method} | {middle:.3f} ({low:.3f} to {high:.3f}) |" in page, method
     for method, (middle, low, high) in result["excess"].items():
         assert f"{middle:.3f} ({low:.3f} to {high:.3f}) more than {method}" in " ".join(page.split()), method
-    assert f"{result['projected_peak_bytes'] / 2**20:.1f} MiB instead of {result['plain_peak_bytes'] / 2**20:.1f} MiB" in " ".join(page.split())
+    assert f"{result['projected_peak_bytes'] / 2**20:.1f} MiB instead of {result['plain_peak_bytes'] / 2**20:.1f} MiB" in " ".join(
+        page.split()
+    )
     assert f"{result['num_seeds']} seeds" in page

@@ -17,7 +17,7 @@ from sft.common.interval import Interval
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import Pixels, Size, check_level, check_region, dtype_range
-from sft.sources.normalize import PIXEL_DTYPES, Normalizer, copy_pixels
+from sft.sources.normalize import PIXEL_DTYPES, Normalizer, PixelRows
 from sft.sources.source import check_rows, check_samples, equal_rows
 from sft.sources.value_range import ValueRange
 from sft.sources.views import resolve_mpp
@@ -25,7 +25,7 @@ from sft.sources.views import resolve_mpp
 __all__ = ["ArrayImage", "ArraySource", "map_npy_file"]
 
 
-class ArraySource:
+class ArraySource(PixelRows):
     """A host tensor, a NumPy array, a memmap, a ``.npy`` file or a chunked array as a `sft.sources.Source`. It is never copied as a whole.
 
     Pixels of integer types become ``(pixel / largest - mean) / std``, where ``largest`` is 255 (uint8), 65535 (uint16) or 32767 (int16);
@@ -110,21 +110,6 @@ class ArraySource:
         """
         check_rows(self._name, self.shape, interval, out)
         self._deliver(interval, out, self._normalizer.fill)
-
-    @property
-    def normalizer(self) -> Normalizer:
-        """Normalisation of the pixels."""
-        return self._normalizer
-
-    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
-        """Fill ``out``, of the pixels' type, with rows before normalisation; see `sft.sources.normalize.PixelSource`.
-
-        Raises:
-            InputError: as for `rows`.
-            SourceError: as for `rows`.
-        """
-        check_rows(self._name, self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
-        self._deliver(interval, out, copy_pixels)
 
     def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[HostArray, Tensor], None]) -> None:
         if not interval:

@@ -8,15 +8,14 @@ so each strip would decode the tiles at its two edges a second time: twice the w
 in blocks that are aligned to the tiles. The blocks at both edges of the last interval are kept, one for a forward sweep and one for a
 reverse sweep: at most two blocks of raw pixels, and a third while it is used.
 
-`load_tensor` reads a full image into one allocation, a strip at a time.
-
-Both have the same bits: subtract ``low + span * mean``, divide by ``span * std``, where ``span`` is ``high - low``, in float32 or the wider
-requested type, one rounding each. NumPy does it, since torch would start a second team of OpenMP threads in the reader thread, which
-competes with the network's for the cores.
+`load_tensor` reads a full image into one allocation, a strip at a time. Both have the same bits: subtract ``low + span * mean``, divide by
+``span * std``, where ``span`` is ``high - low``, in float32 or the wider requested type, one rounding each. NumPy does it, since torch
+would start a second team of OpenMP threads in the reader thread, which competes with the network's for the cores.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,7 +32,7 @@ from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.source import Source, check_rows, image_equal_rows
 from sft.sources.value_range import ValueRange, channel_numbers, low_and_span
 
-__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "PixelSource", "copy_pixels", "load_tensor", "normalizer_of"]
+__all__ = ["PIXEL_DTYPES", "Normalized", "Normalizer", "PixelRows", "PixelSource", "load_tensor", "normalizer_of"]
 
 #: Numbers are converted, shifted and scaled in pieces of this size: three passes over memory that stays in the cache, and the bound
 #: of the scratch where the result has another type or layout.
@@ -210,12 +209,37 @@ class PixelSource(Source, Protocol):
         ...
 
 
+class PixelRows:
+    """Base class of sources that read pixels and normalise them: the methods of `PixelSource`."""
+
+    _normalizer: Normalizer
+    shape: tuple[int, int, int, int]
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """Normalisation of the pixels."""
+        return self._normalizer
+
+    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out``, of the pixels' type, with rows before normalisation; see `PixelSource`.
+
+        Raises:
+            InputError, SourceError: as for `rows`.
+        """
+        check_rows(repr(self), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
+        self._deliver(interval, out, copy_pixels)
+
+    @abstractmethod
+    def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Any, Tensor], None]) -> None:
+        """Read rows, and ``fill`` their places in the tensor of the interval with them."""
+
+
 #: Some formats have tiles of eight rows. A block is a multiple of the tile height of at least so many rows, since each read costs.
 _MIN_BLOCK_ROWS = 64
 _NUM_CHANNELS = 3
 
 
-class Normalized:
+class Normalized(PixelRows):
     """Image as ``((pixel - low) / (high - low) - mean) / std``: a `sft.sources.Source` with one batch element.
 
     >>> from sft.sources import ArrayImage
@@ -283,21 +307,6 @@ class Normalized:
         """
         check_rows(repr(self.image), self.shape, interval, out)
         self._deliver(interval, out, self._normalizer.fill)
-
-    @property
-    def normalizer(self) -> Normalizer:
-        """Normalisation of the pixels."""
-        return self._normalizer
-
-    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
-        """Fill ``out``, of the pixels' type, with rows before normalisation; see `PixelSource`.
-
-        Raises:
-            InputError: as for `rows`.
-            SourceError: the pixels cannot be read.
-        """
-        check_rows(repr(self.image), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
-        self._deliver(interval, out, copy_pixels)
 
     def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[HostArray, Tensor], None]) -> None:
         """Read rows in full blocks, and fill their places in the interval's tensor."""

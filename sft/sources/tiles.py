@@ -23,7 +23,7 @@ from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, SourceError, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, pixel_dtype
-from sft.sources.normalize import Normalizer, copy_pixels, normalizer_of
+from sft.sources.normalize import PixelRows, normalizer_of
 from sft.sources.resample import Resampled
 from sft.sources.source import check_rows, check_samples
 from sft.sources.value_range import ValueRange
@@ -43,7 +43,7 @@ class _Mask(Protocol):
     def region(self, x: int, y: int, w: int, h: int) -> BoolArray: ...
 
 
-class Tiles:
+class Tiles(PixelRows):
     """Tiles of an image: a `sft.sources.Source` of shape ``[N, C, h, w]``.
 
     Only tiles inside the image count; an incomplete one at the right or lower border is left out.
@@ -173,21 +173,6 @@ class Tiles:
         """
         check_rows(repr(self), self.shape, interval, out)
         self._deliver(interval, out, self._normalizer.fill)
-
-    @property
-    def normalizer(self) -> Normalizer:
-        """Normalisation of the pixels."""
-        return self._normalizer
-
-    def pixel_rows(self, interval: Interval, out: Tensor) -> None:
-        """Fill ``out``, of the pixels' type, with rows of every tile before normalisation; see `sft.sources.normalize.PixelSource`.
-
-        Raises:
-            InputError: as for `rows`.
-            SourceError: pixels cannot be read.
-        """
-        check_rows(repr(self), self.shape, interval, out, dtype=self._normalizer.pixel_dtype)
-        self._deliver(interval, out, copy_pixels)
 
     def _deliver(self, interval: Interval, out: Tensor, fill: Callable[[Pixels, Tensor], None]) -> None:
         if not interval:

@@ -189,7 +189,7 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
         narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
         scratch_bytes = term + narrow + num_terms * (8 + dtype.itemsize)
     else:
-        # The strip in the wider type or a dense layout, and the tables of indices, weights and bags, of each plane.
+        # The strip in the wider type, and the tables of indices, weights and bags, of each plane.
         planes = math.prod(shape[:dim])
         scratch_bytes = math.prod(value.shape) * dtype.itemsize * (value.dtype != dtype) + planes * num_terms * (
             2 * (4 + dtype.itemsize) + 4

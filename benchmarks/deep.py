@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import sft
 
-# The examples are no installed package.
+# The examples are not an installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from examples.deep_gpt.network import deep_gpt, sums

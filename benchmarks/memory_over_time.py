@@ -146,7 +146,7 @@ def main() -> int:
         rows=[(curve.case.method, mib(curve.peak_bytes), f"{curve.loss:.6f}") for curve in (plain, own)],
     )
     raw = {"environment": environment(arguments.threads), "curves": [asdict(curve) for curve in (plain, own)]}
-    notes = "ResNet-18 with frozen norms on the slide of `make demo`, 2220 x 2967 px; one training step each. Seconds are no comparison."
+    notes = "ResNet-18 with frozen norms on the slide of `make demo`, 2220 x 2967 px; one training step each. Seconds are not comparable."
     written = write_results(result_stem(arguments.out, "memory-over-time"), raw, [table], notes, None)
     Console().print(table.terminal(), written)
     return 0

@@ -56,7 +56,7 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long; a name that is no test any more is an error where its file was collected."""
+    """Mark what takes long; a name that is not a test any more is an error where its file was collected."""
     found = {f"{item.path.name}::{item.name}": item for item in items}
     seen: dict[str, set[tuple[str, str]]] = {}  # by test: values of parameters that a case of `make test` has
     begun: set[str] = set()
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name for name in (SLOW - found.keys()) | ((SAMPLED.keys() | THINNED) - seen.keys()) if name.partition("::")[0] in files
     )
     if unknown and len(items) > 1000:
-        raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")
+        raise pytest.UsageError(f"tests/slow.py names what is not a test: {', '.join(unknown)}")
 
 
 @pytest.fixture

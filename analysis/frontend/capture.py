@@ -119,12 +119,12 @@ class Capture:
 
     def with_symbols_of(self, other: Capture) -> Capture:
         """The capture with the symbols of sizes that another capture has at the same places; those of samples get names of their own."""
-        known = {symbol: sp.Symbol(f"samples_{symbol.name}", integer=True, positive=True) for symbol in self.sample_symbols}
+        symbol_map = {symbol: sp.Symbol(f"samples_{symbol.name}", integer=True, positive=True) for symbol in self.sample_symbols}
         for name, other_name in zip(self.graph.inputs, other.graph.inputs, strict=True):
             for size, symbol in zip(self.graph[name].shape, other.graph[other_name].shape, strict=True):
                 if isinstance(size, sp.Symbol) and isinstance(symbol, sp.Symbol):
-                    known[size] = symbol
-        return self._with_sizes(known)
+                    symbol_map[size] = symbol
+        return self._with_sizes(symbol_map)
 
     def _with_sizes(self, known: Mapping[sp.Symbol, sp.Basic]) -> Capture:
         """The capture with expressions in place of symbols; conditions without a symbol must hold."""
@@ -144,8 +144,8 @@ class Capture:
         values = self.bind(shapes)
         if values is None:
             return None
-        known = {symbol: sp.Integer(values[symbol]) for symbol in self.sample_symbols}
-        return replace(self._with_sizes(known), shapes=tuple(shapes))
+        symbol_map = {symbol: sp.Integer(values[symbol]) for symbol in self.sample_symbols}
+        return replace(self._with_sizes(symbol_map), shapes=tuple(shapes))
 
 
 def _solve_symbol(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
@@ -217,7 +217,7 @@ def _state_problems(model: nn.Module, module_changes: AttributeChanges, object_c
     changes = [(paths[id(module)], name, value) for (module, name), value in module_changes.items() if not is_hook_registry(name)]
     changes += [(owner.name, name, value) for (owner, name), value in object_changes.items()]
     problems = [
-        f"{owner}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
+        f"{owner}: `forward` sets {name}, to {value!r}, so the next call computes other values; a compiled model takes "
         "all calls for the same. Set it outside of `forward`, or make it an input"
         for owner, name, value in changes
     ]

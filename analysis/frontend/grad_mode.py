@@ -151,7 +151,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
         destinations = _written_tensors(func, args, kwargs)
         if any(type(value) in (Tensor, nn.Parameter) for value in destinations):  # parameters and buffers are fake by now
             self._refuse(
-                f"writes in place ({_function_name(func)}) into a tensor that is no parameter and no buffer, and a compiled model has "
+                f"writes in place ({_function_name(func)}) into a tensor that is not a parameter or buffer, and a compiled model has "
                 "its value of now; register it with register_buffer"
             )
         destinations = [] if torch.is_grad_enabled() else destinations

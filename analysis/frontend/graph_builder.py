@@ -65,8 +65,8 @@ def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandl
     builder.add_outputs(functional)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    known = {guard.lhs: guard.rhs for guard in symbol_guards(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
-    known |= dict(pair for node in builder.nodes.values() if (pair := _bincount_size(node)) is not None)
+    constants = {guard.lhs: guard.rhs for guard in symbol_guards(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    constants |= dict(pair for node in builder.nodes.values() if (pair := _bincount_size(node)) is not None)
     graph = Graph(
         nodes=tuple(builder.nodes.values()),
         outputs=tuple(builder.outputs),
@@ -74,7 +74,7 @@ def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandl
         axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
         constant_outputs=tuple(builder.constant_outputs),
     )
-    return substitute_sizes(graph, known).without_dead_operators()
+    return substitute_sizes(graph, constants).without_dead_operators()
 
 
 def _bincount_size(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
@@ -381,8 +381,8 @@ def _side_effect(overload: Any) -> SideEffect:
 def _non_tensor_read_problem(fx_node: torch.fx.Node) -> str:
     """Refusal of an operator that reads an object that is not a tensor."""
     return (
-        f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is no tensor, such as a torch.Generator; "
-        "compute that outside of the compiled model, as a buffer or an input"
+        f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is not a tensor, "
+        "such as a torch.Generator; compute that outside of the compiled model, as a buffer or an input"
     )
 
 

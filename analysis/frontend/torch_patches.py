@@ -224,7 +224,7 @@ PATCHES: dict[str, Patch] = {
     "module_stack": Patch(
         target="torch.fx._symbolic_trace.Tracer.call_module",
         parameters=("self", "m", "forward", "args", "kwargs"),
-        why="`forward` may catch an error of a submodule, and go on. The exporter leaves that submodule on its stack of running modules.",
+        why="`forward` may catch an error of a submodule, and continue. The exporter leaves the submodule on its stack of running modules.",
         without="Models that catch an error of a submodule are refused.",
         replacement=functions.balanced_module_stack,
     ),

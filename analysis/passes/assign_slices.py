@@ -98,10 +98,10 @@ def _join(tracker: LayoutTracker, node: Node, dim: int, value: Any) -> bool:
         if image is None:
             offset = offset + tracker.shape(name)[model_dim]
             continue
-        part = tracker.nodes[image.node]
-        end = offset + part.shape[dim]
+        image_node = tracker.nodes[image.node]
+        end = offset + image_node.shape[dim]
         padded_name = node.name if result is None and index == last else f"{node.name}__placed{index}"
-        padded = pad_axis(node, part, padded_name, dim, (offset, extent - end), tracker.axes.count, value=value)
+        padded = pad_axis(node, image_node, padded_name, dim, (offset, extent - end), tracker.axes.count, value=value)
         tracker.put(padded, image.layout)
         if result is not None:
             name = node.name if index == last else f"{node.name}__joined{index}"

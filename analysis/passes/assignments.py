@@ -6,7 +6,7 @@ What is written into may be a constant (``out = x.new_zeros(...)``), which becom
     z = zeros(n, c, h, w)                 ->      z = sft.constant_image(x)
     y = slice_scatter(z, x, dim=1)        ->      y = sft.assign_channels(z, x)
 
-An index tensor (``x[:, [2, 1, 0]]``, ``index_copy``) names channels if it has one dimension and is no image: every pixel is treated alike.
+An index tensor (``x[:, [2, 1, 0]]``, ``index_copy``) names channels if it has one dimension and is not an image. All pixels are equal.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def rewrite_axis_pool(tracker: LayoutTracker, node: Node) -> bool:
     dims = tuple(2 + axis for axis in range(tracker.axes.count) if pooled[axis] == 1)
     if 2 + ROWS not in dims or not _is_partial(tracker, source, [dim - 2 for dim in dims]):
         return False
-    others = [axis for axis in range(tracker.axes.count) if 2 + axis not in dims]
-    if not same_shape([pooled[axis] for axis in others], [extents[axis] for axis in others]) or not _covers(node, extents):
+    kept_axes = [axis for axis in range(tracker.axes.count) if 2 + axis not in dims]
+    if not same_shape([pooled[axis] for axis in kept_axes], [extents[axis] for axis in kept_axes]) or not _covers(node, extents):
         return False
     arguments = (("self", node.argument("self")), ("dim", dims), ("keepdim", True), ("dtype", None))
     return rewrite_axis_reduction(tracker, replace(node, target=_MEAN, arguments=arguments))

@@ -148,8 +148,8 @@ def _pad_of(node: Node, image: Node, name: str, pairs: Mapping[int, Pair], num_a
         return replace(node, name=name, target="sft.pad_channels", shape=shape, arguments=arguments)
     first = min((rank - num_axes, *pairs))
     flat = tuple(amount for dim in reversed(range(first, rank)) for amount in pairs.get(dim, (0, 0)))
-    rest = tuple(pair for pair in node.arguments if pair[0] not in ("self", "pad"))
-    return replace(node, name=name, shape=shape, arguments=(("self", Ref(image.name)), ("pad", flat), *rest))
+    other_arguments = tuple(pair for pair in node.arguments if pair[0] not in ("self", "pad"))
+    return replace(node, name=name, shape=shape, arguments=(("self", Ref(image.name)), ("pad", flat), *other_arguments))
 
 
 def decompose_circular_pads(graph: Graph) -> Graph:

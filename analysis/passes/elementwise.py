@@ -127,8 +127,8 @@ def _image_of_size(tracker: LayoutTracker, shape: Sequence[Any]) -> TrackedImage
     """The latest image with the batch and the extents of a shape, and with as many dimensions; ``None`` if there is none."""
     size = (shape[0], *tracker.axes.of(shape))
     for image in reversed(tracker.images.values()):
-        known = tracker.shape(image.node)
-        if len(known) == len(shape) and (known[0], *tracker.axes.of(known)) == size:
+        image_shape = tracker.shape(image.node)
+        if len(image_shape) == len(shape) and (image_shape[0], *tracker.axes.of(image_shape)) == size:
             return image
     return None
 
@@ -136,7 +136,7 @@ def _image_of_size(tracker: LayoutTracker, shape: Sequence[Any]) -> TrackedImage
 def _add_narrow_side_input(tracker: LayoutTracker, reader: Node, name: str, widest: TrackedImage) -> str | None:
     """An image of one row or column as a side input of a wider one.
 
-    Any strip may need all of it, so it is flattened first: a list of numbers is no image and stays untiled.
+    Any strip may need all of it, so it is flattened first: a list of numbers is not an image and stays untiled.
     """
     narrow, wide = tracker.nodes[name], tracker.nodes[widest.node]
     side = make_spatial_side_input(f"{reader.name}__{name}", narrow, DimLayout.plain(len(narrow.shape)), wide, tracker.axes)

@@ -157,10 +157,10 @@ class LayoutTracker:
     def copy_operator(self, node: Node) -> None:
         """Copy an operator unchanged, on operands in the model's order."""
         arguments = tuple((key, map_refs(value, lambda name: Ref(self.plain_name(name)))) for key, value in node.arguments)
-        kept = replace(node, arguments=arguments)
-        self.nodes[node.name] = kept
+        rewritten = replace(node, arguments=arguments)
+        self.nodes[node.name] = rewritten
         images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
-        if self._is_image_of(kept, images) or (not images and node.name in self._depends and self._is_expanded_image(kept)):
+        if self._is_image_of(rewritten, images) or (not images and node.name in self._depends and self._is_expanded_image(rewritten)):
             self.images[node.name] = TrackedImage(node.name, DimLayout.plain(len(node.shape)))
 
     def _is_expanded_image(self, node: Node) -> bool:

@@ -129,7 +129,7 @@ def _place_values(phases: PhasedGraph) -> dict[str, Placements]:
     reached: dict[str, frozenset[str]] = {}
     for name in images:
         extents = zip(_extents(phases, images[0]), _extents(phases, name), strict=True)
-        placed[name] = tuple(AxisPlacement.equal_cells(first, own) for first, own in extents)
+        placed[name] = tuple(AxisPlacement.equal_cells(first, extent) for first, extent in extents)
     for node in graph.operators:
         row = phases.rows[node.name]
         origins = _origins(node, placed, reached)
@@ -154,20 +154,20 @@ def _origins(node: Node, placed: Mapping[str, Placements], reached: Mapping[str,
 def _place_untiled(phases: PhasedGraph, node: Node, origins: frozenset[str], placed: Mapping[str, Placements]) -> Placements:
     """The placement of an operator without an access map: see the module's docstring."""
     latest: Sequence[str] = sorted(origins, key=phases.graph.position, reverse=True)
-    own = _extents(phases, node.name)
+    node_extents = _extents(phases, node.name)
     for name in latest:
-        if _extents(phases, name) == own:
+        if _extents(phases, name) == node_extents:
             return placed[name]
     extents = _extents(phases, latest[0])
-    cells = (AxisPlacement.equal_cells(extent, length) for extent, length in zip(extents, own, strict=True))
+    cells = (AxisPlacement.equal_cells(extent, length) for extent, length in zip(extents, node_extents, strict=True))
     return tuple(placement.then(cell) for placement, cell in zip(placed[latest[0]], cells, strict=True))
 
 
 def _has_positions(phases: PhasedGraph, node: Node, image: str) -> bool:
     """True if the last dimensions of an untiled output may be those of the image: several positions, at most one for each pixel."""
-    own = _extents(phases, node.name)
-    fits = all(length <= extent for length, extent in zip(own, _extents(phases, image), strict=False))
-    return len(node.shape) >= phases.graph.axes.rank and any(length != 1 for length in own) and fits
+    node_extents = _extents(phases, node.name)
+    fits = all(length <= extent for length, extent in zip(node_extents, _extents(phases, image), strict=False))
+    return len(node.shape) >= phases.graph.axes.rank and any(length != 1 for length in node_extents) and fits
 
 
 def _extents(phases: PhasedGraph, name: str) -> tuple[int, ...]:

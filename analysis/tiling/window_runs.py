@@ -227,7 +227,7 @@ class _WindowSearch:
         return replace(self.images, axes={name: axis for name, axis in sorted(self.images.axes.items()) if name in touched})
 
     def _columns(self, names: Sequence[str], rows: SampleLevel) -> SampleLevel | None:
-        """Windows of a row of a run; ``None`` if its operators exchange them, or if they are no blocks of its results."""
+        """Windows of a row of a run; ``None`` if its operators exchange them, or if they are not blocks of its results."""
         row = graph_of_samples(self.graph, rows.axes, 1)
         for num_columns in extents_read(self.phases, names, COLUMNS):
             tracker = self._image_tracker(row, frozenset(names), num_columns, COLUMNS, frozenset())

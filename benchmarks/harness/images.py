@@ -58,7 +58,7 @@ def write_slide(path: Path, height: int, width: int) -> None:
 
 
 def _tiles(mosaic: Pixels, height: int, width: int) -> Iterator[Pixels]:
-    """Tiles from all over the mosaic, each turned one way or another, so that the file is no repetition."""
+    """Tiles from all over the mosaic, each turned one way or another, so that the file is not a repetition."""
     generator = np.random.default_rng(0)
     room = max(1, len(mosaic) - TILE_PX + 1)
     filled = np.pad(mosaic, [(0, max(0, TILE_PX - extent)) for extent in mosaic.shape[:2]] + [(0, 0)], mode="symmetric")

@@ -163,7 +163,7 @@ class Network:
     def _separators(self) -> list[int]:
         reach, found = max(self.dag.successors[0]), []
         for v in range(1, len(self.groups) - 1):
-            # an alias (a view) is no cut of its own: its bytes are those of what it views
+            # an alias (a view) is not a cut of its own: its bytes are those of what it views
             if reach <= v and self.dag.sizes_bytes[v]:
                 found.append(v)
             reach = max(reach, *self.dag.successors[v])

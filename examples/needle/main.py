@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-# The examples are no installed package: let this one find the others from wherever it is started.
+# The examples are not an installed package: let this one find the others from wherever it is started.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sft.sources import Image, load_tensor
 
-# The examples are no installed package: let this one find examples/models.py from wherever it is started.
+# The examples are not an installed package: let this one find examples/models.py from wherever it is started.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from examples.models import PooledClassifier, freeze_norm, resnet18

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The examples are no installed package: let this one find the others from wherever it is started.
+# The examples are not an installed package: let this one find the others from wherever it is started.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import sft
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     peak_bytes = 0
     for step in range(arguments.steps):
         noisy, labels = _noisy(brain, arguments.noise), brain.left
-        if step % 2:  # so that it is no matter of place which half has labels
+        if step % 2:  # so that it is not a matter of place which half has labels
             noisy, labels = noisy.flip(4), labels.flip(3)
         optimizer.zero_grad()
         with sft.measure_peak("cpu") as peak:

@@ -307,22 +307,22 @@ class CaptureCache:
         key = (signature.shapes_of_any_samples, signature.capture_key, signature.guards, signature.constants)
         if signature.shapes_of_any_samples is None:
             return None
-        known = self._of_samples.setdefault(key, [])
-        for each in known:
+        captures = self._of_samples.setdefault(key, [])
+        for each in captures:
             if signature.modes.satisfies(each.raw.guard_values) and self._constants.hold(each.raw.reads):
                 captured = each.at(signature.shapes)
                 if captured is not None:
                     return captured
         others = (each for each in self._captures if self._is_reference(each, signature))
         # Where `forward` branches on the number of samples, each branch has a capture.
-        reference = next((other for other in others if all(each.raw.bind(other.raw.shapes) is None for each in known)), None)
+        reference = next((other for other in others if all(each.raw.bind(other.raw.shapes) is None for each in captures)), None)
         if reference is None or key in self._without_samples:
             return None
         new = SampleCapture.of(self._model, signature, reference)
         if new is None:
             self._without_samples.add(key)
             return None
-        known.append(new)
+        captures.append(new)
         while len(self._of_samples) > _MAX_CAPTURES:
             del self._of_samples[next(iter(self._of_samples))]
         return new.at(signature.shapes)

@@ -110,8 +110,8 @@ def check_capturable(model: nn.Module) -> None:
         )
     if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise InputError(
-            f"(the model itself): {type(model).__name__} has a `__call__` of its own, which would run around and inside of what is "
-            "compiled; move what it does into `forward`, or compile nn.Sequential(model)"
+            f"(the model itself): {type(model).__name__} overrides `__call__`, which would run twice: around the compiled model and "
+            "inside of it; move its code into `forward`, or compile nn.Sequential(model)"
         )
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise InputError(
@@ -121,7 +121,7 @@ def check_capturable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         label = f"{path or '(the model itself)'}: {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"{label}: a scripted or traced module cannot be captured; give the module that it was made of")
+            raise InputError(f"{label}: a scripted or traced module cannot be captured; give the original module")
         if any(is_lazy(value) for value in (*module._parameters.values(), *module._buffers.values())):
             raise InputError(f"{label}: its parameters are not initialised yet; call the model once before it is compiled")
 

@@ -93,7 +93,7 @@ def compile(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
         received = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
         raise InputError(
-            f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out where there is none"
+            f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {received}; leave it out for training without one"
         )
     resolved_mesh = resolve_mesh(mesh, (options or Options()).mesh_timeout)
     if destination.in_bands and resolved_mesh is None:
@@ -101,7 +101,7 @@ def compile(
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
     if plan is not None and (resolved_mesh is not None or plan.mesh is not None):
-        raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
+        raise InputError("plan is for a single device: leave it out with mesh=..., or make it again without a mesh")
     input_shape, structure = bind_shapes(model, input_shape)
     examples = examples_of(input_shape)
     shapes = () if examples else shapes_of(input_shape)

@@ -95,8 +95,8 @@ class _ForwardMethod:
         break_graph_where_compiled()
         if net._sft_forward is not None:
             return net._sft_forward
-        own = vars(net).get("forward")
-        return types.MethodType(self._function if own is None else _bound_forward_like(own), net)
+        instance_forward = vars(net).get("forward")
+        return types.MethodType(self._function if instance_forward is None else _bound_forward_like(instance_forward), net)
 
     def __set__(self, net: Any, replacement: Callable[..., Any]) -> None:
         object.__setattr__(net, "_sft_forward", replacement)
@@ -189,7 +189,7 @@ def _refuse_copies(engine: Engine) -> None:
     """
     file = engine.settings.options.weights_file
     if file is not None:
-        raise InputError(f"the weights are streamed from {file.path}, which is this model's alone; take the state_dict instead of a copy")
+        raise InputError(f"the weights are streamed from {file.path}, a file of this model only; use its state_dict() instead of a copy")
 
 
 def _copy_settings(engine: Engine) -> dict[str, Any]:

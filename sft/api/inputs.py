@@ -256,9 +256,9 @@ def check_extents(name: str, shape: Sequence[int | None]) -> None:
 def _check_dense(name: str, value: Tensor) -> None:
     """Refuse tensors whose numbers are not one dense array: sparse, nested and quantized ones."""
     if value.is_nested:
-        raise InputError(f"{name} is a nested tensor; give a dense tensor, as of value.to_padded_tensor(0.0)")
+        raise InputError(f"{name} is a nested tensor; give a dense tensor, such as value.to_padded_tensor(0.0)")
     if value.layout is not torch.strided:
-        raise InputError(f"{name} has layout {value.layout}; give a dense tensor, as of value.to_dense()")
+        raise InputError(f"{name} has layout {value.layout}; give a dense tensor, such as value.to_dense()")
     if value.is_quantized:
         raise InputError(f"{name} is a quantized tensor ({value.dtype}); give value.dequantize()")
 
@@ -302,7 +302,7 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
             raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
         check_extents(name, shape)
         if not isinstance(value.dtype, torch.dtype):
-            raise InputError(f"{name} is a source of dtype {value.dtype!r}; a source has an element type of torch's, as {dtype}")
+            raise InputError(f"{name} is a source of dtype {value.dtype!r}; its dtype must be a torch.dtype, such as {dtype}")
         if value.dtype != dtype and value.dtype.is_floating_point:
             raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
         return value

@@ -59,7 +59,7 @@ class MemoryLimits:
         """
         if self.host_bytes is not None and needed_bytes > self.host_bytes:
             raise BudgetError(
-                f"what leaves the device during a step takes {format_bytes(needed_bytes)}, but of the host's memory "
+                f"the values that a step offloads take {format_bytes(needed_bytes)}, but of the host's memory "
                 f"{format_bytes(self.host_bytes)} can be used ({self.host_note}). Lower Options(host_budget=...) to that, give "
                 "Options(host_folder=...) to keep these values on a disk, or raise the budget.",
                 needed_bytes=needed_bytes,
@@ -98,7 +98,7 @@ def resolve_limits(
         device_type: kind of device that a model on the meta device is planned for; empty otherwise.
 
     Raises:
-        InputError: the budget is no number of bytes, or the free memory of the device cannot be read.
+        InputError: the budget is not a number of bytes, or the free memory of the device cannot be read.
     """
     device = _device_of(model, device_type)
     if is_automatic(budget):

@@ -222,7 +222,7 @@ def _recordable_graphs(
     """Programs that are replayed as CUDA graphs, as many as the rest of the budget allows."""
     if settings.options.cuda_graphs is not True or device.type != "cuda":
         return None
-    # Sharded weights are gathered anew for each pass, so their addresses change.
+    # Sharded weights are gathered again for each pass, so their addresses change.
     weights = () if settings.sharding else (node.name for node in problem.sized.graph.nodes if node.kind in ("parameter", "buffer"))
     graphs = GraphCache.within(
         recordable_programs(region, training=plan.training),

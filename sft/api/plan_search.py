@@ -207,8 +207,8 @@ class PlanSearch:
             fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
-            tried = [each for _, each in [*known.values()][num_known:]] or [fitted]
-            least_bytes = min(each.projected.projection.overhead_bytes for each in tried)
+            new_plans = [each for _, each in [*known.values()][num_known:]] or [fitted]
+            least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
             overhead_bytes = max(least_bytes, overhead_bytes + overhead_bytes // 8 + 1)
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:

@@ -172,8 +172,8 @@ _ENABLE_GRAD_MESSAGE = (
 )
 
 _UNREGISTERED_MESSAGE = (
-    "{}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter of one of its modules (of modules in "
-    "a plain list: make it an nn.ModuleList), or detach it"
+    "{}: a tensor that requires a gradient and is not a parameter of the model; make it an nn.Parameter of one of its modules (of modules "
+    "in a plain list: make it an nn.ModuleList), or detach it"
 )
 
 

@@ -231,7 +231,7 @@ def conv_backward_at(context: MatchContext, at: int, call: Instruction) -> ConvB
 
 
 def _bias_sum(context: MatchContext, gradient: Slot, at: int) -> int | None:
-    """Position of a sum of the gradient over all pixels, directly before position ``at``; None if that instruction is no such sum."""
+    """Position of a sum of the gradient over all pixels, directly before position ``at``; None if that instruction is not such a sum."""
     previous = at - 1
     if previous < 0 or not context.is_unclaimed(previous, aten.sum.dim_IntList):
         return None

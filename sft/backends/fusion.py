@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def match_relu(context: MatchContext, value: Slot, at: int) -> Slot | None:
-    """The result of a ReLU of ``value`` at a position; None if the instruction is no such ReLU."""
+    """The result of a ReLU of ``value`` at a position; None if the instruction is not such a ReLU."""
     call = context.def_use.instructions[at]
     if call.function is aten.relu_.default and call.arguments[0] == value:
         return value

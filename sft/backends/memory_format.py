@@ -60,12 +60,12 @@ def channels_last_slots(def_use: DefUse, laid_out: Collection[Port]) -> frozense
         def_use: the program.
         laid_out: ports bound to channels-last images.
     """
-    known = {slot.number for port, slot in def_use.ports.items() if port in laid_out}
+    channels_last = {slot.number for port, slot in def_use.ports.items() if port in laid_out}
     for instruction in def_use.instructions:
         for out in instruction.outputs:
-            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, known)):
-                known.add(out.number)
-    return frozenset(known)
+            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, channels_last)):
+                channels_last.add(out.number)
+    return frozenset(channels_last)
 
 
 def _is_channels_last_slot(instruction: Instruction, known: Collection[int]) -> bool:

@@ -91,7 +91,7 @@ def _rewrite_frozen_norm_gradient(context: MatchContext, at: int, call: Instruct
 
 
 def _num_scale_keys(image: Slot, scale: Slot) -> int | None:
-    """Number of rows of scales: of each sample, or 1; None if the slot is no fp32 scale of each channel."""
+    """Number of rows of scales: of each sample, or 1; None if the slot is not an fp32 scale of each channel."""
     per_channel = (image.shape[1], *[1] * (len(image.shape) - 2))
     if len(scale.shape) != len(image.shape) or scale.shape[1:] != per_channel or scale.dtype != torch.float32:
         return None

@@ -45,7 +45,7 @@ class PaddedBuffer:
 
 
 def find_padded_buffer(def_use: DefUse, slot: Slot, at: int, value: float) -> PaddedBuffer:
-    """The source of a slot that is a copy padded with ``value``; the slot itself if it is no such copy, or if the source changes before
+    """The source of a slot that is a copy padded with ``value``; the slot itself if it is not such a copy, or if the source changes before
     position ``at``."""
     rank = len(slot.shape) - 2
     unpadded = PaddedBuffer(slot=slot, before=(0,) * rank)

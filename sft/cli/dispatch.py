@@ -191,7 +191,7 @@ def _plan_to_tune(args: argparse.Namespace, inputs: Sequence[ExampleInput]) -> t
     """The plan of ``tune --plan``, and a budget that it fits.
 
     Raises:
-        InputError: the file is no plan, or one for other inputs.
+        InputError: the file is not a plan, or one for other inputs.
     """
     if args.tile:
         raise InputError("--tile forces strips, and --plan has strips; leave out the one or the other")

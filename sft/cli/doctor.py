@@ -84,7 +84,7 @@ def _install_hint(name: str) -> str:
 
 
 def _shadowed() -> str:
-    """A warning where Python's path finds a folder named ``sft`` that is no package, such as the root of a clone; otherwise empty.
+    """A warning where Python's path finds a folder named ``sft`` that is not a package, such as the root of a clone; otherwise empty.
 
     Only an installation by an import hook, as older versions of setuptools make it, has this defect: the folder then wins in its parent.
     """
@@ -92,7 +92,7 @@ def _shadowed() -> str:
     if spec is None or spec.origin is not None:
         return ""
     folders = ", ".join(spec.submodule_search_locations or ())
-    return f"scripts in this folder import the folder {folders}, which is no package, as sft; install again: {install_command('wsi')}"
+    return f"scripts in this folder import the folder {folders}, which is not a package, as sft; install again: {install_command('wsi')}"
 
 
 def _devices() -> list[torch.device]:

@@ -91,7 +91,7 @@ def parse_input(text: str) -> ExampleInput:
     sizes, has_type, dtype_name = text.partition(":")
     repetition = "*" if has_type else "+"
     if re.fullmatch(rf"[1-9][0-9]{{0,17}}([x,][1-9][0-9]{{0,17}}){repetition}", sizes) is None:
-        raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for whole numbers")
+        raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for integers")
     shape = tuple(map(int, re.split("[x,]", sizes)))
     if not has_type:
         return shape
@@ -355,7 +355,7 @@ def _placeholder_source(description: ExampleInput, dtype: torch.dtype) -> _Place
     """A placeholder source for an input."""
     shape = tuple(description.shape) if isinstance(description, torch.Tensor) else description
     if len(shape) != 4:
-        raise InputError(f"--read: an input of shape {shape} is no image; give NxCxHxW, or leave --read out")
+        raise InputError(f"--read: an input of shape {shape} is not an image; give NxCxHxW, or leave --read out")
     return _PlaceholderSource(
         (shape[0], shape[1], shape[2], shape[3]), description.dtype if isinstance(description, torch.Tensor) else dtype
     )

@@ -275,7 +275,7 @@ def _print_report(report: TuningReport, console: Console) -> None:
     faster = sum(entry.fastest == "triton" for entry in report.table.entries)
     lines.append(f"{len(report.measured)} measured, {report.num_known} known before, {len(report.refused)} refused")
     if report.num_left:
-        lines.append(f"no time for {report.num_left} more: the same command goes on with them")
+        lines.append(f"no time for {report.num_left} more: the same command continues with them")
     lines.append(f"kernels are faster for {faster} of {len(report.table.entries)} classes; written: {report.path}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -57,7 +57,7 @@ def as_path(value: object, purpose: str) -> Path:
         purpose: what it is the path of, for the error message.
 
     Raises:
-        InputError: it is no path, empty, or has a zero byte, which no name of a file has.
+        InputError: it is not a path, empty, or has a zero byte, which no name of a file has.
     """
     if not is_text_path(value):
         raise InputTypeError(f"{purpose}: its path is {value!r}, {typed(value)}; give a text or a pathlib.Path")
@@ -84,7 +84,7 @@ def atomic_write(
         remedy: last sentence of the error message.
 
     Raises:
-        InputError: it is no path.
+        InputError: it is not a path.
         SourceError: it cannot be written; ``path`` is unchanged.
     """
     target = as_path(path, "a file to write")

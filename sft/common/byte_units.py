@@ -52,11 +52,11 @@ def parse_bytes(size: float | str | SupportsInt) -> int:
     elif is_integer(size) or (isinstance(size, float) and size.is_integer()):
         num_bytes = int(size)
     else:
-        raise InputError(f"a byte size is a whole number or text such as '11GiB', got {size!r}")
+        raise InputError(f"a byte size is an integer or text such as '11GiB', got {size!r}")
     if num_bytes <= 0:
         raise InputError(f"a byte size must be positive, got {size!r}")
     if num_bytes > _MAX_BYTES:
-        raise InputError(f"a byte size may be {_MAX_BYTES} at most, got {str(size)[:40]!r}; '1024TiB' is as good as no limit")
+        raise InputError(f"a byte size may be {_MAX_BYTES} at most, got {str(size)[:40]!r}; write '1024TiB' for no limit")
     return num_bytes
 
 
@@ -108,8 +108,8 @@ def format_seconds(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.2g} s"
     if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
+        minutes, seconds_left = divmod(round(seconds), 60)
+        return f"{minutes} min {seconds_left} s"
     hours = seconds / 3600
     return f"{hours:.1f} h" if hours < 47.95 else f"{hours / 24:.1f} days"
 

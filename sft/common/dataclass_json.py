@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 _LIMIT = 2**63
 
-_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
-        raise InputError(f"this is no JSON: {error}") from error
+        raise InputError(f"this is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object, got {_shorten(value)}")
     return value
@@ -92,7 +92,7 @@ def _parse_value(annotation: Any, data: Any, place: str, limits: Mapping[str, An
     if is_dataclass(annotation):
         return _parse_dataclass(annotation, data, place)
     is_whole = annotation is float and type(data) is int
-    if not is_whole and type(data) is not annotation:  # not isinstance: true is no number
+    if not is_whole and type(data) is not annotation:  # not isinstance: true is not a number
         _refuse(place, _KINDS[annotation], data)
     if annotation in (int, float):
         _check_number(data, place, limits.get("minimum", 0))

@@ -105,7 +105,7 @@ _VALUE_WORDS = ("out of bounds", "out of range", "out of DATA bounds", "Class va
 
 
 def refusal_of_values(error: Exception, operator: str) -> InputError | None:
-    """The error of an operator about the values of its operands (a label that is no class) as an input error; ``None`` for other errors."""
+    """The error of an operator about the values of its operands (a label that is not a class) as an input error; else ``None``."""
     message = str(error).strip().rstrip(".")
     if not any(word in message for word in _VALUE_WORDS):
         return None
@@ -144,8 +144,8 @@ def first_problems(problems: Sequence[str]) -> list[str]:
     >>> first_problems([f"line {number}" for number in range(2500)])[19:]
     ['line 19', 'and 2,480 more']
     """
-    rest = len(problems) - _NUM_SHOWN
-    return [*problems[:_NUM_SHOWN], *([f"and {rest:,} more"] if rest > 0 else [])]
+    num_omitted = len(problems) - _NUM_SHOWN
+    return [*problems[:_NUM_SHOWN], *([f"and {num_omitted:,} more"] if num_omitted > 0 else [])]
 
 
 def some_names(names: Collection[object]) -> str:

@@ -26,7 +26,7 @@ def environment_number(name: str, default: int, *, least: int) -> int:
     """The number in an environment variable, or the default if it is unset or empty.
 
     Raises:
-        InputError: it is no integer, or too small.
+        InputError: it is not an integer, or too small.
     """
     text = os.environ.get(name, "").strip()
     if not text:

@@ -68,7 +68,7 @@ def lock_pages(data: npt.NDArray[np.uint8], purpose: str, remedy: str) -> None:
         with suppress(RuntimeError):  # CUDA reports the failure once more, at the next kernel
             torch.zeros(1, device="cuda").add_(1)
         warnings.warn(
-            f"{purpose} take {format_bytes(data.nbytes)} of page-locked host memory, which the system does not give (CUDA error {status}): "
+            f"{purpose} take {format_bytes(data.nbytes)} of page-locked host memory, which could not be allocated (CUDA error {status}): "
             f"the step computes the same, and waits for its copies. {remedy}",
             RuntimeWarning,
             stacklevel=2,

@@ -99,9 +99,7 @@ def refuse_after_failure(residuals: Any) -> None:
         RuntimeError: they are released.
     """
     if residuals is None:
-        raise RuntimeError(
-            "the backward pass of this call has failed before and took with it what was kept of the forward pass; call the model again"
-        )
+        raise RuntimeError("an earlier backward pass of this call failed and freed the residuals of the forward pass; call the model again")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def run_divisions(problem: PlanningProblem, partition: BandPartition) -> Iterato
     }
     total_flops = max(1, sum(program.flops for program in plain_programs(problem)))
     total_bytes = max(1, sum(sum(run.stored_bytes) for run in runs.values()))
-    seen = []
+    rows_seen = []
     for price in (*_BYTE_PRICES, None):
         if price is None:
             division: RunCuts = {}
@@ -57,8 +57,8 @@ def run_divisions(problem: PlanningProblem, partition: BandPartition) -> Iterato
             segment_cost, byte_cost = _SEGMENT_SHARE * total_flops, price * total_flops / total_bytes
             cuts_by_run = {number: run.cheapest_cuts(segment_cost, byte_cost) for number, run in runs.items()}
             division = {number: cuts for number, cuts in cuts_by_run.items() if cuts}
-        if division not in seen:
-            seen.append(division)
+        if division not in rows_seen:
+            rows_seen.append(division)
             yield division
 
 

@@ -231,18 +231,18 @@ class Communicator:
             return
         length, num_bytes = math.prod(shape), math.prod(shape) * torch.float64.itemsize
         arrived = machine.allocate((count, *shape), torch.float64, zero=False, contiguous=True)
-        parts = [machine.view(arrived, Interval(member, member + 1), None) for member in range(count)]
-        machine.copy(machine.flat(parts[me], 0, length), machine.flat(running, 0, length))
+        views = [machine.view(arrived, Interval(member, member + 1), None) for member in range(count)]
+        machine.copy(machine.flat(views[me], 0, length), machine.flat(running, 0, length))
         messages = [
             message
             for target, source in self.rounds(over)
-            for message in (Message(target, parts[me], is_sent=True), Message(source, parts[source], is_sent=False))
+            for message in (Message(target, views[me], is_sent=True), Message(source, views[source], is_sent=False))
         ]
         remote_bytes = (count - 1) * num_bytes
         self.wait(machine, self.post(machine, over, "globals", messages, remote_bytes, remote_bytes))
         del messages
-        machine.merge(kind, parts, largest, _NUM_MERGE_TENSORS * num_bytes)
-        machine.copy(machine.flat(running, 0, length), machine.flat(parts[0], 0, length))
+        machine.merge(kind, views, largest, _NUM_MERGE_TENSORS * num_bytes)
+        machine.copy(machine.flat(running, 0, length), machine.flat(views[0], 0, length))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -165,7 +165,7 @@ class ShardedWeights:
         missing = [name for name in self.sizes if is_sharded(self._model.get_parameter(name))]
         if missing:
             raise InputError(
-                f"{', '.join(missing)}: still in shards; a compiled model needs all weights in both passes, "
+                f"{', '.join(missing)}: still sharded; a compiled model needs all weights in both passes, "
                 "leave out set_unshard_in_backward(False)"
             )
 
@@ -176,7 +176,7 @@ class ShardedWeights:
             reset()
         else:
             self._failure = (
-                f"a step of this model failed, and fully_shard of torch {torch.__version__} cannot go on after that; "
+                f"a step of this model failed, and fully_shard of torch {torch.__version__} cannot continue after that; "
                 "start again from the last checkpoint"
             )
 

@@ -65,7 +65,7 @@ def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
     """Convert the argument ``mesh`` of ``sft.compile``.
 
     Raises:
-        InputError: it is no mesh with these dimensions, or this process is not in it.
+        InputError: it is not a mesh with these dimensions, or this process is not in it.
     """
     if mesh is None or isinstance(mesh, MeshShape):
         return mesh

@@ -125,13 +125,13 @@ def assign_ownership(
 
     crossing = [name for name in dict.fromkeys((*graph.inputs, *readers, *maker)) if name in phases.streamed]
     outputs = {name for name in graph.outputs if name in maker and segment_bands[maker[name]] is not None}
-    kept = frozenset(name for name in outputs if outputs_in_bands and name in phases.streamed)
+    banded_outputs = frozenset(name for name in outputs if outputs_in_bands and name in phases.streamed)
     values: dict[str, RowOwnership] = {}
     for name in crossing:
         full = Interval(0, extents[name])
         owned = tuple(partition.rows(band, extents[name]) for band in bands)
         is_replicated = name not in maker or segment_bands[maker[name]] is None
-        is_gathered = name in outputs - kept or any(segment_bands[index] is None for index in readers.get(name, ()))
+        is_gathered = name in outputs - banded_outputs or any(segment_bands[index] is None for index in readers.get(name, ()))
         wanted_rows = [full] * len(owned) if is_gathered else rows_read(name, lambda index: True)
         if name in problem.resources.from_source:
             rows = (Interval(0, 0),) * len(owned)
@@ -151,7 +151,7 @@ def assign_ownership(
     leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.sized.requires_grad}
     sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)
     summed = frozenset(name for name in sides if name in leaves or is_summed(name))
-    return OwnershipMap(partition=partition, bands=segment_bands, values=values, summed=summed, kept_in_bands=kept)
+    return OwnershipMap(partition=partition, bands=segment_bands, values=values, summed=summed, kept_in_bands=banded_outputs)
 
 
 def _normalize_empty(rows: Interval) -> Interval:

@@ -171,7 +171,7 @@ class ProcessTransport:
             while missing := [index for index in missing if not store.check([f"ready/{index}"])]:
                 is_late = time.monotonic() - started > self.timeout.total_seconds()
                 if store.check(["cause"]) or is_late:
-                    raise _TransportError(self.ranks[missing[0]], "it has not come")
+                    raise _TransportError(self.ranks[missing[0]], "its message has not arrived")
                 time.sleep(_POLL_SECONDS)
             self._groups = _new_groups(store, self._index, len(self.ranks), self.timeout, self.device)
         return self._groups

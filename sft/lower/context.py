@@ -114,7 +114,7 @@ class SegmentInfo:
         keeps_torch_layouts: True if images have the memory layout of eager PyTorch; otherwise all are channels last. For untiled segments
             only.
         row_major: global values with the rank of images that are row-major, or copied so, which untiled operators read without a copy.
-        strided: global values of which the program has a slice that is no contiguous block; it is copied before its first use.
+        strided: global values of which the program has a slice that is not a contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
     """

@@ -108,7 +108,7 @@ class TracedCall:
         function: the ATen overload, or a Python function.
         arguments: positional arguments; tensors are :class:`SlotArg`, devices are ``DEVICE``.
         keywords: keyword arguments, likewise.
-        results: its tensor results; ``None`` for an unused view, which takes no memory, and for a result that is no tensor.
+        results: its tensor results; ``None`` for an unused view, which takes no memory, and for a result that is not a tensor.
         has_many: True if the call returns a tuple.
     """
 

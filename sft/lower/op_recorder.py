@@ -47,7 +47,7 @@ class RecordedOp:
         arguments: positional arguments.
         keywords: keyword arguments.
         output: a tensor, a list of tensors, or ``None``.
-        first_argument_shape: shape of the first argument at the time of the call, ``()`` if that is no tensor. A later call in place may
+        first_argument_shape: shape of the first argument at the time of the call, ``()`` if that is not a tensor. A later call in place may
             change the tensor's own shape.
         result_shapes: shapes of the results at the time of the call.
     """
@@ -102,7 +102,7 @@ class _OpRecorder(TorchDispatchMode):
         try:
             output = func(*args, **keywords)
         except AssertionError as error:  # a decomposition of torch checks what its operator's shape function did not
-            raise InputError(f"{func}: {error}; its operands have shapes {_shapes_of(args)}, make those of the inputs fit") from error
+            raise InputError(f"{func}: {error}; its operands have shapes {_shapes_of(args)}; give inputs of matching shapes") from error
         if func not in _METADATA_OPS:
             shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in _as_tuple(output))
             self.calls.append(RecordedOp(func, tuple(args), keywords, output, first_shape, shapes))

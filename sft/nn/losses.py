@@ -157,7 +157,7 @@ class WithLoss(nn.Module):
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
         if isinstance(loss, type):
-            raise InputError(f"loss is the class {loss.__name__}; give a loss that is made of it, {loss.__name__}()")
+            raise InputError(f"loss is the class {loss.__name__}; give an instance, {loss.__name__}()")
         if not callable(loss):
             raise InputError(f"loss must be a function of prediction and target, got {type(loss).__name__}")
         if keep_channel != "auto" and not isinstance(keep_channel, bool):

@@ -87,7 +87,7 @@ class Repeat(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
-            raise InputError(f"num_blocks={num_blocks!r}: give a whole number of at least 1")
+            raise InputError(f"num_blocks={num_blocks!r}: give an integer of at least 1")
         if strategy not in STRATEGIES:
             raise InputError(f"strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
         self.num_blocks = num_blocks

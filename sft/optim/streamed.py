@@ -120,9 +120,7 @@ class StreamedOptimizer(FusedOptimizer):
         if isinstance(update, type):
             raise InputError(f"update={update.__name__}: that is a class; choose one of {', '.join(_UPDATES)}, or give an object")
         if max_norm is not None and (two_phase is False or not max_norm > 0):
-            raise InputError(
-                f"max_norm={max_norm!r}, two_phase={two_phase}: clipping wants a positive norm, and knows it in two phases only"
-            )
+            raise InputError(f"max_norm={max_norm!r}, two_phase={two_phase}: clipping needs a positive max_norm and two_phase=True")
         resolved_update = _UPDATES[update]() if isinstance(update, str) else update
         if backend not in UPDATE_BACKENDS:
             raise InputError(f"backend={backend!r}: updates are computed by one of {', '.join(UPDATE_BACKENDS)}; give one of these")
@@ -159,7 +157,7 @@ class StreamedOptimizer(FusedOptimizer):
         if self.group.num_ranks > 1 and not isinstance(resolved_update, (SGDUpdate, AdamWUpdate)):
             raise InputError(
                 f"update={type(resolved_update).__name__} with a group of {self.group.num_ranks} ranks, each of which updates a share of "
-                "each parameter's elements; give 'sgd' or 'adamw', which look at one element at a time"
+                "each parameter's elements; give 'sgd' or 'adamw', which are elementwise"
             )
         with self.group.guarded():
             for blocks in streamed:

@@ -19,7 +19,7 @@ from sft.planner.timeline import Timeline
 __all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
-#: Samples of a chunk of an untiled segment that are no elements of the batch.
+#: Samples of a chunk of an untiled segment that are not elements of the batch.
 _DEFAULT_UNIT = "window rows"
 #: Fields that are left out of the JSON text where they are empty: plans of older releases have none of them.
 _ADDED_FIELDS = (

@@ -150,12 +150,12 @@ def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
     schedule = segment.schedule
     if not schedule.num_steps:
         return 0
-    kept = np.array(sorted(segment.kept_states))
+    kept_strips = np.array(sorted(segment.kept_states))
     total = 0
     for name in schedule.names:
         if name in schedule.sources or name not in problem.sized.phases.streamed:
             continue
-        stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
+        stop, start = schedule.frontier[name][kept_strips], schedule.kept[name][kept_strips]
         before = np.concatenate([[0], stop[:-1]])
         rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
         row_bytes = [segment.row_bytes(name, sweep) for sweep in segment.sweeps]

@@ -134,7 +134,7 @@ def check_host(plan: ProjectedPlan, host_budget_bytes: int | None) -> None:
     needed = plan.projection.host_bytes
     if host_budget_bytes is not None and needed > host_budget_bytes:
         raise BudgetError(
-            f"host_budget is {format_bytes(host_budget_bytes)}, but what leaves the device during a step takes "
+            f"host_budget is {format_bytes(host_budget_bytes)}, but the values that a step offloads take "
             f"{format_bytes(needed)} of the host's memory. Raise host_budget to {size_at_least(needed)} ({needed} bytes), or "
             "the device's budget, or choose a strategy that recomputes.",
             needed_bytes=needed,

@@ -378,7 +378,7 @@ def _scope_of_samples(problem: PlanningProblem, scope: SegmentInfo, levels: Sequ
 
 
 def _strided_slices(graph: Graph, axes: Mapping[str, SampleAxis]) -> set[str]:
-    """Values of which a slice of some samples is no contiguous block."""
+    """Values of which a slice of some samples is not a contiguous block."""
     return {name for name, axis in axes.items() if math.prod(graph[name].shape[: axis.dim]) != 1}
 
 

@@ -124,10 +124,10 @@ def message_for(error: BudgetError, words: Mapping[Setting, Spelling]) -> str:
 
 
 def _message(problem: str, remedies: Sequence[Remedy], words: Mapping[Setting, Spelling]) -> str:
-    known = [remedy for remedy in remedies if all(setting in words for setting in remedy.settings)]
-    fitting = [_plan_text(remedy, words) for remedy in known if remedy.fits]
-    smaller = [_plan_text(remedy, words) for remedy in known if remedy.needed_bytes and not remedy.fits]
-    actions = [_filled(words[remedy.settings[0]].action, remedy) for remedy in known if not remedy.needed_bytes]
+    named = [remedy for remedy in remedies if all(setting in words for setting in remedy.settings)]
+    fitting = [_plan_text(remedy, words) for remedy in named if remedy.fits]
+    smaller = [_plan_text(remedy, words) for remedy in named if remedy.needed_bytes and not remedy.fits]
+    actions = [_filled(words[remedy.settings[0]].action, remedy) for remedy in named if not remedy.needed_bytes]
     sentences = [problem]
     if fitting:
         sentences.append(f"It fits {'; or '.join(fitting)}.")
@@ -135,7 +135,7 @@ def _message(problem: str, remedies: Sequence[Remedy], words: Mapping[Setting, S
         sentences.append(f"Less is needed, but too much still, {'; '.join(smaller)}.")
     text = _joined([action for action in actions if action])
     message = " ".join([*sentences, *([f"{text[0].upper()}{text[1:]}."] if text else [])])
-    attempt = _attempt(known, words)
+    attempt = _attempt(named, words)
     return f"{message}\nTry: {attempt}" if attempt else message
 
 

@@ -184,10 +184,10 @@ class SizedGraph:
         return self.memo.memoize(("stride", run), lambda: self._stride(run))
 
     def _stride(self, names: tuple[str, ...]) -> int:
-        known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
-        if not known:
+        input_rates = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
+        if not input_rates:
             return 1
-        rates, longest = row_rates(self.graph, names, known, self.phases.rows), self.run_height(names) // 8
+        rates, longest = row_rates(self.graph, names, input_rates, self.phases.rows), self.run_height(names) // 8
         stride = total_stride(rates)
         return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 
@@ -239,7 +239,7 @@ def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
 
 
 def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> PhasedGraph:
-    """Find phases anew if an operator that streams at other sizes does not stream at this one."""
+    """Find phases again if an operator that streams at other sizes does not stream at this one."""
     sized = [name for name, row in phases.rows.items() if row.is_sized]
     if not sized:
         return phases

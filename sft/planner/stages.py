@@ -150,7 +150,7 @@ class StagedModel:
         results = sum(forward.result_bytes.values())
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
-        kept = {roots[slot] for slot in forward.residuals}
+        residuals = {roots[slot] for slot in forward.residuals}
         loaded = sum(map(problem.sized.value_bytes, segment.from_source))  # for each pass
         return Stage(
             forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),
@@ -158,7 +158,7 @@ class StagedModel:
             output_bytes=sum(map(problem.sized.value_bytes, values)),
             grad_bytes=sum(problem.sized.grad_bytes(name) for name in values if name in problem.sized.requires_grad),
             saved_bytes=max(int(segment.saves), saved),  # residuals may be views, of no bytes, but the forward must have run
-            reads_output=any(slot.root in kept for slot in forward.results.values()),
+            reads_output=any(slot.root in residuals for slot in forward.results.values()),
             forward_workspace_bytes=loaded + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
             backward_workspace_bytes=loaded + max(0, backward.peak_bytes - _source_gradients(backward)),
         )
@@ -255,7 +255,7 @@ def _group_norms(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
 def _peak_without_saving(forward: Program) -> int:
     """Peak bytes of the forward half if its residuals were freed after their last use."""
     results = {slot.root for slot in forward.results.values()}
-    kept = set(forward.residuals)
+    residuals = set(forward.residuals)
     saved: set[int] = set()
     last: dict[int, int] = {}
     num_bytes: dict[int, int] = {}
@@ -263,7 +263,7 @@ def _peak_without_saving(forward: Program) -> int:
         outputs = [out for out in instruction.outputs if out is not None]
         last.update((slot.root, position) for slot in (*slots_of(instruction), *outputs))
         num_bytes.update((out.root, out.num_bytes) for out in outputs if out.root == out.number)
-        saved.update(out.root for out in outputs if out.number in kept)
+        saved.update(out.root for out in outputs if out.number in residuals)
     freed_early = [0] * len(forward.instructions)
     for root, position in last.items():
         if root in saved and root not in results:

@@ -60,7 +60,7 @@ class TimelineEntry:
     def __post_init__(self) -> None:
         if re.fullmatch(r"L|F\d+\+?|B\d+|[>~<]\S+", self.move) is None:
             raise InputError(
-                f"{self.move!r} is no move of a timeline: expected F3, F3+, L, B3, >x, ~x or <x; make a new plan with sft.plan(...)"
+                f"{self.move!r} is not a move of a timeline: expected F3, F3+, L, B3, >x, ~x or <x; make a new plan with sft.plan(...)"
             )
         if not 0 <= max(self.begin_bytes, self.end_bytes) <= self.peak_bytes:
             raise InputError(

@@ -60,7 +60,7 @@ class Delivery:
         dtype: element type of the rasters.
         writers: of the rasters.
         describe: the raster of an output's shape.
-        journal: of the rows. Default: `None` (a killed call begins anew)
+        journal: of the rows. Default: `None` (a killed call starts from the first row)
 
     Attributes:
         raster: the raster; known when the computation has started.

@@ -37,7 +37,7 @@ class OmeZarrWriter(FileWriter):
         if version not in _ZARR_FORMATS:
             raise InputError(f"version {version!r}: choose one of {', '.join(map(repr, _ZARR_FORMATS))}")
         if self.path.exists() and not _is_zarr(self.path):
-            raise InputError(f"{self.path} exists and is no Zarr folder; writing would remove it. Name another path.")
+            raise InputError(f"{self.path} exists and is not a Zarr folder; writing would remove it. Name another path.")
         self._chunk_px, self._version = chunk_px, version
 
     def begin(self, raster: PredictedRaster) -> None:

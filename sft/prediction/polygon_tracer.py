@@ -1,7 +1,7 @@
 """Polygons of a map of classes, traced strip by strip: outlines of connected pixels of one class, with holes, joined exactly across strips.
 
 *Definition.* Two pixels are connected if they have the same class and share an edge (4-connectivity, as ``rasterio.features.shapes``). A
-polygon is one component: the outer ring along the edges of its pixels, and a ring for each hole. Corners lie on whole numbers.
+polygon is one component: the outer ring along the edges of its pixels, and a ring for each hole. Corners have integer coordinates.
 
 *Corners.* A ring alternates between horizontal and vertical runs of pixel edges, so a ring is determined by its corners. The four pixels
 around a grid point decide which corners exist there. For a pixel, with its two neighbours at that grid point and the pixel diagonal to it:
@@ -129,7 +129,7 @@ class PolygonTracer:
         self._open: list[_OpenChain] = []
 
     def add(self, rows: npt.NDArray[Any]) -> list[LabelPolygon]:
-        """Add the next rows ``[h, width_px]`` of whole numbers that are at least 0; the polygons that are complete by now."""
+        """Add the next rows ``[h, width_px]`` of integers that are at least 0; the polygons that are complete by now."""
         if not len(rows):
             return []
         dtype = np.int16 if rows.dtype.itemsize == 1 and self._last_row.dtype != np.int32 else np.int32

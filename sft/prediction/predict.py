@@ -123,8 +123,8 @@ def predict(
         names: names of the classes or channels, for the files. Default: none
         index: number, or key, of the output of a network with several outputs. Default: the only one
         resume: True, or the path of a file, to keep computed rows in a journal until the files are complete. A call with the same network,
-            source and settings goes on below the rows of an interrupted one, and gives them to its writers. True names a hidden file next
-            to the first path. Default: `False` (an interrupted call begins anew)
+            source and settings continues below the rows of an interrupted one, and gives them to its writers. True names a hidden file next
+            to the first path. Default: `False` (an interrupted call starts from the first row)
 
     Raises:
         InputError: an argument is wrong, or the output has values that are not finite.
@@ -273,9 +273,9 @@ def _writer_of(value: Any, frame: ImageFrame) -> RasterWriter:
     """
     if isinstance(value, RasterWriter):
         return value
-    known = f"{', '.join((*_WRITERS, _TIFF[0]))}"
+    suffixes = f"{', '.join((*_WRITERS, _TIFF[0]))}"
     if not is_text_path(value):
-        raise InputError(f"writer {value!r} is {typed(value)}: give a path that ends in {known}, or a writer of sft.prediction")
+        raise InputError(f"writer {value!r} is {typed(value)}: give a path that ends in {suffixes}, or a writer of sft.prediction")
     name = os.path.basename(os.fspath(value)).lower()
     for suffix, make in _WRITERS.items():
         if name.endswith(suffix):
@@ -283,5 +283,5 @@ def _writer_of(value: Any, frame: ImageFrame) -> RasterWriter:
     if name.endswith(_TIFF):
         return OmeTiffWriter(value) if frame.georeference is None else CogWriter(value)
     raise InputError(
-        f"writer {os.fspath(value)!r}: its suffix names no format; give a path that ends in {known}, or a writer of sft.prediction"
+        f"writer {os.fspath(value)!r}: its suffix names no format; give a path that ends in {suffixes}, or a writer of sft.prediction"
     )

@@ -26,7 +26,7 @@ def level_sizes(height_px: int, width_px: int, *, tile_px: int) -> tuple[tuple[i
 class Pyramid:
     """Buffers of the levels. Each level collects rows up to the height of a block, and passes the reduced block on to the next level.
 
-    A pixel of a reduced level is the top left one of its four pixels for classes, and their mean otherwise (whole numbers: rounded to the
+    A pixel of a reduced level is the top left one of its four pixels for classes, and their mean otherwise (integers: rounded to the
     nearest, halves up).
 
     Args:

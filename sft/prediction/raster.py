@@ -40,7 +40,7 @@ class PredictedRaster:
         scale: input pixels (of the largest level) per raster pixel, (x, y).
         origin_px: left and top edge of the first raster pixel, in input pixels, (x, y).
         mpp: micrometres per raster pixel, (x, y); ``None`` if unknown.
-        georeference: map coordinates of the raster's pixels; ``None`` for images that are no maps.
+        georeference: map coordinates of the raster's pixels; ``None`` for images that are not maps.
         value_scale: raster value that stands for 1.0 (255 for probabilities in uint8).
     """
 
@@ -137,7 +137,7 @@ class FileWriter(ABC):
         self._path = as_path(path, purpose)
         folder = self._path.parent
         if not folder.is_dir():
-            raise InputError(f"{purpose}: {os.fspath(folder)!r} is no folder; make it first")
+            raise InputError(f"{purpose}: {os.fspath(folder)!r} is not a folder; make it first")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise InputError(f"{purpose}: no permission to write into {os.fspath(folder)!r}; choose another folder")
         self._temporary: list[Path] = []

@@ -53,7 +53,7 @@ class RowJournal:
         purpose = "the journal of a prediction"
         self.path = as_path(path, purpose)
         if not self.path.parent.is_dir():
-            raise InputError(f"{purpose}: {os.fspath(self.path.parent)!r} is no folder; make it first")
+            raise InputError(f"{purpose}: {os.fspath(self.path.parent)!r} is not a folder; make it first")
         self._identity = identity
         self._file: LockedFile | None = None
         self.num_rows = 0
@@ -84,7 +84,7 @@ class RowJournal:
                 self._file.seek(end)
         except BlockingIOError as error:
             raise SourceError(
-                f"cannot go on with {self.path}: {lock_holder(self.path)} writes this prediction. Wait for it, or name another journal."
+                f"cannot resume from {self.path}: {lock_holder(self.path)} writes this prediction. Wait for it, or name another journal."
             ) from error
         except OSError as error:
             raise self._refusal(error) from error
@@ -102,7 +102,7 @@ class RowJournal:
                 num_rows, num_bytes, _ = _RECORD.unpack(os.pread(descriptor, _RECORD.size, offset))
                 data = zlib.decompress(os.pread(descriptor, num_bytes, offset + _RECORD.size))
             except (OSError, zlib.error, struct.error) as error:
-                raise SourceError(f"cannot read {self.path}: {error}. Remove it to begin anew.") from error
+                raise SourceError(f"cannot read {self.path}: {error}. Remove it to start from the first row.") from error
             yield self._unpacked(data, num_rows)
             offset += _RECORD.size + num_bytes
             top += num_rows

@@ -177,8 +177,8 @@ class _Replay:
         recording = self._recording
         self._tensors = dict(zip(map(id, (*recording.inputs, recording.grad)), inputs, strict=True))
         for call in recording.calls:
-            made = call.function(*map(self._replaced, call.arguments), **{name: self._replaced(v) for name, v in call.keywords.items()})
-            results = made if isinstance(made, (list, tuple)) else [made]
+            returned = call.function(*map(self._replaced, call.arguments), **{name: self._replaced(v) for name, v in call.keywords.items()})
+            results = returned if isinstance(returned, (list, tuple)) else [returned]
             for old, new in zip(call.results, results, strict=True) if call.results else ():
                 if old is not None:
                     self._tensors[id(old)] = new
@@ -200,7 +200,7 @@ def _refuse_stateful_block(first: OpRecording, second: OpRecording, changes: Att
     traces = [TraceBuilder(recording, keeps_layouts=True).trace() for recording in (first, second)]
     if repr(traces[0]) != repr(traces[1]):
         names = ", ".join(name for _, name in changes)
-        raise UnsupportedError([f"(the repeated block): its `forward` sets {names}, and computes something else at the next call"])
+        raise UnsupportedError([f"(the repeated block): its `forward` sets {names}, so the next call computes other values"])
 
 
 def _autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -216,7 +216,7 @@ def _check_output(out: Any, x: TensorMeta, device: torch.device) -> None:
         raise UnsupportedError(
             [
                 f"(the repeated block): it makes {out.dtype} of shape {tuple(out.shape)} of {x.dtype} of shape {x.shape}; "
-                "a block that is repeated returns what it takes"
+                "a repeated block must return the shape and dtype of its input"
             ]
         )
 

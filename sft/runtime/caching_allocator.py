@@ -112,7 +112,9 @@ class AllocatorSettings:
                 undescribed=tuple(f"{name}:{value.strip()}" for name, value in options.items() if not _is_described(name, value.strip())),
             )
         except ValueError as error:
-            raise InputError(f"the allocator settings {text!r} have a value that is no number ({error}); see PYTORCH_ALLOC_CONF") from error
+            raise InputError(
+                f"the allocator settings {text!r} have a value that is not a number ({error}); see PYTORCH_ALLOC_CONF"
+            ) from error
 
     def block_bytes(self, num_bytes: int) -> int:
         """Size of a request after rounding."""

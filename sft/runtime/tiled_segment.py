@@ -123,7 +123,7 @@ class TiledSegment(TiledLayout):
         return cache
 
     def _missing_strips(self, machine: Machine, values: ValueBindings) -> SweepStart:
-        """Start of the only sweep, if the consumers of all outputs have rows of them already: an interrupted prediction that goes on."""
+        """Start of the only sweep, if the consumers of all outputs have rows of them already: an interrupted prediction that is resumed."""
         if len(self.sweeps) != 1 or self.reductions or not self.to_host.issuperset(self.scope.outputs):
             return FULL_SWEEP
         known_rows = {name: machine.known_rows(values.by_name[name]) for name in self.scope.outputs}

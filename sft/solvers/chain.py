@@ -128,7 +128,8 @@ class StageChain:
                 )
             if key in keys:
                 raise InputError(
-                    f"two alternatives are called {alternative.mode!r} for stages {alternative.first}..{alternative.last}; name them apart"
+                    f"two alternatives are called {alternative.mode!r} for stages {alternative.first}..{alternative.last}; "
+                    "give them different names"
                 )
             keys.add(key)
 
@@ -183,7 +184,7 @@ def _check_numbers(item: Any) -> None:
     for field in fields(item):
         value = getattr(item, field.name)
         if field.name.endswith("_bytes") and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            problems.append(f"{field.name} is {value!r}, not a whole number of bytes")
+            problems.append(f"{field.name} is {value!r}, not an integer number of bytes")
         if field.name.endswith("_seconds") and not (value >= 0 and math.isfinite(value)):
             problems.append(f"{field.name} is {value!r}, not a time")
     if problems:

@@ -106,7 +106,7 @@ def check_drawable(path: str | os.PathLike[str]) -> None:
     """Check that a figure can be drawn into a file of this name.
 
     Raises:
-        InputError: it is no path, or matplotlib is missing or does not know the suffix.
+        InputError: it is not a path, or matplotlib is missing or does not know the suffix.
     """
     file = as_path(path, "the picture")
     suffixes = sorted(new_figure().canvas.get_supported_filetypes())

@@ -145,8 +145,8 @@ class ArraySource(PixelRows):
             InputError: the batch elements do not exist.
         """
         check_samples(self, batch)
-        given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
-        return _rebuild_source(given, *self._settings)
+        batch_array = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
+        return _rebuild_source(batch_array, *self._settings)
 
 
 def _rebuild_source(
@@ -172,7 +172,7 @@ def map_npy_file(path: Path) -> AnyArray:
     """A ``.npy`` file as a mapped array.
 
     Raises:
-        SourceError: the file does not exist, or is no array.
+        SourceError: the file does not exist, or is not an array.
     """
     if not path.exists():
         raise SourceError(f"cannot map {path}: there is no such file. Check the path.")
@@ -195,7 +195,7 @@ def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
     if dtype is None or array.dtype.fields is not None:
         raise InputError(
             f"cannot read pixels of {array.dtype} from {name}: supported are {', '.join(PIXEL_DTYPES)} and torch.bfloat16. "
-            "Convert it, strip by strip if it is large; labels of whole numbers want a sft.sources.LabelSource."
+            "Convert it, strip by strip if it is large; integer labels need an sft.sources.LabelSource."
         )
     return dtype
 
@@ -233,20 +233,20 @@ class ArrayImage:
         background: tuple[Any, ...] | None = None,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        given = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
+        pixels = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
         self._name = "array" if self.path is None else str(self.path)
-        if isinstance(given, np.ndarray) and given.dtype == np.bool_ and "bool" in self.dtypes:
-            given = given.view(np.uint8)
-        if not isinstance(given, np.ndarray) or given.dtype.name not in self.dtypes:
+        if isinstance(pixels, np.ndarray) and pixels.dtype == np.bool_ and "bool" in self.dtypes:
+            pixels = pixels.view(np.uint8)
+        if not isinstance(pixels, np.ndarray) or pixels.dtype.name not in self.dtypes:
             raise InputError(
-                f"cannot use {self._name} of {getattr(given, 'dtype', type(given).__name__)} as an image: pixels are "
+                f"cannot use {self._name} of {getattr(pixels, 'dtype', type(pixels).__name__)} as an image: pixels are "
                 f"{', '.join(self.dtypes)}. Convert it, or use sft.sources.ArraySource."
             )
-        self._given = given
-        whole = given[..., None] if given.ndim == 2 else given
-        self.layout: Layout = "HWC" if given.ndim == 2 else resolve_layout(self._name, whole.shape, layout)
+        self._given = pixels
+        whole = pixels[..., None] if pixels.ndim == 2 else pixels
+        self.layout: Layout = "HWC" if pixels.ndim == 2 else resolve_layout(self._name, whole.shape, layout)
         if len(self.layout) != 3:
-            raise InputError(f"cannot use {self._name} of shape {given.shape} as an image: it is a batch. Take one element: array[0].")
+            raise InputError(f"cannot use {self._name} of shape {pixels.shape} as an image: it is a batch. Take one element: array[0].")
         #: a view [height, width, channels]
         self._pixels: AnyArray = whole.transpose([axis - 1 for axis in axis_order(self.layout, "NHWC")[1:]])
         self.height_px, self.width_px, self.num_channels = self._pixels.shape
@@ -263,9 +263,9 @@ class ArrayImage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapped file travels as its path: pickling a memmap would read all of it.
-        given = self._given if self.path is None else self.path
+        origin = self._given if self.path is None else self.path
         layout = self.layout if self._given.ndim == 3 else None
-        return _rebuild_image, (given, layout, self.mpp, self.background, type(self))
+        return _rebuild_image, (origin, layout, self.mpp, self.background, type(self))
 
     @property
     def level_dimensions(self) -> tuple[Size, ...]:

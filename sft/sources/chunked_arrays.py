@@ -66,7 +66,7 @@ class _Sample:
         except SftError:
             raise
         except Exception as error:  # a store or a computation of the caller may raise any error
-            raise SourceError(f"cannot read rows [{y}, {y + h}) of {self}: {type(error).__name__}: {error}. Mend the array.") from error
+            raise SourceError(f"cannot read rows [{y}, {y + h}) of {self}: {type(error).__name__}: {error}. Repair the array.") from error
         full = block if len(self._layout) == 4 else block[None]
         return np.ascontiguousarray(full.transpose(axis_order(self._layout, "NHWC"))[0])
 

@@ -1,7 +1,7 @@
 """Error policies for unreadable regions of a slide: stop, skip the slide, or fill with background and record the place.
 
 ``"raise"`` is right while a data set is put together. ``"skip"`` turns every failure into `sft.SkipSlideError`, which a training loop
-catches to go on with the next slide; a failing step of `sft` leaves parameters, gradients and statistics unchanged. ``"fill"`` puts the
+catches to continue with the next slide; a failing step of `sft` leaves parameters, gradients and statistics unchanged. ``"fill"`` puts the
 background colour in place of tiles that cannot be decoded, and lists them: pixels other than the scanner's are a decision, so it must be
 explicit and visible afterwards.
 """
@@ -107,14 +107,14 @@ class Tolerant(RasterView):
         out = np.empty((h, w, self.num_channels), self.dtype)
         for top in _tile_edges(y, h, tile_h):
             for left in _tile_edges(x, w, tile_w):
-                part = (slice(max(top, y) - y, min(top + tile_h, y + h) - y), slice(max(left, x) - x, min(left + tile_w, x + w) - x))
+                rectangle = (slice(max(top, y) - y, min(top + tile_h, y + h) - y), slice(max(left, x) - x, min(left + tile_w, x + w) - x))
                 whole_w, whole_h = min(tile_w, width_px - left), min(tile_h, height_px - top)
-                known = (level, top, left) in self._bad
-                pixels = None if known else self._tile(left, top, whole_w, whole_h, level)
+                is_damaged = (level, top, left) in self._bad
+                pixels = None if is_damaged else self._tile(left, top, whole_w, whole_h, level)
                 if pixels is None:
-                    out[part] = self.background
+                    out[rectangle] = self.background
                 else:
-                    out[part] = pixels[max(top, y) - top : y + h - top, max(left, x) - left : x + w - left]
+                    out[rectangle] = pixels[max(top, y) - top : y + h - top, max(left, x) - left : x + w - left]
         return out
 
     def _tile(self, x: int, y: int, w: int, h: int, level: int) -> Pixels | None:
@@ -124,8 +124,8 @@ class Tolerant(RasterView):
             bad = BadTile(level=level, x=x, y=y, width_px=w, height_px=h, reason=str(error))
             if self._was_good(x, y, level):
                 raise SourceError(
-                    f"{bad} of {self.image!r} was read before and cannot be read any more ({error}); filled now, it would be another "
-                    "image. Start the step again."
+                    f"{bad} of {self.image!r} was read before and cannot be read any more ({error}); filling it now would change the "
+                    "image within the step. Start the step again."
                 ) from error
             self._bad[level, y, x] = bad
             return None
@@ -133,7 +133,7 @@ class Tolerant(RasterView):
         return pixels
 
     def _has_bad(self, x: int, y: int, w: int, h: int, level: int) -> bool:
-        """True if a rectangle touches tiles that were filled before. In a file without tiles each read determines the loss anew."""
+        """True if a rectangle touches tiles that were filled before. In a file without tiles each read determines the loss again."""
         tile = self.level_tiles_px[level]
         if tile is None or not self._bad:
             return False

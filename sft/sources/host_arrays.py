@@ -164,11 +164,11 @@ def release_pages(pixels: HostArray) -> None:
     start = np.frombuffer(base, np.uint8).__array_interface__["data"][0]
     # Rows are one stretch of the file, or one in each channel's plane.
     by_rows = abs(pixels.strides[0]) >= max(map(abs, pixels.strides))
-    for part in [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]:
-        low = high = part.__array_interface__["data"][0] - start
-        for stride, extent in zip(part.strides, part.shape, strict=True):
+    for channel_pixels in [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]:
+        low = high = channel_pixels.__array_interface__["data"][0] - start
+        for stride, extent in zip(channel_pixels.strides, channel_pixels.shape, strict=True):
             low += min(0, stride * (extent - 1))
             high += max(0, stride * (extent - 1))
         low = max(0, low - _FAULT_AROUND_BYTES)
         low -= low % mmap.PAGESIZE
-        base.madvise(advice, low, min(len(base), high + part.itemsize + _FAULT_AROUND_BYTES) - low)
+        base.madvise(advice, low, min(len(base), high + channel_pixels.itemsize + _FAULT_AROUND_BYTES) - low)

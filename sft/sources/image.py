@@ -104,7 +104,7 @@ def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, heigh
         InputError: the rectangle is empty or reaches outside.
     """
     if w < 1 or h < 1:
-        raise InputError(f"cannot read {w} x {h} px of {name}: a rectangle has at least one pixel. Ask for w >= 1 and h >= 1.")
+        raise InputError(f"cannot read {w} x {h} px of {name}: a rectangle has at least one pixel. Give w >= 1 and h >= 1.")
     if x < 0 or y < 0 or x + w > width_px or y + h > height_px:
         raise InputError(
             f"cannot read columns [{x}, {x + w}) and rows [{y}, {y + h}) of {name}: it is {width_px} px wide and "
@@ -120,7 +120,7 @@ def read_strips(image: Image, rows: int) -> Iterator[Pixels]:
         SourceError: the pixels cannot be read.
     """
     if rows < 1:
-        raise InputError(f"cannot read strips of {rows} rows: a strip has at least one row. Ask for rows >= 1.")
+        raise InputError(f"cannot read strips of {rows} rows: a strip has at least one row. Give rows >= 1.")
     # A separate generator, so that a wrong `rows` raises here and not at the first use of the iterator.
     return _strips(image, rows)
 
@@ -282,7 +282,7 @@ def check_level(name: str, level: int, num_levels: int) -> None:
 
 
 def valid_mpp(x: float | None, y: float | None) -> tuple[float, float] | None:
-    """Micrometres per pixel as files state them, or None where that is no resolution.
+    """Micrometres per pixel as files state them, or None where that is not a resolution.
 
     >>> valid_mpp(0.25, 0.25), valid_mpp(0.0, 0.25), valid_mpp(float("inf"), 1.0), valid_mpp(None, 1.0)
     ((0.25, 0.25), None, None, None)

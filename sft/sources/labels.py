@@ -53,7 +53,7 @@ class LabelSource:
     [[[[0, 1]]]]
 
     Args:
-        array: whole numbers or booleans ``[H, W]``, ``[N, H, W]`` or ``[N, 1, H, W]``; or the path of a ``.npy`` file of these.
+        array: integers or booleans ``[H, W]``, ``[N, H, W]`` or ``[N, 1, H, W]``; or the path of a ``.npy`` file of these.
         values: label of each value of the array. Default: `None` (the values are the labels)
 
     Raises:
@@ -71,20 +71,22 @@ class LabelSource:
     ) -> None:
         self.values = None if values is None else dict(sorted(values.items()))
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        given = as_host_array(array if self.path is None else map_npy_file(self.path), "read labels from")
+        host_array = as_host_array(array if self.path is None else map_npy_file(self.path), "read labels from")
         name = "array" if self.path is None else str(self.path)
-        if not isinstance(given, np.ndarray) or given.dtype.kind not in "uib":
+        if not isinstance(host_array, np.ndarray) or host_array.dtype.kind not in "uib":
             raise InputError(
-                f"cannot read labels of {given.dtype} from {name}: labels are whole numbers. Convert them, or use ArraySource."
+                f"cannot read labels of {host_array.dtype} from {name}: labels are integers. Convert them, or use ArraySource."
             )
-        if given.dtype == np.uint64 and given.size and int(given.max()) > np.iinfo(np.int64).max:
-            raise InputError(f"cannot read labels from {name}: {int(given.max())} is above what int64 holds. Number the labels anew.")
-        shape = given.shape if len(given.shape) != 4 else (given.shape[0], *given.shape[2:])
-        if len(shape) not in (2, 3) or min(given.shape) < 1 or (len(given.shape) == 4 and given.shape[1] != 1):
-            raise InputError(f"cannot read labels from {name} of shape {given.shape}: give [H, W], [N, H, W] or [N, 1, H, W], none empty.")
-        self._given, self._name = given, name
+        if host_array.dtype == np.uint64 and host_array.size and int(host_array.max()) > np.iinfo(np.int64).max:
+            raise InputError(f"cannot read labels from {name}: {int(host_array.max())} exceeds int64. Renumber the labels.")
+        shape = host_array.shape if len(host_array.shape) != 4 else (host_array.shape[0], *host_array.shape[2:])
+        if len(shape) not in (2, 3) or min(host_array.shape) < 1 or (len(host_array.shape) == 4 and host_array.shape[1] != 1):
+            raise InputError(
+                f"cannot read labels from {name} of shape {host_array.shape}: give [H, W], [N, H, W] or [N, 1, H, W], none empty."
+            )
+        self._given, self._name = host_array, name
         #: a view [N, H, W]
-        self._labels = given.reshape(shape) if len(shape) == 3 else given[None]
+        self._labels = host_array.reshape(shape) if len(shape) == 3 else host_array[None]
         num, height_px, width_px = self._labels.shape
         self.shape: tuple[int, int, int, int] = (num, 1, height_px, width_px)
 
@@ -147,7 +149,7 @@ def _mapped(values: npt.NDArray[Any], labels: Mapping[int, int], name: str) -> n
 
 
 class ImageLabels:
-    """An image of one channel of whole numbers as a `sft.sources.Source` of ``torch.int64``, shape ``[1, 1, H, W]``.
+    """An image of one channel of integers as a `sft.sources.Source` of ``torch.int64``, shape ``[1, 1, H, W]``.
 
     >>> from sft.sources import ArrayImage
     >>> source = ImageLabels(ArrayImage(np.array([[0, 255]], np.uint8)), values={0: 0, 255: 1})
@@ -161,7 +163,7 @@ class ImageLabels:
         values: label of each value of the image. Default: `None` (the values are the labels)
 
     Raises:
-        InputError: several channels, or values that are no whole numbers.
+        InputError: several channels, or values that are not integers.
     """
 
     dtype = torch.int64
@@ -169,7 +171,7 @@ class ImageLabels:
     def __init__(self, image: Image, *, values: Mapping[int, int] | None = None) -> None:
         num_channels, dtype = int(getattr(image, "num_channels", 1)), pixel_dtype(image)
         if num_channels != 1 or dtype.kind not in "ui":
-            raise InputError(f"cannot read labels from {image}: it has {num_channels} channels of {dtype}. Give one of whole numbers.")
+            raise InputError(f"cannot read labels from {image}: it has {num_channels} channels of {dtype}. Give one channel of integers.")
         self.image = image
         self.values = None if values is None else dict(sorted(values.items()))
         self.shape: tuple[int, int, int, int] = (1, 1, image.height_px, image.width_px)

@@ -286,7 +286,7 @@ class Normalized(PixelRows):
         tile_rows = getattr(image, "tile_height_px", None)
         if tile_rows is not None and tile_rows < 1:
             raise InputError(f"cannot read {image} in tiles of {tile_rows} rows: a tile has at least one. Set tile_height_px to None.")
-        #: rows of an aligned block; None: rows are read just as they are asked for
+        #: rows of an aligned block; None: rows are read exactly as requested
         self.block_rows: int | None = None if tile_rows is None else tile_rows * -(-_MIN_BLOCK_ROWS // tile_rows)
         # Replaced as a whole, never changed: threads that race here decode a block twice and nothing worse. A lock could be
         # inherited, held for ever, by a process forked at the wrong moment.
@@ -322,15 +322,15 @@ class Normalized(PixelRows):
             return
         first, last = interval.start // block_rows, (interval.stop - 1) // block_rows
         # Blocks outside this interval are dropped before the read.
-        known = self._blocks = {index: pixels for index, pixels in self._blocks.items() if first <= index <= last}
+        blocks = self._blocks = {index: pixels for index, pixels in self._blocks.items() if first <= index <= last}
         for index in range(first, last + 1):
             block = Interval(index * block_rows, min((index + 1) * block_rows, self.shape[2]))
-            pixels = known[index] if index in known else self._read_pixels(block)
+            pixels = blocks[index] if index in blocks else self._read_pixels(block)
             place(block.intersect(interval), pixels, block.start)
-            known = {kept: known[kept] for kept in known if kept > index or kept == first}
+            blocks = {kept: blocks[kept] for kept in blocks if kept > index or kept == first}
             if index in (first, last):
-                known[index] = pixels
-            self._blocks = known
+                blocks[index] = pixels
+            self._blocks = blocks
             del pixels  # before the next block is read
 
     def repeated_rows(self, columns: Interval) -> BoolArray:
@@ -359,7 +359,7 @@ class Normalized(PixelRows):
         if pixels.shape[:2] != (len(rows), width_px):
             raise SourceError(
                 f"cannot use rows [{rows.start}, {rows.stop}) of {self.image}: it returned {pixels.shape[0]} x {pixels.shape[1]} px "
-                f"instead of {len(rows)} x {width_px}. Its read() must return the rectangle that it is asked for."
+                f"instead of {len(rows)} x {width_px}. Its read() must return the rectangle of its arguments."
             )
         return pixels
 

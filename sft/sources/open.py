@@ -81,7 +81,7 @@ class _Request:
         """
         names = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
         if names:
-            raise InputError(f"cannot open {path} with {', '.join(names)}: it is {what}, which has no such choice. Leave it out.")
+            raise InputError(f"cannot open {path} with {', '.join(names)}: it is {what}, to which this does not apply. Leave it out.")
 
 
 def open_image(
@@ -227,7 +227,7 @@ def _open(path: Any, request: _Request) -> Raster:
         image = EncodedImage(path, host_budget_bytes=request.host_budget_bytes)
     else:
         image = _open_tiff(path, request)
-    _ = image.level_dimensions  # that it is no image shows here, not in the middle of an epoch
+    _ = image.level_dimensions  # that it is not an image shows here, not in the middle of an epoch
     return image
 
 

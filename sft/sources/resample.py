@@ -4,7 +4,7 @@ Models are trained at a resolution; level numbers mean another one in every file
 
 1. Of the levels at least as fine as the requested resolution, the coarsest is read. A resolution finer than the finest level is an
 error:
-   no pixels are invented. (OpenSlide interpolates levels that are not reduced by an integer; those are not read through it.)
+   no pixels are invented. (OpenSlide interpolates levels that are not reduced by an integer factor; those are not read through it.)
 2. A level within 1 % of the requested resolution *has* it, and its pixels are used unchanged. (The resolution in a file is a calibration
 of
    about three digits: 0.499 is a scanner's 0.5.)
@@ -49,7 +49,7 @@ MPP_TOLERANCE = 0.01
 _MAX_DENOMINATOR = 1000
 #: Pixels that are summed at a time, about.
 _PIECE_BYTES = 1 << 20
-#: Whole numbers below these are exact in float64 and float32, with room for the division.
+#: Integers below these are exact in float64 and float32, with room for the division.
 _MAX_SUM, _MAX_SUM_32 = 2**50, 2**22
 
 Sums = npt.NDArray[np.floating]
@@ -83,8 +83,8 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
             best = (level, downsample) if best is None or downsample > best[1] else best
     if best is None:
         raise InputError(
-            f"cannot read {image} at {wanted:g} µm/px: its finest level has {image.mpp[0]:g} x {image.mpp[1]:g} µm/px, and nothing is "
-            f"enlarged. Ask for {max(image.mpp):g} or more, or leave mpp out."
+            f"cannot read {image} at {wanted:g} µm/px: its finest level has {image.mpp[0]:g} x {image.mpp[1]:g} µm/px, and images are "
+            f"never enlarged. Give {max(image.mpp):g} or more, or leave mpp out."
         )
     level, (down_x, down_y) = best
     base: Raster = AtLevel(image, level, downsample=(float(down_x), float(down_y)))
@@ -93,13 +93,13 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
         longest = min(own * extent for own, extent in zip(image.mpp, (image.width_px, image.height_px), strict=True))
         raise InputError(
             f"cannot read {image} of {image.width_px} x {image.height_px} px at {wanted:g} µm/px: no pixel would be left of its "
-            f"{longest:g} µm. Ask for a finer resolution."
+            f"{longest:g} µm. Give a finer resolution."
         )
     return base if scales == [1, 1] else Resampled(base, scales[0], scales[1])
 
 
 def level_scale(size: Size, level_size: Size) -> tuple[Fraction, Fraction]:
-    """By how much a level is reduced, in x and in y: a whole number where rounding the size explains the rest.
+    """By how much a level is reduced, in x and in y: an integer where rounding the size explains the rest.
 
     >>> level_scale((2220, 2967), (555, 741)), level_scale((1000, 1000), (400, 400))
     ((Fraction(4, 1), Fraction(4, 1)), (Fraction(5, 2), Fraction(5, 2)))
@@ -185,13 +185,13 @@ class Resampled(OneLevelView):
         piece_rows = max(1, _PIECE_BYTES // (len(columns) * self.num_channels))
         step = max(1, int(piece_rows / scale_y))
         for top in range(y, y + h, step):
-            wanted = Interval(top, min(top + step, y + h))
-            rows = _covered(wanted, scale_y)
+            output_rows = Interval(top, min(top + step, y + h))
+            rows = _covered(output_rows, scale_y)
             pixels = blocks.rows(rows, within=_covered(Interval(y, y + h), scale_y))[:, : len(columns)]
-            sums = _sum_columns(_sum_rows(pixels, rows.start, wanted, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
-            # Half up: no quotient is so near to a whole number that the division could reach it.
+            sums = _sum_columns(_sum_rows(pixels, rows.start, output_rows, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
+            # Half up: no quotient is so near to an integer that the division could reach it.
             means = np.floor((2 * sums + weight) / (2 * weight)) if is_integer else sums / weight
-            out[top - y : wanted.stop - y] = means.astype(out.dtype)
+            out[top - y : output_rows.stop - y] = means.astype(out.dtype)
         return out
 
 
@@ -200,17 +200,17 @@ def _largest_value(dtype: np.dtype[Any]) -> int:
     return 1 if dtype.kind == "f" else max(abs(int(limit)) for limit in dtype_range(dtype))
 
 
-def _covered(wanted: Interval, scale: Fraction) -> Interval:
+def _covered(output: Interval, scale: Fraction) -> Interval:
     """The input pixels that some output pixels cover, the last perhaps in part."""
-    return Interval(int(wanted.start * scale), ceil(wanted.stop * scale))
+    return Interval(int(output.start * scale), ceil(output.stop * scale))
 
 
-def _sum_rows(pixels: Pixels, first: int, wanted: Interval, scale: Fraction, dtype: type[np.floating]) -> Sums:
+def _sum_rows(pixels: Pixels, first: int, output_rows: Interval, scale: Fraction, dtype: type[np.floating]) -> Sums:
     """Weighted sums of rows, in units of 1/q: ``[output rows, columns, channels]``. ``pixels`` begin at row ``first``."""
     p, q = scale.numerator, scale.denominator
     numbers = pixels.astype(dtype)
-    sums = np.empty((len(wanted), *pixels.shape[1:]), dtype)
-    for total, row in zip(sums, range(wanted.start, wanted.stop), strict=True):
+    sums = np.empty((len(output_rows), *pixels.shape[1:]), dtype)
+    for total, row in zip(sums, range(output_rows.start, output_rows.stop), strict=True):
         start, stop = row * p, (row + 1) * p
         inner = Interval(-(-start // q), stop // q)  # rows that are covered whole; start <= stop since the scale is at least 1
         total[...] = 0
@@ -225,9 +225,11 @@ def _sum_rows(pixels: Pixels, first: int, wanted: Interval, scale: Fraction, dty
     return sums
 
 
-def _sum_columns(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
+def _sum_columns(sums: Sums, first: int, output_columns: Interval, scale: Fraction) -> Sums:
     """Weighted sums of columns: ``[rows, output columns, channels]``. ``sums`` begin at column ``first``."""
-    return _sum_whole_columns(sums, len(wanted), int(scale)) if scale.denominator == 1 else _sum_parts(sums, first, wanted, scale)
+    if scale.denominator == 1:
+        return _sum_whole_columns(sums, len(output_columns), int(scale))
+    return _sum_parts(sums, first, output_columns, scale)
 
 
 def _sum_whole_columns(sums: Sums, num_out: int, scale: int) -> Sums:
@@ -236,28 +238,28 @@ def _sum_whole_columns(sums: Sums, num_out: int, scale: int) -> Sums:
     flat = sums.reshape(rows, -1)
     total = np.empty((rows, num_out * channels), sums.dtype)
     for channel in range(channels):
-        part = total[:, channel::channels]
-        part[:] = flat[:, channel :: channels * scale][:, :num_out]
+        channel_sums = total[:, channel::channels]
+        channel_sums[:] = flat[:, channel :: channels * scale][:, :num_out]
         for tap in range(1, scale):
-            part += flat[:, channel + channels * tap :: channels * scale][:, :num_out]
+            channel_sums += flat[:, channel + channels * tap :: channels * scale][:, :num_out]
     return total.reshape(rows, num_out, channels)
 
 
-def _sum_parts(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
+def _sum_parts(sums: Sums, first: int, output_columns: Interval, scale: Fraction) -> Sums:
     """The same with shares of columns, each output pixel beginning at another place in one."""
     p, q = scale.numerator, scale.denominator
     rows, width, channels = sums.shape
     flat = sums.reshape(rows, -1)
-    start = np.arange(wanted.start, wanted.stop) * p - first * q
+    start = np.arange(output_columns.start, output_columns.stop) * p - first * q
     whole = start // q
-    total = np.zeros((rows, len(wanted) * channels), sums.dtype)
-    taken = np.empty_like(total)
+    total = np.zeros((rows, len(output_columns) * channels), sums.dtype)
+    weighted = np.empty_like(total)
     for tap in range(-(-p // q) + 1):
         left = (whole + tap) * q
         weights = np.maximum(0, np.minimum(start + p, left + q) - np.maximum(start, left))
         # Beyond the last column that is covered the weight is 0.
         column = np.minimum(whole + tap, width - 1)
-        np.take(flat, (column[:, None] * channels + np.arange(channels)).ravel(), axis=1, out=taken, mode="clip")
-        taken *= np.repeat(weights, channels).astype(total.dtype)
-        total += taken
-    return total.reshape(rows, len(wanted), channels)
+        np.take(flat, (column[:, None] * channels + np.arange(channels)).ravel(), axis=1, out=weighted, mode="clip")
+        weighted *= np.repeat(weights, channels).astype(total.dtype)
+        total += weighted
+    return total.reshape(rows, len(output_columns), channels)

@@ -1,8 +1,8 @@
 """Row cache: rows of an image in blocks of full tiles, each decoded once a pass, and kept for later passes within a byte budget.
 
 A compressed file can only be decoded by full tiles. Requests for rows (strips, crops, output rows of a resampling) rarely end at tile
-borders. Rows are therefore read in blocks aligned to the tiles, and the two blocks at the edges of the last request are kept: a sweep goes
-on in one of them, in either direction.
+borders. Rows are therefore read in blocks aligned to the tiles, and the two blocks at the edges of the last request are kept: a sweep
+needs one of them next, in either direction.
 
 *With a byte budget*, blocks are also kept for later passes until the budget is full. None is evicted: every later pass then finds the same
 share of the image decoded, forward and backward alike. (LRU eviction would find no block at all in a second pass in the same direction.)
@@ -43,7 +43,7 @@ class RowBlocks:
             raise InputError(f"cannot keep decoded rows in {host_budget_bytes} bytes. Give 0 or more.")
         self.image, self.columns, self.host_budget_bytes = image, columns, host_budget_bytes
         tile_rows = getattr(image, "tile_height_px", None)
-        #: rows of a block; None: rows are read just as they are asked for
+        #: rows of a block; None: rows are read exactly as requested
         self.block_rows: int | None = None
         if tile_rows is not None:
             self.block_rows = tile_rows * -(-_MIN_BLOCK_ROWS // tile_rows)
@@ -129,12 +129,12 @@ class RowBlocks:
 
     def _block(self, number: int, edges: Mapping[int, Pixels], most_bytes: int) -> Pixels:
         """A block, kept from now on if all that is kept takes no more than ``most_bytes``."""
-        known = self._kept.get(number)
-        if known is None:
-            known = edges.get(number)
-        if known is not None:
+        block = self._kept.get(number)
+        if block is None:
+            block = edges.get(number)
+        if block is not None:
             self.num_blocks_reused += 1
-            return known
+            return block
         pixels = self._read(self._rows_of(number))
         self.num_blocks_read += 1
         if pixels.nbytes <= most_bytes:
@@ -148,6 +148,6 @@ class RowBlocks:
         if pixels.ndim != 3 or pixels.shape[:2] != (len(rows), len(self.columns)):
             raise SourceError(
                 f"cannot use rows [{rows.start}, {rows.stop}) of {self.image}: it returned shape {pixels.shape} instead of {len(rows)} x "
-                f"{len(self.columns)} px. Its read() must return the rectangle that it is asked for."
+                f"{len(self.columns)} px. Its read() must return the rectangle of its arguments."
             )
         return pixels

@@ -92,21 +92,21 @@ class ArraySink:
     """
 
     def __init__(self, array: HostArray, *, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout | None = None) -> None:
-        given = as_host_array(array, "write gradients to")
-        self._given = given
-        self.layout: Layout = resolve_layout("input_grad", tuple(given.shape), layout, expected=shape)
+        host_array = as_host_array(array, "write gradients to")
+        self._given = host_array
+        self.layout: Layout = resolve_layout("input_grad", tuple(host_array.shape), layout, expected=shape)
         self.shape = shape
-        whole = _as_tensor(given)
-        if not dtype.is_floating_point or torch.promote_types(whole.dtype, dtype) is not whole.dtype:
+        full_tensor = _as_tensor(host_array)
+        if not dtype.is_floating_point or torch.promote_types(full_tensor.dtype, dtype) is not full_tensor.dtype:
             raise InputError(
-                f"cannot write gradients of {dtype} to an array of {whole.dtype}: they would be rounded. Give an array of {dtype} or a "
-                "wider type."
+                f"cannot write gradients of {dtype} to an array of {full_tensor.dtype}: they would be rounded. Give an array of "
+                f"{dtype} or a wider type."
             )
-        self.dtype = whole.dtype
+        self.dtype = full_tensor.dtype
         if len(self.layout) == 3:
-            whole = whole[None]
-        self._target = whole.permute(axis_order(self.layout, "NCHW"))
-        by_sample = given[None] if len(self.layout) == 3 else given
+            full_tensor = full_tensor[None]
+        self._target = full_tensor.permute(axis_order(self.layout, "NCHW"))
+        by_sample = host_array[None] if len(self.layout) == 3 else host_array
         order = axis_order(self.layout, "NHWC")
         self._pages: HostArray = by_sample.permute(order) if isinstance(by_sample, Tensor) else by_sample.transpose(order)
         #: which rows of which batch element hold a gradient already
@@ -123,13 +123,13 @@ class ArraySink:
         """
         check_samples(self, batch)
         _, channels, height_px, width_px = self.shape
-        part = object.__new__(ArraySink)
-        part._given, part.layout, part.dtype = self._given, self.layout, self.dtype
-        part.shape = (len(batch), channels, height_px, width_px)
-        part._target = self._target[batch.start : batch.stop]
-        part._pages = self._pages[batch.start : batch.stop]
-        part._written = self._written[batch.start : batch.stop]
-        return part
+        sink = object.__new__(ArraySink)
+        sink._given, sink.layout, sink.dtype = self._given, self.layout, self.dtype
+        sink.shape = (len(batch), channels, height_px, width_px)
+        sink._target = self._target[batch.start : batch.stop]
+        sink._pages = self._pages[batch.start : batch.stop]
+        sink._written = self._written[batch.start : batch.stop]
+        return sink
 
     def add(self, rows: Interval, gradient: Tensor) -> None:
         """Add the gradient of rows; see `RowSink`.
@@ -255,10 +255,10 @@ class NpyFile:
             self.array = _mapped(self._part, tuple(shape), kind)
         except OSError as error:
             self.discard()
-            wanted = f"cannot write an output of shape {tuple(shape)} ({format_bytes(num_bytes)}) to {os.fspath(path)!r}: {error.strerror}"
+            problem = f"cannot write an output of shape {tuple(shape)} ({format_bytes(num_bytes)}) to {os.fspath(path)!r}: {error.strerror}"
             if isinstance(error, _CALLER_ERRORS) or error.errno == errno.EROFS:
-                raise InputError(f"{wanted}. Give a path in a folder that exists and may be written to.") from error
-            raise SourceError(error.errno, f"{wanted}{free_space_text(self.path.parent)}. Make room, or choose another disk.") from error
+                raise InputError(f"{problem}. Give a path in a folder that exists and may be written to.") from error
+            raise SourceError(error.errno, f"{problem}{free_space_text(self.path.parent)}. Make room, or choose another disk.") from error
         except BaseException:
             self.discard()
             raise
@@ -275,7 +275,7 @@ class NpyFile:
         """Release the pages of written rows to the kernel.
 
         Args:
-            row_dim: the dimension of rows; None for an array that is no image, and all of it.
+            row_dim: the dimension of rows; None for an array that is not an image, and all of it.
             batch: batch elements, all of them by default.
             rows: rows, all of them by default.
         """

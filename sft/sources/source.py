@@ -189,10 +189,10 @@ def image_equal_rows(image: Any, part: Interval, *, columns: bool = False) -> Bo
 
 def equal_rows(pixels: HostArray, columns: Interval) -> BoolArray:
     """For each row of ``[rows, width, channels]`` whether it equals the row above it in some columns, bit for bit; all of them are read."""
-    part = pixels[:, columns.start : columns.stop]
-    if isinstance(part, Tensor):  # a type that NumPy does not have
-        part = part.detach().view(torch.int16).numpy()
-    numbers: npt.NDArray[Any] = part.view(_BITS[part.dtype.itemsize])
+    cropped = pixels[:, columns.start : columns.stop]
+    if isinstance(cropped, Tensor):  # a type that NumPy does not have
+        cropped = cropped.detach().view(torch.int16).numpy()
+    numbers: npt.NDArray[Any] = cropped.view(_BITS[cropped.dtype.itemsize])
     height = numbers.shape[0]
     same = np.zeros(height, dtype=bool)
     step = max(1, _PIECE_BYTES // max(1, numbers[:1].size))

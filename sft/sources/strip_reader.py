@@ -410,5 +410,5 @@ def source_error(source: Source, rows: Interval, error: BaseException) -> Source
     kind = SkipSlideError if isinstance(error, SkipSlideError) else SourceError
     return kind(
         f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "
-        "Mend the source and run the step again."
+        "Repair the source and run the step again."
     )

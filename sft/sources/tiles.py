@@ -130,21 +130,21 @@ class Tiles(PixelRows):
         """
         index = np.asarray(indices)
         if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu" or index.min() < 0 or index.max() >= len(self):
-            raise InputError(f"cannot take tiles {indices!r} of {self}: give a list of whole numbers from 0 to {len(self) - 1}.")
+            raise InputError(f"cannot take tiles {indices!r} of {self}: give a list of integers from 0 to {len(self) - 1}.")
         return self.at(self.positions_px[index])
 
     def at(self, positions_px: npt.ArrayLike) -> Self:
         """The bag of the tiles at other positions of the image, such as coordinates of another tool; decoded cells are shared.
 
         Args:
-            positions_px: column and row of the upper left px of each tile, whole numbers ``[N, 2]``.
+            positions_px: column and row of the upper left px of each tile, integers ``[N, 2]``.
 
         Raises:
             InputError: no tile, or one that is not inside the image.
         """
         positions = np.asarray(positions_px)
         if positions.ndim != 2 or positions.shape[1] != 2 or not len(positions) or positions.dtype.kind not in "iu":
-            raise InputError(f"cannot take tiles at positions of shape {positions.shape} and {positions.dtype}: give whole numbers [N, 2].")
+            raise InputError(f"cannot take tiles at positions of shape {positions.shape} and {positions.dtype}: give integers [N, 2].")
         height, width = self.shape[2:]
         last = np.array([self.image.width_px - width, self.image.height_px - height])
         outside = np.flatnonzero((positions < 0).any(1) | (positions > last).any(1))
@@ -197,7 +197,7 @@ def _pair(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
     """Height and width of an argument that is one number or two."""
     pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(pair) != 2 or any(not isinstance(number, (int, np.integer)) or number < 1 for number in pair):
-        raise InputError(f"cannot take tiles with {name}={value!r}: give a whole number of px, at least 1, or (height, width).")
+        raise InputError(f"cannot take tiles with {name}={value!r}: give an integer number of px, at least 1, or (height, width).")
     return int(pair[0]), int(pair[1])
 
 
@@ -301,18 +301,18 @@ class _Cells:
 
     def _decoded(self, cells: Collection[_Cell]) -> Mapping[_Cell, Pixels]:
         """Pixels of cells; those decoded now are kept, in place of the least recently used ones."""
-        known = self._known
-        pixels = {cell: known[cell] for cell in cells if cell in known}
+        cached = self._known
+        pixels = {cell: cached[cell] for cell in cells if cell in cached}
         (width, height), missing = self._grid, sorted((cell for cell in cells if cell not in pixels), key=lambda cell: (cell[1], cell[0]))
         for run in _runs(missing):
             (column, row), num_columns = run[0], len(run)
             run_width = (num_columns - 1) * width + self._extent(run[-1])[0]
             strip = self._read(column * width, row * height, run_width, self._extent(run[0])[1])
             for number, cell in enumerate(run):
-                part = strip[:, number * width : (number + 1) * width]
-                pixels[cell] = part if num_columns == 1 else part.copy()  # a view would keep the bytes of the full run
+                cell_pixels = strip[:, number * width : (number + 1) * width]
+                pixels[cell] = cell_pixels if num_columns == 1 else cell_pixels.copy()  # a view would keep the bytes of the full run
         self.num_decoded += len(missing)
-        recent = {cell: kept for cell, kept in known.items() if cell not in pixels} | pixels
+        recent = {cell: kept for cell, kept in cached.items() if cell not in pixels} | pixels
         num_bytes = sum(kept.nbytes for kept in recent.values())
         for cell in list(recent):
             if num_bytes <= self._budget_bytes:
@@ -329,8 +329,8 @@ class _Cells:
             pixels, left, top = cells[column, row], column * width, row * height
             columns = Interval(max(x, left), min(x + w, left + pixels.shape[1]))
             rows = Interval(max(y, top), min(y + h, top + pixels.shape[0]))
-            part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
-            out[rows.start - y : rows.stop - y, columns.start - x : columns.stop - x] = part
+            overlap = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+            out[rows.start - y : rows.stop - y, columns.start - x : columns.stop - x] = overlap
         return out
 
     def _read(self, x: int, y: int, w: int, h: int) -> Pixels:
@@ -344,7 +344,7 @@ class _Cells:
         if pixels.shape[:2] != (h, w):
             raise SourceError(
                 f"cannot use tiles of {self._image}: it returned {pixels.shape[1]} x {pixels.shape[0]} px instead of {w} x {h}. "
-                "Its read() must return the rectangle of the arguments."
+                "Its read() must return the rectangle of its arguments."
             )
         return pixels
 
@@ -360,7 +360,7 @@ def _cell_px(image: Image) -> tuple[int, int] | None:
 
 
 def _reduced(tile_px: int, scale: Fraction) -> int:
-    """Output px of the fewest full tiles that make a whole number of px; of a scale that needs many, a fixed number.
+    """Output px of the fewest full tiles that make an integer number of px; of a scale that needs many, a fixed number.
 
     >>> _reduced(256, Fraction(2)), _reduced(240, Fraction(3, 2)), _reduced(256, Fraction(3, 2)), _reduced(256, Fraction(1001, 1000))
     (128, 160, 512, 512)

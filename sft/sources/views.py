@@ -68,9 +68,9 @@ class RasterView(LevelledImage):
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of each level."""
-        known = getattr(self.image, "level_tiles_px", None)
-        if known is not None:
-            tiles: tuple[Size | None, ...] = known
+        tiles_px = getattr(self.image, "level_tiles_px", None)
+        if tiles_px is not None:
+            tiles: tuple[Size | None, ...] = tiles_px
             return tiles
         rows = getattr(self.image, "tile_height_px", None)
         return ((self.image.width_px, rows) if rows else None,) * len(self.level_dimensions)

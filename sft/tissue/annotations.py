@@ -90,7 +90,7 @@ def read_annotations(
     where = Path(path)
     suffix = where.suffix.lower()
     if not classes or any(int(label) != label or label < 0 for label in classes.values()):
-        raise InputError(f"cannot read {path} with classes={dict(classes)!r}: give the label of each class, a whole number of at least 0.")
+        raise InputError(f"cannot read {path} with classes={dict(classes)!r}: give the label of each class, an integer of at least 0.")
     if suffix in _GEOJSON:
         areas = [
             _Area(names=feature.ordered_names, geometry=geometry) for feature, geometry in read_features(where, georeference=georeference)
@@ -244,7 +244,7 @@ def _asap_areas(path: Path) -> list[_Area]:
             if annotation.get("Type") not in _AREAS or len(points) < _MIN_CORNERS:
                 continue
             if not np.isfinite(points).all():
-                raise ValueError("a corner is no finite number")
+                raise ValueError("a corner is not a finite number")
             group = annotation.get("PartOfGroup", "")
             names = tuple(name for name in ("" if group == "None" else group, annotation.get("Name", "")) if name)
             areas.append(_Area(names=names, geometry=shapely.make_valid(shapely.Polygon(points))))

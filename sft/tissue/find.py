@@ -68,14 +68,14 @@ def find_tissue(
     threshold = max(int(otsu(saturations)) if saturations.min() < saturations.max() else 0, _MIN_SATURATION)
     pixels = saturations > threshold
     if closing_px:
-        # Padded with edge values: the border of the slide is no border of tissue.
+        # Padded with edge values: the border of the slide is not a border of tissue.
         padded = np.pad(pixels, 2 * closing_px, mode="edge")
         pixels = morphology.closing(padded, disk(closing_px))[2 * closing_px : -2 * closing_px, 2 * closing_px : -2 * closing_px]
     # Of a slide of a few px all tissue would be a speck, and all glass a hole.
     min_object_px, max_hole_px = (min(count, pixels.size // _SMALL_SHARE) for count in (min_object_px, max_hole_px))
     if min_object_px > 1:
         pixels = morphology.remove_small_objects(pixels, max_size=min_object_px - 1)
-    if max_hole_px and pixels.any():  # a slide without tissue is no hole
+    if max_hole_px and pixels.any():  # a slide without tissue is not a hole
         pixels = morphology.remove_small_holes(pixels, max_size=max_hole_px)
     return TissueMask(pixels=np.ascontiguousarray(pixels, bool), width_px=image.width_px, height_px=image.height_px)
 
@@ -99,8 +99,8 @@ def saturation(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 def _downsample(image: Image, mpp: float, downsample: int | None) -> int:
     if downsample is None:
-        own = getattr(image, "mpp", None)
-        downsample = 32 if own is None else max(1, round(mpp / max(own)))
+        image_mpp = getattr(image, "mpp", None)
+        downsample = 32 if image_mpp is None else max(1, round(mpp / max(image_mpp)))
     downsample = min(downsample, image.width_px, image.height_px)
     if downsample < 1:
         raise InputError(f"cannot make a mask at 1/{downsample} of a slide: give a downsample of at least 1.")
@@ -118,7 +118,7 @@ def _thumbnail(image: Image, downsample: int) -> Image:
         if max(level_scale(whole, size)) <= downsample:
             best = level
     base = AtLevel(view, best)
-    # Not a whole number of px in general: the mask's last pixel ends where the slide does.
+    # Not an integer number of px in general: the mask's last pixel ends where the slide does.
     columns, rows = max(1, whole[0] // downsample), max(1, whole[1] // downsample)
     scale = Fraction(base.width_px, columns), Fraction(base.height_px, rows)
     return base if max(scale) == 1 else Resampled(base, *scale)

@@ -90,7 +90,7 @@ def read_geojson(
 
     Raises:
         InputError: a name that no feature has; the message lists those that there are. Or map coordinates without a georeference.
-        SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
+        SourceError: the file cannot be read or is not GeoJSON, or shapely is not installed.
     """
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
     pairs = read_features(path, selected, georeference=georeference)
@@ -109,7 +109,7 @@ def read_features(
 
     Raises:
         InputError: the file has map coordinates, and the image has no georeference.
-        SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
+        SourceError: the file cannot be read or is not GeoJSON, or shapely is not installed.
     """
     shapely = import_shapely(f"read {path}")
     try:
@@ -161,7 +161,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is no UTF-8"
+        return f"byte {error.start} is not UTF-8"
     if isinstance(error, RecursionError):
         return "it has too many levels, one inside the other"
     if isinstance(error, KeyError):
@@ -174,8 +174,8 @@ def _reason(error: Exception) -> str:
 
 
 def _refuse_constant(text: str) -> float:
-    """Refuse NaN and Infinity, which are no JSON: a polygon with such a corner would be an empty one."""
-    raise ValueError(f"{text} is no number of JSON")
+    """Refuse NaN and Infinity, which are not JSON: a polygon with such a corner would be an empty one."""
+    raise ValueError(f"{text} is not a JSON number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def mask_outline(mask: TissueMask) -> Regions:
     row, column = (places.astype(float) for places in np.nonzero(changes))
     joined = shapely.union_all(shapely.box(column[0::2], row[0::2], column[1::2], row[0::2] + 1))
     step = np.array(mask.step)
-    # Corners lie on the mask's grid, in whole numbers, until here.
+    # Corners lie on the mask's grid, in integers, until here.
     return Regions([[ring * step for ring in polygon] for polygon in polygons_of(joined)])
 
 

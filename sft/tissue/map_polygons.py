@@ -73,11 +73,11 @@ class MapToPixels:
         except ImportError as error:
             raise missing_extra(f"read {self._path}", "geo", error) from error
         try:
-            own = rasterio.crs.CRS.from_user_input(crs)
+            system = rasterio.crs.CRS.from_user_input(crs)
         except (rasterio.errors.CRSError, ValueError) as error:
             raise InputError(f"cannot read {self._path}: its coordinate system {crs!r} is unknown ({error}). Write it again.") from error
         image = rasterio.crs.CRS.from_wkt(image_wkt)
-        return None if own == image else (own, image)
+        return None if system == image else (system, image)
 
     def _ring(self, corners: _Points) -> _Points:
         """A ring in pixels, with more corners where edges are curves."""

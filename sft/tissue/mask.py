@@ -196,7 +196,7 @@ class TissueMask:
 
 
 def _nearest_indices(px: Indices, extent: int, size_px: int) -> Indices:
-    """The mask's row (or column) under the centre of each of the slide's: floor((px + 1/2) extent / size), in whole numbers."""
+    """The mask's row (or column) under the centre of each of the slide's: floor((px + 1/2) extent / size), in integers."""
     return (2 * px + 1) * extent // (2 * size_px)
 
 
@@ -286,8 +286,8 @@ class Masked(OneLevelView):
         out = np.empty((h, w, self.num_channels), self.dtype)
         out[:] = self._background
         for left, right in self._runs(np.asarray(inside.any(axis=0)), x):
-            part = inside[:, left - x : right - x]
-            np.copyto(out[:, left - x : right - x], self.image.read(left, y, right - left, h), where=part[..., None])
+            columns_inside = inside[:, left - x : right - x]
+            np.copyto(out[:, left - x : right - x], self.image.read(left, y, right - left, h), where=columns_inside[..., None])
         return out
 
     def _runs(self, used: MaskArray, x: int) -> list[tuple[int, int]]:

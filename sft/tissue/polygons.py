@@ -35,7 +35,7 @@ class Regions:
         polygons: each an outer ring, then its holes.
 
     Raises:
-        InputError: a ring with fewer than three corners, or corners that are no numbers.
+        InputError: a ring with fewer than three corners, or corners that are not numbers.
     """
 
     def __init__(self, polygons: Sequence[Sequence[npt.ArrayLike]]) -> None:

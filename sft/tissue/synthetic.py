@@ -44,7 +44,7 @@ def write_synthetic_slide(
         seed: seed of the random shapes.
 
     Raises:
-        InputError: if a size is too small for a slide, or ``tile_px`` is no multiple of 16.
+        InputError: if a size is too small for a slide, or ``tile_px`` is not a multiple of 16.
     """
     if min(width_px, height_px) < _MIN_SIDE_PX << num_levels or num_levels < 1:
         raise InputError(

@@ -87,7 +87,7 @@ def reserve_pool(device: torch.device, segments: tuple[int, ...]) -> Any:
             del tensors
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"the plan fits the budget, and {device} has less free: the memory pool of its steps takes {format_bytes(sum(segments))} "
+            f"the plan fits the budget, but {device} has less free: the memory pool of its steps takes {format_bytes(sum(segments))} "
             f"({error}). Free other tensors and models, end other processes on the device, or lower the budget to what is free.",
             needed_bytes=sum(segments),
         ) from error

@@ -62,8 +62,8 @@ class HostAllocator:
                 return np.empty(num_bytes, np.uint8)
             except MemoryError as error:
                 raise BudgetError(
-                    f"{purpose} take {format_bytes(num_bytes)} of the host's memory, which the system does not give. Give a folder with "
-                    "Options(host_folder=...), set host_budget to what there is, or raise the device's budget.",
+                    f"{purpose} take {format_bytes(num_bytes)} of the host's memory, which could not be allocated. Name a folder with "
+                    "Options(host_folder=...), set host_budget to what is free, or raise the device's budget.",
                     needed_bytes=num_bytes,
                 ) from error
         try:

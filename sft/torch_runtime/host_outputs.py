@@ -159,7 +159,7 @@ def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels
         data = np.empty(num_bytes, np.uint8)
     except MemoryError as error:
         raise InputError(
-            f"an output of shape {shape} needs {format_bytes(num_bytes)} of host memory, which the system does not give; map it from a "
+            f"an output of shape {shape} needs {format_bytes(num_bytes)} of host memory, which could not be allocated; map it from a "
             "file with output='name.npy'"
         ) from error
     flat = torch.from_numpy(data).view(dtype)

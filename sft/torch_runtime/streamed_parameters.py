@@ -65,7 +65,9 @@ def streamable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
     wrong = [name for name, param in streamable.items() if param.layout is not torch.strided or hasattr(param, "device_mesh")]
     if wrong:
-        raise UnsupportedError([f"{name}: weights are streamed of plain tensors only; leave out weights='stream'" for name in wrong])
+        raise UnsupportedError(
+            [f"{name}: only weights that are plain tensors can be streamed; leave out weights='stream'" for name in wrong]
+        )
     return streamable
 
 

@@ -327,12 +327,12 @@ def _map_records(path: Path) -> tuple[tuple[RecordLayout, ...], dict[str, str], 
             num_bytes = status.st_size
             num_header_bytes = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or not 2 <= num_header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES):
-                raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {num_header_bytes}.")
+                raise SourceError(f"{path} is not a file of weights, or was cut short: {num_bytes} bytes, a header of {num_header_bytes}.")
             text = file.read(num_header_bytes)
         layouts, metadata = read_header(path, text)
         expected = 8 + num_header_bytes + record_offsets(layouts)[-1]
         if num_bytes != expected:
-            raise SourceError(f"{path} has {num_bytes} bytes, and its header speaks of {expected}: it was cut short, or is another's.")
+            raise SourceError(f"{path} has {num_bytes} bytes, and its header states {expected}: it was cut short, or is another file.")
         # A private mapping: writes to its pages stay in this process and cannot damage the file.
         data = np.memmap(path, dtype=np.uint8, mode="c", offset=8 + num_header_bytes)
     except OSError as error:
@@ -367,15 +367,15 @@ class WeightsFile:
 
 
 def check_resume(path: str | os.PathLike[str], *, resume: bool) -> None:
-    """Check that no file is overwritten by accident, and that no run starts anew by accident.
+    """Check that no file is overwritten by accident, and that no run starts from new weights by accident.
 
     Raises:
         InputError: the file exists without ``resume``, or is missing with it.
     """
     exists = os.path.exists(path)
     if exists and not resume:
-        raise InputError(f"{os.fspath(path)} exists; give resume=True to go on with its weights, or another path")
+        raise InputError(f"{os.fspath(path)} exists; give resume=True to load its weights, or another path")
     if resume and not exists:
         raise InputError(
-            f"resume=True, but there is no file {os.fspath(path)} to go on with; give its path, or leave resume out to begin one"
+            f"resume=True, but there is no file {os.fspath(path)} to resume from; give its path, or leave resume out to create one"
         )

@@ -84,13 +84,13 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[RecordLayout, ...], dict
         metadata.pop("format", None)
         by_block: dict[int, list[tuple[int, int, TensorSpec | None]]] = {}
         for name, entry in entries.items():
-            number, _, rest = name.partition(".")
+            number, _, key = name.partition(".")
             begin, end = entry["data_offsets"]
-            is_state = rest.startswith(_STATE + ".")
+            is_state = key.startswith(_STATE + ".")
             spec = TensorSpec(
-                name=rest.removeprefix(_STATE + "."), shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], is_state=is_state
+                name=key.removeprefix(_STATE + "."), shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], is_state=is_state
             )
-            is_gap = rest.startswith(_GAP + ".")
+            is_gap = key.startswith(_GAP + ".")
             if not is_gap and spec.num_bytes != end - begin:
                 raise ValueError(f"{name} has {spec.num_bytes} bytes in {end - begin}")
             by_block.setdefault(int(number), []).append((begin, end, None if is_gap else spec))
@@ -103,7 +103,7 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[RecordLayout, ...], dict
             layouts.append(same.setdefault(layout, layout))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SourceError(
-            f"{path} is no file of blocks written by sft ({type(error).__name__}: {error}). Load weights of another origin with "
+            f"{path} is not a file of blocks written by sft ({type(error).__name__}: {error}). Load weights of another origin with "
             "load_state_dict."
         ) from error
     return tuple(layouts), metadata

@@ -1,7 +1,7 @@
 """Command line: a YAML file with overriding options (``--train.lr 1e-4``), and one-line error messages.
 
 Exit codes: 0 done; 1 an error; 2 a command line or file with options that do not exist, or values of another type; 3 done, but slides were
-left out (0 on several ranks); 75 asked to end, saved, start again to go on.
+left out (0 on several ranks); 75 stopped by a signal, saved, start again to resume.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
         trust: modules, files or folders that ``model.backbone`` may name, as with ``--trust``. Default: none
     """
     escape_unencodable_output()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    if not command_line:
         print(_EXAMPLES)
         return 0
-    is_debug, is_json = "--debug" in given, "--json" in given
+    is_debug, is_json = "--debug" in command_line, "--json" in command_line
     # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
     try:
         world = World.here()
@@ -104,11 +104,11 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
             parser = _parser()
-            given, trusted_names = _split_trust(given)
-            for option, value in zip_longest(given, given[1:], fillvalue=""):
+            command_line, trusted_names = _split_trust(command_line)
+            for option, value in zip_longest(command_line, command_line[1:], fillvalue=""):
                 if option == "--config" or option.startswith("--config="):
                     check_config_file(Path(option.partition("=")[2] or value), GROUPS)
-            parsed = parser.parse_args(given)
+            parsed = parser.parse_args(command_line)
             if world.num_ranks > 1 and parsed.subcommand not in _ON_SEVERAL_RANKS:
                 raise InputError(
                     f"{parsed.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             if trusted_names and parsed.subcommand not in _WITH_NETWORK:
                 raise InputError(f"{_TRUST} is for {', '.join(_WITH_NETWORK)}, which load a network; leave it out")
             if getattr(settings, "trust", None):
-                raise InputError(f"trust is no setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
+                raise InputError(f"trust is not a setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
             settings.trust = trusted_names or trust
             with exit_on_interrupt():
                 from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             error = OSError(
                 f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk."
             )
-        return complain(error, EXIT_ERROR, is_inference=given[:1] in (["evaluate"], ["predict"], ["heatmap"]))
+        return complain(error, EXIT_ERROR, is_inference=command_line[:1] in (["evaluate"], ["predict"], ["heatmap"]))
     except KeyboardInterrupt as error:
         return complain(error, 130, kind="interrupted")
     if is_json and world.rank == 0:
@@ -197,12 +197,12 @@ def _parser() -> ArgumentParser:
     tissue.add_argument("slides", type=Path, nargs="+", help="slide files")
     tissue.add_argument("--out", type=Path, required=True, help="folder for the results")
     tissue.add_argument("--mpp", type=float, default=8.0, help="micrometres per pixel of the masks")
-    tissue.add_argument("--overwrite", action="store_true", help="find masks anew that are there already")
+    tissue.add_argument("--overwrite", action="store_true", help="replace masks that exist already")
     tissue.add_argument("--slide-mpp", type=float, help="micrometres per pixel of the slides, where the files are wrong or silent")
     plan = _configured("how a training step is computed, and what it takes; runs nothing")
     size = "of the image in px, as slide-info prints it, without any slide, such as 80000x60000; default: the largest slide of the table"
     plan.add_argument("--size", type=str, nargs="+", metavar="WIDTHxHEIGHT", help=f"{size}. Two numbers are height and width")
-    train = _configured("train, or go on with a run that was interrupted; then evaluate")
+    train = _configured("train, or resume an interrupted run; then evaluate")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     train.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     evaluate = _of_run("predict and measure")
@@ -225,7 +225,7 @@ def _parser() -> ArgumentParser:
     heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")
     heatmap.add_argument("--crops", type=int, default=5, help="how many crops to cut out where the map is highest")
     heatmap.add_argument("--crop-px", type=int, default=256, help="their side")
-    folds = _configured("train each fold of a cross-validation, or go on with it; then one table over the folds")
+    folds = _configured("train or resume each fold of a cross-validation; then write one table over the folds")
     folds.add_argument("--folds", type=PositiveInt, help="number of folds; default: data.num_folds")
     folds.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     compare = _plain("one table of the metrics of several runs, and the settings in which they differ")

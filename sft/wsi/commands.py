@@ -154,10 +154,10 @@ def train(
         with Interruption() as interruption:
             try:
                 value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws, ranks, interruption)
-            except EndRequested as asked:
+            except EndRequested as request:
                 ranks.gathered(None)  # a rank that has left makes torchrun end the others
                 raise RunInterrupted(
-                    f"{asked.signal.name}: trained, and not evaluated to the end. Start the same command again to go on."
+                    f"{request.signal.name}: trained, and not evaluated to the end. Start the same command again to resume."
                 ) from None
     return CommandResult(value=value, num_failed=len(failed))
 
@@ -313,14 +313,14 @@ def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) 
 
 
 def _check_same(experiment: Experiment, ranks: Ranks) -> None:
-    """Refuse ranks that were asked for different runs."""
-    own = {
+    """Refuse ranks that were started with different commands."""
+    identity = {
         **config_fingerprint(experiment.config),
         "run": str(experiment.config.run),
         "slides, labels or splits": experiment.table.digest(),
     }
-    for rank, other in enumerate(ranks.gathered(own)):
-        differing = [name for name in own if own[name] != other[name]]
+    for rank, other in enumerate(ranks.gathered(identity)):
+        differing = [name for name in identity if identity[name] != other[name]]
         if differing:
             raise InputError(
                 f"ranks {ranks.rank} and {rank} were started with different {', '.join(differing)}. Start all with the same command."
@@ -358,7 +358,7 @@ def _finish(
     """Evaluate the best model on validation and test slides, and write the page of the run.
 
     Raises:
-        EndRequested: the run was asked to end.
+        EndRequested: a signal requested the end of the run.
     """
     best = ranks.from_first(lambda: folder.checkpoints.load("best") or folder.checkpoints.load("last"))
     assert best is not None  # training has saved the last one

@@ -100,7 +100,7 @@ def compare(runs: Sequence[Path], console: Console, *, split: str | None = None,
         out: file for the table as CSV. Default: `None`
 
     Raises:
-        RunFolderError: a folder is no run, or has no results.
+        RunFolderError: a folder is not a run, or has no results.
     """
     paths = [path for run in runs for path in _run_folders(run)]
     overviews = [read_overview(path) for path in paths]
@@ -129,10 +129,10 @@ def report(run: Path, console: Console) -> CommandResult:
     """Write the pages of a run, summary.md and report.html, from the contents of its folder.
 
     Raises:
-        RunFolderError: it is no run, or its folder cannot be written.
+        RunFolderError: it is not a run, or its folder cannot be written.
     """
     if not (run / "checkpoints").is_dir():
-        raise RunFolderError(f"{run} is no folder of a run: it has no checkpoints. Give the folder that train wrote to.")
+        raise RunFolderError(f"{run} is not a folder of a run: it has no checkpoints. Give the folder that train wrote to.")
     with results_lock(run):
         overview = write_run_summary(run)
     _say(console, f"written to {run}: summary.md, {PAGE_NAME}")
@@ -213,7 +213,7 @@ def _folds_lines(config: Config, names: Sequence[str], overviews: Sequence[RunOv
         of_split = [row for row in rows if row.split == split]
         if of_split:
             lines += [f"## {split}", "", *markdown_table(names, of_split, has_pooled=is_pooled and split == "test"), ""]
-    lines += ["sd is the standard deviation of the folds. It is no interval: the training slides of two folds are mostly the same.", ""]
+    lines += ["sd is the standard deviation of the folds. It is not an interval: the training slides of two folds are mostly the same.", ""]
     if is_pooled:
         lines += ["Pooled metrics are of the test predictions of all folds together, each slide once, with intervals over patients: "]
         lines += ["[pooled](pooled/summary.md).", ""]
@@ -261,7 +261,7 @@ def _run_folders(run: Path) -> list[Path]:
     numbers = sorted(int(path.parent.name.removeprefix("fold-")) for path in run.glob("fold-*/checkpoints") if _is_fold(path.parent.name))
     if not numbers:
         raise RunFolderError(
-            f"{run} is no folder of a run, nor of folds: it has no checkpoints. Give folders that train or folds has written."
+            f"{run} is not a folder of a run, nor of folds: it has no checkpoints. Give folders that train or folds has written."
         )
     return [run / f"fold-{number}" for number in numbers]
 

@@ -144,7 +144,7 @@ class ModelConfig:
         dropout: probability, before the last layer.
         norm: frozen (the statistics of the backbone), calibrated (measured on the training slides, then frozen), train, or auto:
             frozen with weights (pretrained or a file), else calibrated.
-        budget: bytes that the device may hold, or auto: what it has free when the run starts, less a margin. A run that goes on keeps it.
+        budget: bytes that the device may hold, or auto: what it has free when the run starts, less a margin. A resumed run keeps it.
         tile: rows and columns in px of a tile of the computation; default: the planner's choice. With columns, tiles of background
             need not run.
         mean: of the pixels' channels, in 0..1.

@@ -72,7 +72,7 @@ def tile_problems(model: ModelConfig) -> list[str]:
             if getattr(model, name) is not None
         ]
     problems = [
-        f"model.{name} {getattr(model, name)}: give a whole number from 1 to {largest}"
+        f"model.{name} {getattr(model, name)}: give an integer from 1 to {largest}"
         for name, largest in (("tile_px", _MAX_TILE_PX), ("stride_px", _MAX_TILE_PX), ("lora_rank", _MAX_RANK))
         if getattr(model, name) is not None and not 1 <= getattr(model, name) <= largest
     ]
@@ -99,7 +99,7 @@ def mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list
     problems = []
     if wrong:
         allowed = f"classes are 0 to {len(classes) - 1}, and {_IGNORED_INDEX} is for ignored values"
-        problems.append(f"data.mask_values {values}: {', '.join(map(str, wrong))} is no class; {allowed}")
+        problems.append(f"data.mask_values {values}: {', '.join(map(str, wrong))} is not a class; {allowed}")
     if unused:
         problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
     return problems

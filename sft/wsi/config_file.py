@@ -53,13 +53,13 @@ def check_config_file(path: Path, groups: Collection[str]) -> None:
         _check_node(root, path, groups)
         _check_values(path, text)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
+        raise InputError(f"{path}: byte {error.start} is not UTF-8; save it as plain text") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise InputError(f"{path}{where}: no valid YAML: {error.problem or error.context}; mend this place") from error
+        raise InputError(f"{path}{where}: invalid YAML: {error.problem or error.context}; correct this line") from error
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: no valid YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path}: invalid YAML: {' '.join(str(error).split())}") from error
     except FileNotFoundError:
         return
     except OSError as error:
@@ -101,14 +101,16 @@ def _check_amount(path: Path, text: str) -> None:
 
 
 def _check_names(root: yaml.Node | None, path: Path) -> None:
-    """Refuse a file that is no mapping, or that has keys other than names."""
+    """Refuse a file that is not a mapping, or that has keys other than names."""
     if not isinstance(root, yaml.MappingNode):
         kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise InputError(f"{path} is {kind}; a configuration has settings by name, such as train: {{epochs: 20}}")
     for key, _ in root.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
             line = key.start_mark.line + 1
-            raise InputError(f"{path}, line {line}: {getattr(key, 'value', 'a list')!r} is no name of a setting; write a name or quote it")
+            raise InputError(
+                f"{path}, line {line}: {getattr(key, 'value', 'a list')!r} is not a name of a setting; write a name or quote it"
+            )
 
 
 def _check_node(node: yaml.Node, path: Path, groups: Collection[str], *, is_top: bool = True) -> None:

@@ -31,8 +31,8 @@ class RunFolderError(SourceError):
 
 
 class TrainingError(SftError):
-    """Training cannot go on, such as when the loss is no number."""
+    """Training cannot continue, such as when the loss is not a number."""
 
 
 class RunInterrupted(SftError):
-    """The run was asked to end (SIGTERM, SIGINT), has saved its state, and goes on when it is started again."""
+    """The run was stopped by a signal (SIGTERM, SIGINT), has saved its state, and resumes when it is started again."""

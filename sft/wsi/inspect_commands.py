@@ -140,7 +140,7 @@ def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite
     files = [base.with_name(base.name + ending) for ending in ("-mask.png", ".geojson", "-overlay.png")]
     there = [file.name for file in files[:2] if file.exists() and not overwrite]
     if there:
-        raise InputError(f"{' and '.join(there)} in {base.parent} may have been mended: name another --out, or give --overwrite")
+        raise InputError(f"{' and '.join(there)} in {base.parent} may have been edited: name another --out, or give --overwrite")
     slide = open_image(path, slide_mpp=slide_mpp)
     try:
         mask = find_tissue(slide, mpp=mpp)

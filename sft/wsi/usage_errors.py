@@ -27,7 +27,7 @@ _UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 _REQUIRED = re.compile(r"the following arguments are required: (.*)", re.DOTALL)
 #: Words for types; the plural is that of list items.
 _WORDS: dict[Any, tuple[str, str]] = {
-    int: ("a whole number", "whole numbers in brackets, such as [256, 2048]"),
+    int: ("an integer", "integers in brackets, such as [256, 2048]"),
     float: ("a number", "numbers in brackets, such as [0.5, 0.5, 0.5]"),
     str: ("a text", "texts in brackets, such as [a, b] (numbers as texts: ['1', '2'])"),
     bool: ("true or false", "true or false, several in brackets"),
@@ -35,7 +35,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
     dict: ("settings in braces, such as {pretrained: true}", ""),
     NoneType: ("null", ""),
 }
-_LEAST = {"NonNegativeInt": "a whole number of at least 0", "PositiveInt": "a whole number of at least 1"}
+_LEAST = {"NonNegativeInt": "an integer of at least 0", "PositiveInt": "an integer of at least 1"}
 
 
 def usage_text(error: ArgumentError | str) -> str:
@@ -44,7 +44,7 @@ def usage_text(error: ArgumentError | str) -> str:
     if match := _KEY.fullmatch(text):
         return _wrong_value(match[1], match[2])
     if match := _UNKNOWN.fullmatch(text):
-        return f"{match[2]} is no setting of {match[1]}{_suggestion(match[2])}"
+        return f"{match[2]} is not a setting of {match[1]}{_suggestion(match[2])}"
     if match := _UNRECOGNIZED.fullmatch(text):
         return f"unrecognized arguments: {match[1]}{_suggestion(match[1].split()[0].lstrip('-').partition('=')[0], '--')}"
     if match := _REQUIRED.fullmatch(text):
@@ -79,7 +79,7 @@ def _described(hint: Any) -> str:
     """Words for a type.
 
     >>> _described(list[int] | None), _described(Literal["sgd", "adam"])
-    ('whole numbers in brackets, such as [256, 2048], or null', 'sgd or adam')
+    ('integers in brackets, such as [256, 2048], or null', 'sgd or adam')
     """
     origin = get_origin(hint)
     if origin in (Union, UnionType):
@@ -119,6 +119,6 @@ def _suggestion(name: str, prefix: str = "") -> str:
 def _missing(names: list[str]) -> str:
     """Message of required arguments, which the parser names after their command: ``train.data.csv``."""
     command, _, _ = names[0].partition(".")
-    own = [name.partition(".")[2] or name for name in names]
-    told = [f"{name} (--{name}, or in the file of --config)" if "." in name else name for name in own]
+    settings = [name.partition(".")[2] or name for name in names]
+    told = [f"{name} (--{name}, or in the file of --config)" if "." in name else name for name in settings]
     return f"{command} needs {', '.join(told)}; python -m sft.wsi {command} --help lists all options"

@@ -81,7 +81,7 @@ def test_doctor_names_a_folder_that_hides_the_package(
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and not (Path(entry) / "sft" / "__init__.py").exists()])
     sys.path_importer_cache.clear()
     assert main(["doctor"]) == 0
-    assert "which is no package, as sft; install again: pip install" in capsys.readouterr().out
+    assert "which is not a package, as sft; install again: pip install" in capsys.readouterr().out
 
 
 def test_doctor_fails_if_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

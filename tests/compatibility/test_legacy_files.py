@@ -1248,7 +1248,7 @@ def test_a_killed_run_goes_on_to_the_same_end(run_folder: Path, wsi: Any, capfd:
     expected = torch.load(run_folder / "finished.pt", weights_only=True)
     assert _command("train", "--config", "config.yaml", "--bootstrap", "20") == 0
     told = capfd.readouterr()
-    assert "going on from step 3, epoch 2, slide 3" in told.out + told.err
+    assert "resuming from step 3, epoch 2, slide 3" in told.out + told.err
     checkpoint = wsi.CheckpointFolder(run_folder / "run" / "checkpoints").load("last")
     assert checkpoint is not None and checkpoint.state["progress"]["epoch"] == 3
     for name, value in expected.items():

@@ -155,7 +155,7 @@ def test_sizes_that_depend_on_values(select: Callable[[Tensor], Tensor], refusal
 @pytest.mark.parametrize(
     ("convert", "refusal"),
     [
-        (Tensor.to_sparse, r"layout torch.sparse_coo; give a dense tensor, as of value.to_dense\(\)"),
+        (Tensor.to_sparse, r"layout torch.sparse_coo; give a dense tensor, such as value.to_dense\(\)"),
         (lambda x: torch.nested.nested_tensor([x[0]]), r"is a nested tensor; give a dense tensor"),
         (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"is a quantized tensor \(torch.quint8\); give value.dequantize"),
     ],

@@ -34,7 +34,7 @@ def _net(model: nn.Module | None = None, rows: int = 4, **options: Any) -> Any:
 
 
 class _Picture:
-    """An image that is no slide: nobody says how many channels it has."""
+    """An image that is not a slide: nobody says how many channels it has."""
 
     height_px, width_px = 30, 20
 

@@ -1,4 +1,4 @@
-"""Whole numbers become the default element type, which may be another in the same process: nothing remembered holds for that."""
+"""Integers become the default element type, which may be another in the same process: nothing remembered holds for that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def default_dtype() -> Iterator[None]:
 
 
 class _Counts(nn.Module):
-    """A network on the square roots of whole numbers, as values of its own type."""
+    """A network on the square roots of integers, as values of its own type."""
 
     def __init__(self) -> None:
         super().__init__()

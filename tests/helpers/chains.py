@@ -28,7 +28,7 @@ def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: floa
 
 
 def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, largest: int = 6, weights: bool = False) -> StageChain:
-    """A chain of small whole numbers, so that sums of times are exact."""
+    """A chain of small integers, so that sums of times are exact."""
     stages = []
     for _ in range(num_stages):
         heavy = not light and rng.random() < 0.6

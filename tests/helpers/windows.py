@@ -73,7 +73,7 @@ class SwinBlock(nn.Module):
         return x[:, :height, :width].contiguous()
 
     def _mask(self, scores: Tensor, rows: int, columns: int) -> Tensor:
-        """Scores of -100 between pixels that are no neighbours in the image before the shift."""
+        """Scores of -100 between pixels that are not neighbours in the image before the shift."""
         size, count = self.window, 0
         regions = scores.new_zeros((rows * size, columns * size))
         slices = ((0, -size), (-size, -self.shift), (-self.shift, None))

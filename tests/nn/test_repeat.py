@@ -513,7 +513,7 @@ class _Keeps(nn.Module):
 def test_a_block_that_counts_is_refused_and_nothing_is_left_in_it() -> None:
     """All blocks would be the first one, and a fake tensor would remain in it."""
     x = torch.randn(2, 4)
-    with pytest.raises(sft.UnsupportedError, match="its `forward` sets calls, and computes something else at the next call"):
+    with pytest.raises(sft.UnsupportedError, match="its `forward` sets calls, so the next call computes other values"):
         Repeat(lambda: _Keeps(uses=True), 3)(x)
     net = Repeat(lambda: _Keeps(uses=False), 3)
     torch.testing.assert_close(net(x), net.unstacked()(x))

@@ -79,7 +79,7 @@ def metadata_problems(metadata: Message, project: dict[str, object], version: st
     problems += [f"the extra {name} is missing" for name in missing]
     problems += [f"the requirement {text!r} has a URL" for text in metadata.get_all("Requires-Dist", []) if re.search(r"\s@\s", text)]
     if metadata["Description-Content-Type"] != "text/markdown" or not metadata.get_payload():
-        problems.append("the description is no Markdown text; set readme in pyproject.toml")
+        problems.append("the description is not a Markdown text; set readme in pyproject.toml")
     return problems
 
 

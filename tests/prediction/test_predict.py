@@ -234,7 +234,7 @@ def test_a_failed_prediction_leaves_earlier_files(net: Segmenter, pixels: npt.ND
         ({"writer": "map.png"}, "its suffix names no format"),
         ({"writer": []}, "writer is empty"),
         ({"writer": ["a.npy", "a.npy"]}, "two writers have the same path"),
-        ({"writer": "missing/map.npy"}, "is no folder"),
+        ({"writer": "missing/map.npy"}, "is not a folder"),
         ({"kind": "labels"}, "kind 'labels': choose one of"),
         ({"kind": "softmax", "dtype": "int8"}, "choose one of 'uint8', 'uint16'"),
         ({"kind": "softmax", "writer": "map.geojson"}, "polygons outline classes"),

@@ -254,7 +254,7 @@ def test_one_process_at_a_time_and_sources_with_an_identity(net: nn.Module, pixe
 
     with pytest.raises(sft.InputError, match=r"resume: .* cannot be recognised in another process"):
         sft.predict(net, Local(pixels), tmp_path / "map.npy", resume=journal)
-    with pytest.raises(sft.InputError, match="is no folder; make it first"):
+    with pytest.raises(sft.InputError, match="is not a folder; make it first"):
         sft.predict(net, ArrayImage(pixels), tmp_path / "map.npy", resume=tmp_path / "missing" / "rows")
 
 

@@ -48,7 +48,7 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
 
 
 def test_two_corrections_of_the_published_formulas() -> None:
-    """Beaumont's own model (outputs are read, no other values saved): idle link credit is no memory, and ex^B is not ex^F."""
+    """Beaumont's own model (outputs are read, no other values saved): idle link credit is not memory, and ex^B is not ex^F."""
     stage = Stage(forward_seconds=10.0, backward_seconds=1.0, output_bytes=2, grad_bytes=0, reads_output=True)
     chain = StageChain(input_bytes=2, stages=(stage, replace(stage, backward_workspace_bytes=4)))
     # With everything away B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed takes the 8 bytes that the link could have

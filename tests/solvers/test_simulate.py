@@ -229,7 +229,7 @@ def test_impossible_chains_and_links_are_refused() -> None:
     tile = Alternative(first=2, last=3, mode="tile", forward_seconds=1, backward_seconds=1)
     with pytest.raises(InputError, match=r"2\.\.3 of 2"):
         replace(_CHAIN, alternatives=(tile,))
-    with pytest.raises(InputError, match="name them apart"):
+    with pytest.raises(InputError, match="give them different names"):
         replace(_CHAIN, alternatives=(replace(tile, last=2),) * 2)
     with pytest.raises(InputError, match="up_bytes_per_second"):
         HostLink(up_bytes_per_second=0)

@@ -57,7 +57,7 @@ def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.Monke
     ("name", "content", "message"),
     [
         ("empty.svs", b"", "0 bytes"),
-        ("note.svs", b"this is no slide", r"note\.svs \(16 bytes\).*copy it again"),
+        ("note.svs", b"this is not a slide", r"note\.svs \(16 bytes\).*copy it again"),
         ("head.tif", b"II*\0" + bytes(12), r"head\.tif"),
         ("photo.svs", b"\x89PNG\r\n\x1a\n" + bytes(20), "its PNG header is damaged"),
         ("page.svs", b"<html>404", "it is an HTML page"),
@@ -199,7 +199,7 @@ def test_codecs_that_are_none_of_pixels_are_refused(tmp_path: Path, version: int
 def test_a_codec_that_zarr_knows_is_refused_before_a_chunk_is_read(tmp_path: Path) -> None:
     pytest.importorskip("zarr")
     _write_foreign_zarr(tmp_path / "slide.zarr", b"", version=2, codec="base64")
-    with pytest.raises(SourceError, match="its codecs base64 are none of pixels, and may run code"):
+    with pytest.raises(SourceError, match="its codecs base64 do not encode pixels, and may run code"):
         open_image(tmp_path / "slide.zarr")
 
 

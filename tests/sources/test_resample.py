@@ -232,5 +232,5 @@ def test_views_pickle() -> None:
 
 def test_a_resolution_at_which_no_pixel_is_left_is_refused() -> None:
     image = WithMpp(ArrayImage(np.zeros((64, 80, 3), np.uint8)), 0.5)
-    with pytest.raises(InputError, match=r"of 80 x 64 px at 500 µm/px: no pixel would be left of its 32 µm\. Ask for a finer resolution"):
+    with pytest.raises(InputError, match=r"of 80 x 64 px at 500 µm/px: no pixel would be left of its 32 µm\. Give a finer resolution"):
         at_mpp(image, 500)

@@ -77,7 +77,7 @@ def test_any_rectangle_of_the_real_slide(fast: TiffImage, openslide: Slide, data
 
 @pytest.fixture(scope="module")
 def pyramids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TiffImage, Slide]]:
-    """JPEG at three levels, each reduced by a whole number: what OpenSlide does not interpolate."""
+    """JPEG at three levels, each reduced by an integer factor: what OpenSlide does not interpolate."""
     path = tmp_path_factory.mktemp("pyramid") / "slide.svs"
     write_slide(path, tissue_like(512, 704), num_levels=3, aperio=True, **BOTH["jpeg 4:2:0"])
     with TiffImage(path, num_threads=2) as ours, Slide(path) as theirs:
@@ -245,7 +245,7 @@ def test_a_tile_whose_place_is_the_header(tmp_path: Path) -> None:
         offsets = list(tiff.pages[0].dataoffsets)
         offsets[1] = 0
         tiff.pages[0].tags["TileOffsets"].overwrite(offsets)  # type: ignore[union-attr]
-    with pytest.raises(SourceError, match="1 of 6 tiles of level 0 do not lie in it, the first at column 32, row 0"):
+    with pytest.raises(SourceError, match="1 of 6 tiles of level 0 are outside the file, the first at column 32, row 0"):
         open_image(path)
     with pytest.raises(SourceError, match="its place in the file is given as 0, in the header"):
         TiffImage(path).read(0, 0, 96, 64)

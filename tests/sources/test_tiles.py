@@ -179,7 +179,7 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("indices", [[], [9], [-1], [0.5], [[0]]])
 def test_wrong_indices(indices: Any) -> None:
-    with pytest.raises(sft.InputError, match="whole numbers from 0 to 8"):
+    with pytest.raises(sft.InputError, match="integers from 0 to 8"):
         Tiles(ArrayImage(_pixels(12, 12), layout="HWC"), 4).take(indices)
 
 
@@ -194,7 +194,7 @@ def test_tiles_at_positions_of_another_tool() -> None:
         ([[6, 0]], r"cannot take the tile of 3 x 2 px at \[6, 0\] .*it is not inside the image \(1 of 1 are not\)"),
         ([[0, -1]], "it is not inside the image"),
         ([], r"positions of shape \(0,\)"),
-        ([[0.5, 1]], "float64: give whole numbers"),
+        ([[0.5, 1]], "float64: give integers"),
     ):
         with pytest.raises(sft.InputError, match=message):
             tiles.at(positions)

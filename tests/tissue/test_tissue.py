@@ -215,7 +215,7 @@ def test_neighbours_share_no_pixel() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
 def test_a_mask_through_geojson_is_itself(tmp_path: Path, seed: int, density: float) -> None:
-    """Also where pixels touch at a corner, and where a step is no whole number."""
+    """Also where pixels touch at a corner, and where a step is not an integer."""
     mask = TissueMask(pixels=blobs(17, 23, seed, density), width_px=1000, height_px=777)
     write_geojson(tmp_path / "tissue.geojson", mask, name="Tumour")
     regions = read_geojson(tmp_path / "tissue.geojson", names=["Tumour"])
@@ -302,7 +302,7 @@ def test_no_tissue_is_no_feature(tmp_path: Path) -> None:
         (b'{"type": "Polygon"}', "an object lacks 'coordinates'"),
         (b'{"type": "Circle", "coordinates": []}', "circle"),
         (b'{"type": "Polygon", "coordinates": [[[0, 0]]]}', "at least 4 coordinates"),
-        (b"\x89PNG", "byte 0 is no UTF-8"),
+        (b"\x89PNG", "byte 0 is not UTF-8"),
         (b'{"a":' * 100_000, "too many levels"),
     ],
 )

@@ -80,7 +80,7 @@ def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | No
         x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         before = copy.deepcopy(replayed.state_dict())
         ours = _step(replayed, x)
-        # A buffer is no part of a larger image: ATen sums its pixels in another order.
+        # A buffer is not a part of a larger image: ATen sums its pixels in another order.
         torch.testing.assert_close(ours, _step(plain, x), rtol=1e-12, atol=1e-12)
         replayed.load_state_dict(before)
         assert all(torch.equal(a, b) for a, b in zip(ours, _step(replayed, x), strict=True))

@@ -112,7 +112,7 @@ def test_runs_are_compared_in_one_table(trained: Path, tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert "| metric | of | mean | sd | fold-2 | fold-0 |" in shown and "data.fold: 2, 0" in shown and "## val" not in shown
     for runs, message in (
-        ([str(tmp_path)], "is no folder of a run, nor of folds"),
+        ([str(tmp_path)], "is not a folder of a run, nor of folds"),
         ([f"{run}/fold-0", f"{run}/fold-0"], "some are the same run"),
         ([run, "--split", "train"], "no results of train"),
     ):

@@ -64,7 +64,7 @@ def test_a_trusted_module_is_run_and_a_configuration_cannot_trust(run: Path, cap
     with (run / "config.yaml").open("a") as file:
         file.write("trust: [sft_test_foreign]\n")
     assert main(arguments) == 1
-    assert "trust is no setting of a configuration" in capsys.readouterr().err
+    assert "trust is not a setting of a configuration" in capsys.readouterr().err
     with pytest.raises(InputError, match="trust"):
         read_config(run / "config.yaml")
     _rewrite(run / "config.yaml", "sft_test_foreign:net")

@@ -352,7 +352,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
         (
             ["train", "--config", config, "--run", run, "--data.csv", str(table)],
             1,
-            "train.monitor auc: validation slides (1) do not tell",
+            "train.monitor auc is undefined on the 1 validation slides",
         ),
         (["train", "--config", config, "--train.learning_rate", "1"], 2, "unrecognized arguments"),
         (["train", "--config", config, "--train.epochs", "many"], 2, "train.epochs"),
@@ -448,7 +448,7 @@ def test_tissue_is_found_drawn_and_may_be_given_back_as_a_mask(tmp_path: Path, c
     Path(found["files"][0]).write_bytes(b"mended")
     again = ["tissue", str(slide), "--out", str(tmp_path / "out"), "--json"]
     assert main(again) == 3
-    assert "may have been mended: name another --out, or give --overwrite" in _said(capsys)[0][0]["error"]
+    assert "may have been edited: name another --out, or give --overwrite" in _said(capsys)[0][0]["error"]
     assert Path(found["files"][0]).read_bytes() == b"mended"
     assert main([*again, "--overwrite"]) == 0
     assert _said(capsys)[0][0]["share"] == found["share"]

@@ -1,5 +1,5 @@
 """torchvision's convolutional networks: each family of classifiers, the segmentation models, and the dense detectors without their
-post-processing, which is no function with gradients.
+post-processing, which is not a function with gradients.
 
 The classifiers of AlexNet and VGG hold up to 120 million parameters behind a pool to 7 x 7; they are made narrow, which changes no
 operator.

@@ -2,7 +2,7 @@
 
 An expression is a record of calls. It is evaluated only where ``forward`` reads its value as a Python number: at capture, and again where a
 tensor that it depends on has changed. The evaluation runs on real tensors, without the modes of the trace, and writes to no tensor of the
-model. Random and uninitialized values, and operators outside of ATen, are no constants.
+model. Random and uninitialized values, and operators outside of ATen, are not constants.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _with_values(value: Any) -> Any:
 
 
 class _ConstantOps(TorchDispatchMode):
-    """A dispatch mode that raises NotConstantError for operators whose results are no constants.
+    """A dispatch mode that raises NotConstantError for operators whose results are not constants.
 
     Args:
         protected: identities of memory that may not be written.

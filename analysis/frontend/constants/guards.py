@@ -56,12 +56,12 @@ class ConstantGuards:
 
     def _key(self, expression: Expression) -> Any:
         states = tuple(_LeafState(leaf.locate(self._lookup)) for leaf in sorted(expression.leaves, key=lambda leaf: leaf.digest))
-        known = self._known.get(expression.digest)
-        if known is None or len(known[0]) != len(states) or not all(map(_LeafState.is_same, states, known[0])):
+        cached = self._known.get(expression.digest)
+        if cached is None or len(cached[0]) != len(states) or not all(map(_LeafState.is_same, states, cached[0])):
             value = evaluate(expression, self._lookup)
-            known = states, "unknown" if value is UNKNOWN else value_key(value)
-            self._known[expression.digest] = known
-        return known[1]
+            cached = states, "unknown" if value is UNKNOWN else value_key(value)
+            self._known[expression.digest] = cached
+        return cached[1]
 
 
 class _LeafState:

@@ -86,7 +86,7 @@ class UnknownRead:
 
 
 class _UnknownError(Exception):
-    """An argument is a value that depends on an input, or an object that is no plain value."""
+    """An argument is a value that depends on an input, or an object that is not a plain value."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -315,7 +315,7 @@ class ConstantTracker(TorchFunctionMode):
         return value
 
     def _number(self, tensor: Tensor) -> Any:
-        """The number in a constant tensor of no dimension; :data:`UNKNOWN` where it is no constant."""
+        """The number in a constant tensor of no dimension; :data:`UNKNOWN` where it is not a constant."""
         return self._value(self._known_call(Tensor.item, (tensor,), {}))
 
     def _read_tensors(self, call: Call | None) -> Any:
@@ -332,11 +332,11 @@ class ConstantTracker(TorchFunctionMode):
         return args, output_size_keyword(func, args, kwargs, self._total)
 
     def _mask_indices(self, mask: Tensor) -> Any:
-        """Indices of the true elements of a constant mask, one tensor for each dimension; :data:`UNKNOWN` where it is no constant."""
+        """Indices of the true elements of a constant mask, one tensor for each dimension; :data:`UNKNOWN` where it is not a constant."""
         return self._read_tensors(self._known_call(torch.nonzero, (mask,), {"as_tuple": True}))
 
     def _total(self, repeats: Tensor) -> Any:
-        """The sum of a constant tensor; :data:`UNKNOWN` where it is no constant."""
+        """The sum of a constant tensor; :data:`UNKNOWN` where it is not a constant."""
         call = self._known_call(torch.sum, (repeats,), {})
         return self._value(None if call is None else Call(Tensor.item, (call,), {}))
 

@@ -170,9 +170,9 @@ class SampleTracker:
 
     def take(self, name: str, axis: SampleAxis) -> SampleAxis | None:
         """Sample axis of an operand: the known one; of a value from outside ``axis``, if its samples can be read there."""
-        known = self.axes.get(name)
-        if known is not None:
-            return known
+        sample_axis = self.axes.get(name)
+        if sample_axis is not None:
+            return sample_axis
         shape = self.shape(name)
         if name in self.shared or not 0 <= axis.dim < len(shape) or shape[axis.dim] != axis.extent(self.num_samples):
             return None

@@ -164,7 +164,7 @@ def _trailing(num_dims: Callable[[Node], int], key: str) -> SampleRule:
 
 
 def _leading(key: str, *, min_rank: int = 3) -> SampleRule:
-    """Rule of an operator on images that are no streamed values: convolutions, pools, norms by channel of ``[N, C, ...]``."""
+    """Rule of an operator on images that are not streamed values: convolutions, pools, norms by channel of ``[N, C, ...]``."""
 
     def rule(tracker: SampleTracker, node: Node) -> SampleAxis | None:
         (name,) = refs_in(node.argument(key))

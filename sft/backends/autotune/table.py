@@ -93,7 +93,7 @@ class TableEntry:
         if not 0 <= self.error <= limit:
             problems.append(f"its error {self.error:g} is above {limit:g}: a wrong kernel gets no entry")
         if not (self._is_time(self.triton_seconds) and self._is_time(self.aten_seconds)):
-            problems.append(f"times {self.triton_seconds!r} and {self.aten_seconds!r} are no times; measure again")
+            problems.append(f"times {self.triton_seconds!r} and {self.aten_seconds!r} are not times; measure again")
         if self.shape_class.pixels < 1:
             problems.append("it has no pixels")
         if problems:
@@ -163,7 +163,7 @@ class KernelTable:
         """Read a table.
 
         Raises:
-            InputError: the text is no table, or an entry is invalid.
+            InputError: the text is not a table, or an entry is invalid.
         """
         try:
             data = parse_json_object(text)

@@ -33,7 +33,7 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (b"<?xml", "an XML file"),
 )
 _MAX_HEAD_BYTES = 64
-#: Invisible characters that are no control characters of Unicode: separators of lines and paragraphs.
+#: Invisible characters that are not control characters of Unicode: separators of lines and paragraphs.
 _CONTROL_CATEGORIES = frozenset(("Cc", "Cf", "Zl", "Zp", "Cs"))
 
 

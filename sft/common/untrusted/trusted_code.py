@@ -133,19 +133,21 @@ def resolve_member(module: Any, member: str, trust: TrustedCode) -> Any:
     """
     from torch import nn  # the command line parses names before it imports torch
 
-    own = module.__name__
+    module_name = module.__name__
     value, owner = module, module
-    for part in member.split("."):
+    for attribute in member.split("."):
         owner = value
         # A class's own dictionary tells a static method from a function that is stored in it; a module may make its members on demand.
-        value = None if part.startswith("__") else (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, part, None)
+        value = (
+            None if attribute.startswith("__") else (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, attribute, None)
+        )
         if value is None:
-            raise InputError(f"module {own} has no callable {member!r}. Name a class or function that makes a network.")
+            raise InputError(f"module {module_name} has no callable {member!r}. Name a class or function that makes a network.")
         if inspect.ismodule(value):
-            raise InputError(f"{part} is a module that {own} imports. Name a class or function of {own} itself.")
+            raise InputError(f"{attribute} is a module that {module_name} imports. Name a class or function of {module_name} itself.")
     is_method = isinstance(value, classmethod | staticmethod)
     function = value.__func__ if is_method else value
-    remedy = f"Write a function in {own} that makes the network."
+    remedy = f"Write a function in {module_name} that makes the network."
     if not (isinstance(function, type) and issubclass(function, nn.Module)) and type(function) is not FunctionType:
         described = f"the class {function.__name__}" if isinstance(function, type) else f"an object of type {type(function).__name__}"
         raise InputError(f"{member} is {described}, neither a class derived from torch.nn.Module nor a function. {remedy}")

@@ -16,7 +16,7 @@ _MAX_DEPTH = 200
 
 
 class XmlError(ValueError):
-    """Text that is no XML, or XML with a document type."""
+    """Text that is not XML, or XML with a document type."""
 
 
 def parse_xml(text: str | bytes) -> ElementTree.Element:
@@ -58,7 +58,7 @@ def parse_xml(text: str | bytes) -> ElementTree.Element:
         parser.Parse(text, True)
         return builder.close()
     except expat.ExpatError as error:
-        raise XmlError(f"it is no XML ({expat.ErrorString(error.code)}, line {error.lineno}, column {error.offset + 1})") from error
+        raise XmlError(f"it is not XML ({expat.ErrorString(error.code)}, line {error.lineno}, column {error.offset + 1})") from error
 
 
 def _qualified(name: str) -> str:

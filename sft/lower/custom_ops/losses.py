@@ -23,7 +23,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """One-hot encoding of labels ``[N, 1, axes...]`` along channels, ``[N, num_classes, axes...]``.
 
-    As in torch a label that is no class is an error, checked without a wait for the device.
+    As in torch a label that is not a class is an error, checked without a wait for the device.
     """
     is_class = ((self >= 0) & (self < num_classes)).all()
     torch.ops.aten._assert_async.msg(is_class, f"Class values must be at least 0 and less than the number of classes, {num_classes}")

@@ -83,10 +83,10 @@ class AxisSumRule(_AxisReductionRule):
         builder, (strip, dims) = ctx.builder, self.strip_of(ctx)
         shape = self.partial_shape(ctx.scope, ctx.node)
         flat = builder.call(aten._reshape_copy.default, grad, list(shape), shape=shape, dtype=grad.dtype)
-        part, divisor = self.slice_of(ctx, flat, strip, dims), self._divisor(ctx.scope, ctx.node)
+        gradient, divisor = self.slice_of(ctx, flat, strip, dims), self._divisor(ctx.scope, ctx.node)
         if divisor != 1:
-            part = builder.call(aten.div.Scalar, part, divisor, shape=part.shape, dtype=part.dtype)
-        spread = builder.call(aten.expand.default, part, list(strip.shape), shape=strip.shape, view_of=part, dtype=part.dtype)
+            gradient = builder.call(aten.div.Scalar, gradient, divisor, shape=gradient.shape, dtype=gradient.dtype)
+        spread = builder.call(aten.expand.default, gradient, list(strip.shape), shape=strip.shape, view_of=gradient, dtype=gradient.dtype)
         ctx.add_grad(ctx.node.argument("self"), spread, owned=False)
 
     @staticmethod

@@ -83,11 +83,11 @@ def _sum_to_shape(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
         if missing:
             return ctx.builder.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
         return grad
-    kept = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
+    kept_shape = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
     wide = accumulation_dtype(grad.dtype)
     keywords = {"dtype": wide} if wide != grad.dtype else {}
-    total = ctx.builder.call(aten.sum.dim_IntList, grad, dims, True, shape=kept, dtype=wide, keywords=keywords)
-    if kept == tuple(shape):
+    total = ctx.builder.call(aten.sum.dim_IntList, grad, dims, True, shape=kept_shape, dtype=wide, keywords=keywords)
+    if kept_shape == tuple(shape):
         return total
     return ctx.builder.call(aten.view.default, total, list(shape), shape=shape, view_of=total)
 

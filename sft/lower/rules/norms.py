@@ -95,11 +95,11 @@ class MomentsRule(ReductionRule):
         if len(channels) == 1:
             split = (batch, groups, channels[0] // groups, *extents)
             strip = builder.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
-            kept = 2
+            axis = 2
         else:  # several dimensions of channels: a group is one channel, or all of them
-            kept = 1 if groups == 1 else first_axis
-        dims = [*(() if per_sample else (0,)), *range(kept, len(strip.shape))]
-        shape = strip.shape[0 if per_sample else 1 : kept]
+            axis = 1 if groups == 1 else first_axis
+        dims = [*(() if per_sample else (0,)), *range(axis, len(strip.shape))]
+        shape = strip.shape[0 if per_sample else 1 : axis]
         variance, mean = builder.slot(shape), builder.slot(shape)
         builder.call_many(_var_mean, (strip, dims), (variance, mean))
         count = (1 if per_sample else batch) * math.prod(channels) // groups * math.prod(extents)

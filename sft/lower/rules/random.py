@@ -2,7 +2,7 @@
 
 A random number is a function of the element's position in the full tensor (counter-based, see ``kernels/rng/mask_tile.py``). The position
 of the strip is bound when the program runs (the ``origin`` port), so strips of one signature share their program. The backward pass
-evaluates the mask again instead of saving it. A strip of a value that is no image may have some channels, from the fourth number of its
+evaluates the mask again instead of saving it. A strip of a value that is not an image may have some channels, from the fourth number of its
 origin on.
 """
 

@@ -152,16 +152,16 @@ class BoundaryTracker:
         """Bytes of the values of a run, tiled as a whole, that take the buffers of values which it reads for the last time."""
         sized, inside = self._problem.sized, self._runs[number].names
         freed = [change.value for change in self._changes if change.frees_after == number and change.value not in inside]
-        made = [change.value for change in self._changes if change.sign == 1 and self._run_of[change.value] == number]
+        allocated = [change.value for change in self._changes if change.sign == 1 and self._run_of[change.value] == number]
         reused = 0
         for source in freed:
             readers = [name for name in sized.graph.users[source] if name in inside]
             if not all(sized.phases.rows[name].name in PIXEL_OPS for name in readers):
                 continue
-            taken = next((name for name in made if sized.shapes[name] == sized.shapes[source]), None)
-            if taken is not None:
-                made.remove(taken)
-                reused += sized.value_bytes(taken)
+            replacement = next((name for name in allocated if sized.shapes[name] == sized.shapes[source]), None)
+            if replacement is not None:
+                allocated.remove(replacement)
+                reused += sized.value_bytes(replacement)
         return reused
 
     def advance(self, positions: Sequence[int]) -> Iterator[BoundaryMemory]:

@@ -82,7 +82,7 @@ class StripMemoryModel:
             for slot in used[time]:
                 if slot.root in uses:
                     uses[slot.root].append(use)
-        kept = {slot.root for slot in builder.results.values()}
+        results = {slot.root for slot in builder.results.values()}
         # Only times of allocations matter for the peak; a free takes effect at the next allocation.
         allocations = np.cumsum(np.bincount(makers, minlength=len(first)).astype(bool)) - 1
         at, after = allocations.tolist(), (allocations + 1).tolist()
@@ -92,7 +92,7 @@ class StripMemoryModel:
         for root, number in number_of.items():
             maker = makers[number]
             changes.append((first[maker], at[maker], number, 1))
-            if root in kept:
+            if root in results:
                 continue
             last = -1
             for start, time in sorted(uses[root]):

@@ -180,8 +180,8 @@ class _RecordingMachine(SimulatedMachine):
                 continue
             results[port] = owner if slot.root not in owners else owner.view()
             owners[slot.root] = owner
-        left = _SavedBuffers(buffers if program.residuals else {})
-        return results, SimulatedResiduals(left, first=program if program.residuals else None)
+        residuals = _SavedBuffers(buffers if program.residuals else {})
+        return results, SimulatedResiduals(residuals, first=program if program.residuals else None)
 
     def _run_instruction(self, instruction: Instruction, buffers: dict[int, SimulatedBuffer], workspace_bytes: int) -> None:
         """Allocate the results of an instruction, its scratch and its workspace; free what the program frees after it."""

@@ -117,7 +117,7 @@ class OverheadEstimator:
             return 0
         if id(program) not in self._keys:
             name, is_lasting = timing_key(program, first)
-            # With cudnn.benchmark each process searches for the fastest algorithm anew, and uses the memory that is free at that moment.
+            # With cudnn.benchmark each process searches for the fastest algorithm again, and uses the memory that is free at that moment.
             is_lasting = is_lasting and not torch.backends.cudnn.benchmark
             threads = "two threads" if self.is_training else "one thread"
             search = "search " if torch.backends.cudnn.benchmark else ""
@@ -140,8 +140,8 @@ class OverheadEstimator:
                 run_on_autograd_thread(device, lambda: measurements.append(_measure_here(trial)))
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"the plan fits the budget, and {device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
-                f"for what it computes ran out of memory ({error}). Give what else is there back, or lower the budget to what is free.",
+                f"the plan fits the budget, but {device} has less free: one of its programs, with {format_bytes(program.peak_bytes)} of "
+                f"tensors, ran out of memory ({error}). Free other tensors and models on the device, or lower the budget to what is free.",
                 needed_bytes=program.peak_bytes,
             ) from error
         workspaces, products = zip(*measurements, strict=True)

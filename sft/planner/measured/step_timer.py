@@ -127,17 +127,17 @@ class TimingMachine(SimulatedMachine):
 
     def _cached_seconds(self, key: str, prepare: Callable[[], Callable[[], object]]) -> float:
         """Seconds of the call that ``prepare`` returns, timed if its key is new."""
-        known = self.costs.get(key)
-        if known is None:
+        seconds = self.costs.get(key)
+        if seconds is None:
             call = prepare()
             call()
             synchronize_device(self.device)
             started = time.perf_counter()
             call()
             synchronize_device(self.device)
-            known = time.perf_counter() - started
-            self.costs.add(key, known)
-        return known
+            seconds = time.perf_counter() - started
+            self.costs.add(key, seconds)
+        return seconds
 
     def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
         copy = SimulatedMachine.offload(self, target, handles)
@@ -178,12 +178,12 @@ class TimingMachine(SimulatedMachine):
             self._keys[id(program)] = (program, *timing_key(program, first))  # the reference keeps the id unique
             self.advance()
         _, key, lasting = self._keys[id(program)]
-        known = self.costs.get(key)
-        if known is None:
-            known = self._time_program(program, first)
+        seconds = self.costs.get(key)
+        if seconds is None:
+            seconds = self._time_program(program, first)
             self.num_timed += 1
-            self.costs.add(key, known, lasting=lasting)
-        return known
+            self.costs.add(key, seconds, lasting=lasting)
+        return seconds
 
     def _time_program(self, program: Program, first: Program | None) -> float:
         """Run a program and time it."""

@@ -97,8 +97,8 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
         again = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
         times: tuple[str, ...] = ("-",) * 4
         if (cost := costs.get(number)) is not None:
-            parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
-            times = (*map(format_seconds, parts), f"{100 * cost.share:.1f} %")
+            seconds = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
+            times = (*map(format_seconds, seconds), f"{100 * cost.share:.1f} %")
         sizes = map(format_bytes, (segment.output_bytes, segment.working_bytes, segment.state_bytes))
         layers = f"{segment.layers[0]} .. {segment.layers[1]}"
         rows.append((str(number), layers, strips + again, str(segment.num_panels), *sizes, f"{segment.flops:.3g}", *times))

@@ -184,10 +184,10 @@ def _segment_table(plan: Plan, *, max_lines: int) -> list[str]:
         segment = plan.segments[number]
         outputs, working = format_bytes(segment.output_bytes), format_bytes(segment.working_bytes)
         lines.append(_with_operator(f"  {number:>7}  {_runs_text(segment):<21} {outputs:>11} {working:>11}", segment))
-    others = [segment for number, segment in enumerate(plan.segments) if number not in set(numbers)]
-    if others:
-        num_tiled = sum(segment.mode == "tiled" for segment in others)
-        lines.append(f"  ... {len(others)} more with smaller working sets ({num_tiled} in strips): --full, or explain()")
+    unlisted = [segment for number, segment in enumerate(plan.segments) if number not in set(numbers)]
+    if unlisted:
+        num_tiled = sum(segment.mode == "tiled" for segment in unlisted)
+        lines.append(f"  ... {len(unlisted)} more with smaller working sets ({num_tiled} in strips): --full, or explain()")
     return lines
 
 
@@ -199,8 +199,8 @@ def _times_table(plan: Plan) -> list[str]:
     ]
     for cost in plan.timeline.costs():
         segment = plan.segments[cost.segment]
-        parts = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
-        times = " ".join(f"{format_seconds(seconds):>9}" for seconds in parts)
+        part_seconds = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
+        times = " ".join(f"{format_seconds(seconds):>9}" for seconds in part_seconds)
         strips = _pieces(segment)
         lines.append(_with_operator(f"  {cost.segment:>7}  {strips:<14} {times} {100 * cost.share:>5.1f} %", segment))
     return [*lines, *_waiting_lines(plan)]

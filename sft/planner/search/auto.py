@@ -144,8 +144,8 @@ class AutoSearch:
             or problem.resources.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes
         ):
             return None
-        planned = materialize(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),))
-        return (costs[0], planned) if planned.projection.peak_bytes <= room_bytes else None
+        plan = materialize(problem, (SegmentChoice(nodes=problem.sized.operators, mode="whole"),))
+        return (costs[0], plan) if plan.projection.peak_bytes <= room_bytes else None
 
     @property
     def _is_near_optimal(self) -> bool:
@@ -296,15 +296,15 @@ def _cheapest(
 
     Candidates that cost more than a known plan (``known``) are skipped: projecting a deep network takes seconds.
     """
-    tried = np.zeros(grid.axes.shape, dtype=bool)
+    is_tried = np.zeros(grid.axes.shape, dtype=bool)
     # Bytes needed in excess of the estimate, which includes gradients of untiled segments although streamed weights send them off.
     error = -float(problem.resources.streamed_grad_bytes)
     best: tuple[float, ProjectedPlan] | None = None
     for _ in range(problem.limits.max_projections):
-        candidate = grid.cheapest(room_bytes - error, tried)
+        candidate = grid.cheapest(room_bytes - error, is_tried)
         if candidate is None or candidate.cost > (known if best is None else problem.limits.further_cost_share * best[0]):
             break
-        tried[candidate.position, candidate.height, candidate.policy] = True
+        is_tried[candidate.position, candidate.height, candidate.policy] = True
         plan = materialize(problem, grid.choices(candidate))
         error = plan.projection.peak_bytes - candidate.peak_bytes
         if plan.projection.peak_bytes <= room_bytes:

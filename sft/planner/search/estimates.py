@@ -131,8 +131,8 @@ def estimate_candidates(problem: PlanningProblem, tiling: Tiling, rates: DeviceR
         is_begun = last in runs and runs[last].cuts[index] > 0
         head = before.plus(_tiled_costs(problem, tiling, runs[last], index, untiled)) if is_begun else before
         tail_bytes = untiled.peak[p] + tail_memory[p].source_bytes + tail_memory[p].exchanged_bytes
-        kept = resources.border_bytes + boundary.kept_bytes + head.states
-        tail_peak, head_peak = kept + tail_bytes, np.broadcast_to(kept, axes.shape[1:])
+        always_bytes = resources.border_bytes + boundary.kept_bytes + head.states
+        tail_peak, head_peak = always_bytes + tail_bytes, np.broadcast_to(always_bytes, axes.shape[1:])
         if head.peaks:
             running = boundary.alive_bytes[:, None] + np.stack(head.peaks) + boundary.strip_bytes
             head_peak = np.maximum(head_peak, resources.border_bytes + head.states + new_grad_bytes + running.max(axis=0)[:, None])
@@ -142,7 +142,7 @@ def estimate_candidates(problem: PlanningProblem, tiling: Tiling, rates: DeviceR
         computing = computing + boundary.link_seconds * rates.flops_per_second
         cost[p] = _with_reading(problem, rates, computing, read_bytes)
         peak_bytes[p] = np.maximum(tail_peak, head_peak)
-        head_peak_bytes[p], head_bytes[p] = head_peak, kept
+        head_peak_bytes[p], head_bytes[p] = head_peak, always_bytes
         head_cost[p] = cost[p] - untiled.overhead[p] - (untiled.plain_flops - flops_before[axes.cut_at[p]])
     return Estimates(
         peak_bytes=peak_bytes, cost=cost, head_bytes=head_bytes, head_peak_bytes=head_peak_bytes, head_cost=head_cost, untiled=untiled

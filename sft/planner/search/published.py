@@ -70,12 +70,12 @@ def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[Proje
 
 def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[ProjectedSchedule]:
     """Schedules for corrected budgets: shifted by the last projection error, then bisected between fitting and failing budgets."""
-    low, high, tried = 0, 0, set[int]()
+    low, high, tried_budgets = 0, 0, set[int]()
     budget_bytes, limits = room_bytes - staged.base_bytes, staged.problem.limits
     for _ in range(limits.max_joint_rounds if name == JOINT_SOLVER else limits.max_rounds):
-        if budget_bytes in tried or budget_bytes < 1:
+        if budget_bytes in tried_budgets or budget_bytes < 1:
             return
-        tried.add(budget_bytes)
+        tried_budgets.add(budget_bytes)
         try:
             problem = staged.problem
             schedule = get_solver(name)(

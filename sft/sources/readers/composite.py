@@ -201,7 +201,7 @@ class Mosaic(_Composite):
         if np.abs(offset - whole).max() > _GRID_TOLERANCE_PX:
             raise self._refusal(
                 name,
-                f"its corner is {offset[0]:.4g} columns and {offset[1]:.4g} rows from that of {self.names[0]}, no whole numbers",
+                f"its corner is {offset[0]:.4g} columns and {offset[1]:.4g} rows from that of {self.names[0]}, which are not integers",
                 "Give one of them the grid of the other (gdalwarp -tap)",
             )
         return int(whole[0]), int(whole[1])

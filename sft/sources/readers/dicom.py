@@ -55,7 +55,7 @@ def find_dicom_file(folder: Path, *, series: int | None = None) -> Path | None:
             slides[str(header.get("SeriesInstanceUID", ""))].append(path)
     identifiers = sorted(slides)
     if not identifiers:
-        raise SourceError(f"cannot open {folder}: its {len(files)} DICOM files are no whole-slide images. Give the folder of a slide.")
+        raise SourceError(f"cannot open {folder}: its {len(files)} DICOM files are not whole-slide images. Give the folder of a slide.")
     if series is None and len(identifiers) > 1:
         raise InputError(
             f"cannot open {folder}: it holds {len(identifiers)} slides, of series {some_names(identifiers)}. Choose one with series=0, or "

@@ -5,7 +5,7 @@ memory until the image is closed, so later reads cost nothing; `cost_note` state
 
 - PNG of 8 and 16 bits, grey or RGB; palettes become RGB; transparency is laid over white, as in slides.
 - JPEG of 8 bits, grey or RGB. libjpeg's warnings (noise in place of damaged data) are errors. CMYK is refused.
-- An image that its EXIF data say is to be turned is refused: its rows are no rows of the scene.
+- An image that its EXIF data say is to be turned is refused: its rows are not rows of the scene.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Header:
 
 def encoded_format(head: bytes) -> str:
     """``"PNG"``, ``"JPEG"`` or ``"JPEG 2000"`` by the first bytes of a file; empty for other files."""
-    known = {_PNG: "PNG", _JPEG: "JPEG", _JP2: "JPEG 2000", _J2K: "JPEG 2000"}
-    return next((name for magic, name in known.items() if head.startswith(magic)), "")
+    signatures = {_PNG: "PNG", _JPEG: "JPEG", _JP2: "JPEG 2000", _J2K: "JPEG 2000"}
+    return next((name for magic, name in signatures.items() if head.startswith(magic)), "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class EncodedImage(DecodedFile[_Decoded]):
             head = file.read(_HEAD_BYTES)
         kind = encoded_format(head)
         if not kind:
-            raise SourceError(f"cannot open {self.path}: it is no PNG, JPEG or JPEG 2000 image. Give one, or leave reader out.")
+            raise SourceError(f"cannot open {self.path}: it is not a PNG, JPEG or JPEG 2000 image. Give one, or leave reader out.")
         try:
             header = {"PNG": _png_header, "JPEG": _jpeg_header, "JPEG 2000": _jpeg_2000_header}[kind](head)
         except (struct.error, IndexError) as error:

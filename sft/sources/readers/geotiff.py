@@ -110,9 +110,9 @@ class GeoImage(FileImage[_GeoHandle]):
             raise SourceError(f"cannot use {self.path} as an image: it has no bands. Give one of its subdatasets: {first.subdatasets}.")
         types = sorted(set(first.dtypes))
         if len(types) > 1 or types[0] not in PIXEL_DTYPES:
-            known = ", ".join(PIXEL_DTYPES)
+            pixel_types = ", ".join(PIXEL_DTYPES)
             raise SourceError(
-                f"cannot use {self.path} as an image: its bands are {', '.join(types)}; pixels are one of {known}. Convert it."
+                f"cannot use {self.path} as an image: its bands are {', '.join(types)}; pixels are one of {pixel_types}. Convert it."
             )
         dtype = np.dtype(types[0])
         self._check_masks(first, dtype)

@@ -56,7 +56,7 @@ def jpeg_decoder(
 def _without_application_markers(data: bytes) -> bytes:
     """JPEG stream after its start and after its application markers (JFIF, Adobe, Exif)."""
     if not data.startswith(_START):
-        raise ValueError("it is no JPEG data")
+        raise ValueError("it is not JPEG data")
     position = len(_START)
     while data[position : position + 1] == b"\xff" and 0xE0 <= data[position + 1] <= 0xEF:
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")

@@ -1,4 +1,4 @@
-"""Label maps as images of one channel of whole numbers, read in rectangles: tiled TIFF, COG, OME-Zarr, ``.npy``, PNG.
+"""Label maps as images of one channel of integers, read in rectangles: tiled TIFF, COG, OME-Zarr, ``.npy``, PNG.
 
 A label map has the types of pixels and further integers. Policies:
 
@@ -69,7 +69,7 @@ def open_labels(
 
     Raises:
         BudgetError: a picture, tile or strip exceeds the host budget.
-        InputError: several channels without a choice, values that are no whole numbers, or sides of another ratio than the image's.
+        InputError: several channels without a choice, values that are not integers, or sides of another ratio than the image's.
         SourceError: it cannot be read.
     """
     labels: Image = open_label_image(path, channel=channel, colours=colours, series=series, at=at, host_budget_bytes=host_budget_bytes)
@@ -90,7 +90,7 @@ def open_label_image(
     at: Mapping[str, int] | None = None,
     host_budget_bytes: int | str | None = None,
 ) -> Raster:
-    """Open a label map as an image of one channel of whole numbers.
+    """Open a label map as an image of one channel of integers.
 
     Args:
         path: of the file or folder, or a URL of a TIFF or Zarr image.
@@ -102,7 +102,7 @@ def open_label_image(
 
     Raises:
         BudgetError: a picture, tile or strip exceeds the host budget.
-        InputError: several channels without a choice, or values that are no whole numbers.
+        InputError: several channels without a choice, or values that are not integers.
         SourceError: it cannot be read.
     """
     where = source_path(path)
@@ -110,7 +110,7 @@ def open_label_image(
         image = _open(where, series, at, host_budget_bytes)
     num_channels, dtype = image.num_channels, pixel_dtype(image)
     if dtype.kind not in "ui":
-        raise InputError(f"cannot read labels from {where}: it holds {dtype}, labels are whole numbers. Convert it, or use open_image.")
+        raise InputError(f"cannot read labels from {where}: it holds {dtype}, labels are integers. Convert it, or use open_image.")
     if colours is not None:
         return ColourLabels(image, colours)
     if channel is None and num_channels > 1:
@@ -155,7 +155,7 @@ def _open(path: Any, series: int | None, at: Mapping[str, int] | None, host_budg
 
 
 class LabelArray(ArrayImage):
-    """Mapped ``.npy`` file of whole numbers or booleans as a label image."""
+    """Mapped ``.npy`` file of integers or booleans as a label image."""
 
     dtypes = ("uint8", "uint16", "int16", "uint32", "int32", "int64", "bool")
 
@@ -182,8 +182,10 @@ class PictureLabels(DecodedFile[Pixels]):
             try:
                 pixels = self._decode(PillowImage.open(file))
             except UnidentifiedImageError as error:
-                known = file_format(self.path) or "no format of an image that is known"
-                raise SourceError(f"cannot read labels from {self.path}: it is {known}, or it is damaged. Give a label map.") from error
+                format_name = file_format(self.path) or "no format of an image that is known"
+                raise SourceError(
+                    f"cannot read labels from {self.path}: it is {format_name}, or it is damaged. Give a label map."
+                ) from error
             finally:
                 PillowImage.MAX_IMAGE_PIXELS = limit
         return pixels[..., None] if pixels.ndim == 2 else pixels

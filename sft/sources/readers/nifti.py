@@ -93,14 +93,14 @@ class NiftiVolume:
         if not slices or not Interval(0, depth).contains(slices):
             raise InputError(f"cannot read slices [{slices.start}, {slices.stop}) of {self}: it has {depth}. Stay inside them.")
         try:
-            part = np.asarray(self._image().dataobj[:, :, slices.start : slices.stop], np.float32)
+            voxels = np.asarray(self._image().dataobj[:, :, slices.start : slices.stop], np.float32)
         except Exception as error:  # a damaged file raises almost anything
             self._opened = None
             raise SourceError(
                 f"cannot read slices [{slices.start}, {slices.stop}) of {self.path}: {type(error).__name__}: {error}. The file is cut "
                 "short or damaged; copy it again."
             ) from error
-        return np.ascontiguousarray(part.reshape(width, height, len(slices), channels, order="F").T)
+        return np.ascontiguousarray(voxels.reshape(width, height, len(slices), channels, order="F").T)
 
     def load_tensor(self, *, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
         """The volume as ``(voxel - mean) / std``, read slab by slab: at most one slab in addition to the result.

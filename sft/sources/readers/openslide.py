@@ -82,7 +82,7 @@ class Slide(LevelledImage):
         level: the file's pyramid level to use, 0 = the largest.  Default: 0
 
     Raises:
-        SourceError: the file does not exist.  Files that are no slides raise at the first use.
+        SourceError: the file does not exist.  Files that are not slides raise at the first use.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, level: int = 0) -> None:
@@ -134,7 +134,7 @@ class Slide(LevelledImage):
 
     @property
     def exact_levels(self) -> tuple[int, ...]:
-        """Levels whose pixels `read` gives as they are: those that are reduced by a whole number."""
+        """Levels whose pixels `read` gives as they are: those that are reduced by an integer factor."""
         downsamples = self._read_facts().level_downsamples[self.level :]
         return tuple(level for level, downsample in enumerate(downsamples) if float(downsample).is_integer())
 
@@ -176,7 +176,7 @@ class Slide(LevelledImage):
         """Read the rectangle of `w` x `h` pixels with its top left corner at column `x`, row `y` of `level`.
 
         OpenSlide places a rectangle by whole pixels of the file's largest level.  So at a level whose downsample is
-        not a whole number, the rectangle is shifted by at most half such a pixel, and its pixels are interpolated: they
+        not an integer, the rectangle is shifted by at most half such a pixel, and its pixels are interpolated: they
         depend on where it begins.
 
         Returns:
@@ -186,7 +186,7 @@ class Slide(LevelledImage):
             InputError: the level does not exist or the rectangle is not inside it.
             SourceError: the file cannot be read there.
         """
-        x, y, w, h = index(x), index(y), index(w), index(h)  # NumPy integers are no sizes to OpenSlide
+        x, y, w, h = index(x), index(y), index(w), index(h)  # NumPy integers are not sizes to OpenSlide
         facts = self._read_facts()
         file_level = self.level + level
         if not self.level <= file_level < len(facts.level_dimensions):

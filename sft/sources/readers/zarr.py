@@ -89,7 +89,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``.
             Default: `None`
         series: number of the image in a group of several (bioformats2raw). Default: `None` (the only one)
-        labels: True to read whole numbers of any size as well: label maps. Default: `False`
+        labels: True to read integers of any size as well: label maps. Default: `False`
 
     Raises:
         SourceError: the folder does not exist. Other errors are raised at the first use.
@@ -162,12 +162,12 @@ class ZarrImage(FileImage[_ZarrLevels]):
         names = sorted((name for name, _ in node.groups() if name.isdigit()), key=int)
         series = 0 if self.series is None and len(names) == 1 else self.series
         if series is None or str(series) not in names:
-            asked = "no series is chosen" if series is None else f"it has no series {series}"
-            raise InputError(f"cannot open {self.path}: {asked}, and it holds series {some_names(names) or 'none'}. Give series=0.")
+            problem = "no series is chosen" if series is None else f"it has no series {series}"
+            raise InputError(f"cannot open {self.path}: {problem}, and it holds series {some_names(names) or 'none'}. Give series=0.")
         return node[str(series)]
 
     def _check_codecs(self, array: Any) -> None:
-        """Refuse codecs that are none of pixels, before a chunk is read.
+        """Refuse codecs that do not encode pixels, before a chunk is read.
 
         Raises:
             SourceError: there are some.
@@ -175,8 +175,8 @@ class ZarrImage(FileImage[_ZarrLevels]):
         unknown = sorted(name for name in _codec_names(array.metadata.to_dict()) - _CODECS if not name.startswith("imagecodecs_"))
         if unknown:
             raise SourceError(
-                f"cannot use {self.path} as an image: its codecs {', '.join(unknown)} are none of pixels, and may run code. Write it again "
-                "with a codec such as zstd or blosc."
+                f"cannot use {self.path} as an image: its codecs {', '.join(unknown)} do not encode pixels, and may run code. Write it "
+                "again with a codec such as zstd or blosc."
             )
 
     def _description(self, array: Any) -> Path | None:
@@ -232,14 +232,14 @@ class ZarrImage(FileImage[_ZarrLevels]):
 
     def _read_part(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: slice) -> Pixels:
         index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": channels}
-        part = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
+        pixels = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
         description = handle.descriptions[level]
         if description is not None and not description.is_file():
-            raise SourceError(f"cannot read {self.path}: {description} is gone, and what is read is the fill value. Bring it back.")
-        left = [axis for axis in handle.axes if axis in _IMAGE_AXES]
-        if "c" not in left:
-            part, left = part[..., None], [*left, "c"]
-        return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]), part.dtype.newbyteorder("="))
+            raise SourceError(f"cannot read {self.path}: {description} is missing, and its pixels would be the fill value. Restore it.")
+        axes = [axis for axis in handle.axes if axis in _IMAGE_AXES]
+        if "c" not in axes:
+            pixels, axes = pixels[..., None], [*axes, "c"]
+        return np.ascontiguousarray(pixels.transpose([axes.index(axis) for axis in "yxc"]), pixels.dtype.newbyteorder("="))
 
 
 def is_zarr_folder(path: Path | RemotePath) -> bool:
@@ -272,7 +272,7 @@ def zip_root(path: Path | RemotePath) -> str | None:
         with path.open("rb") as data, zipfile.ZipFile(data) as file:
             folders = [name.rpartition("/")[0] for name in file.namelist() if name.rpartition("/")[2] in ZARR_FILES]
     except zipfile.BadZipFile as error:
-        raise SourceError(f"cannot open {path}: {error}. It is no ZIP archive, or cut short; copy it again.") from error
+        raise SourceError(f"cannot open {path}: {error}. It is not a ZIP archive, or it is cut short; copy it again.") from error
     return min(folders, key=lambda folder: (folder.count("/") + bool(folder), folder), default=None)
 
 

@@ -181,7 +181,7 @@ def _band_descriptions(text: Any, num_channels: int) -> tuple[str, ...]:
 
 
 def _ome_pixels(text: str | None, series: int) -> ElementTree.Element | None:
-    """Description of the pixels of one image; None if the text is no XML, or has no such image."""
+    """Description of the pixels of one image; None if the text is not XML, or has no such image."""
     try:
         root = parse_xml(text or "")
     except XmlError:

@@ -110,13 +110,13 @@ def _plain_levels(path: Path, tiff: Any, at: Mapping[str, int]) -> list[LevelPag
     pages = [page for page in tiff.pages if page.is_tiled == is_tiled and (page is first or (tiff.is_svs and is_tiled) or page.is_reduced)]
     pages += [page for page in first.pages or () if page.is_tiled == is_tiled]
     size = first.imagewidth, first.imagelength
-    others = [page for page in tiff.pages[1:] if page not in pages and (page.imagewidth, page.imagelength) == size]
-    if others:
+    same_size_pages = [page for page in tiff.pages[1:] if page not in pages and (page.imagewidth, page.imagelength) == size]
+    if same_size_pages:
         number = at.get("page")
-        if number is None or set(at) != {"page"} or not 0 <= number <= len(others):
-            several = f"{len(others) + 1} images of {size[0]} x {size[1]} px, of which one is read"
+        if number is None or set(at) != {"page"} or not 0 <= number <= len(same_size_pages):
+            several = f"{len(same_size_pages) + 1} images of {size[0]} x {size[1]} px, of which one is read"
             raise SourceError(f"cannot read {path}: it has {several}. Choose one with at={{'page': 0}}, or export that one.")
-        return [LevelPages(pages=([first, *others][number],))]
+        return [LevelPages(pages=([first, *same_size_pages][number],))]
     if at:
         raise InputError(f"cannot read {path} with at={dict(at)!r}: it has one image and no further axis. Leave at out.")
     return [LevelPages(pages=(page,)) for page in pages]
@@ -181,8 +181,8 @@ def _check_directories(path: Path, tiff: Any) -> None:
     if following or below:
         place = below[0] if below else following
         raise SourceError(
-            f"cannot open {path} ({file.size} bytes): its list of images (so far {len(tiff.pages)}) goes on at byte {place}, "
-            "where there is none. It is cut short or damaged; compare its size with the original and copy it again."
+            f"cannot open {path} ({file.size} bytes): its list of images (so far {len(tiff.pages)}) continues at byte {place}, "
+            "where no image is. It is cut short or damaged; compare its size with the original and copy it again."
         )
 
 
@@ -228,10 +228,8 @@ def _unsupported_content(page: Any, labels: bool) -> str | None:
     """Content of a page that no reader of this package decodes; None if all of it is pixels."""
     is_label = labels and page.dtype is not None and page.dtype.kind in "ui"
     if page.dtype is None or (page.dtype.name not in PIXEL_DTYPES and page.dtype.kind != "b" and not is_label):
-        known = ", ".join(PIXEL_DTYPES)
-        return (
-            f"its samples are {page.dtype or 'of an unknown type'}; pixels are one of {known}. Convert it; labels are read by open_labels"
-        )
+        sample_type, pixel_types = page.dtype or "of an unknown type", ", ".join(PIXEL_DTYPES)
+        return f"its samples are {sample_type}; pixels are one of {pixel_types}. Convert it; labels are read by open_labels"
     if page.dtype.itemsize > 1 and (page.bitspersample != 8 * page.dtype.itemsize or page.photometric not in (_GREY, _RGB)):
         return f"its samples are {page.dtype} of {page.bitspersample} bits with colours {page.photometric!r}. Convert it to grey or RGB"
     if page.imagedepth != 1:
@@ -273,5 +271,5 @@ def _decode_error(level: LevelPages, base: LevelPages, labels: bool) -> str | No
         return f"its colours are {page.photometric!r} in {page.compression!r}"
     ratio = (first.imagewidth / page.imagewidth) / (first.imagelength / page.imagelength)
     if abs(ratio - 1) > max(0.02, 2 / page.imagewidth + 2 / page.imagelength):
-        return f"an image of {page.imagewidth} x {page.imagelength} px is no level of {first.imagewidth} x {first.imagelength} px"
+        return f"an image of {page.imagewidth} x {page.imagelength} px is not a level of {first.imagewidth} x {first.imagelength} px"
     return None

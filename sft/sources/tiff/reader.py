@@ -5,7 +5,7 @@ time (`benchmarks/reading.py`). This reader decodes a tile from the file straigh
 bit for bit, for every file that both read. Files with 16 bits, floating-point numbers or more channels are read by it alone.
 `sft.sources.tiff.pages` lists what is refused. Three points need care:
 
-- *Damage must not pass.* libjpeg reports corrupt data as a warning and goes on with noise. imagecodecs ignores such warnings, OpenSlide
+- *Damage must not pass.* libjpeg reports corrupt data as a warning and continues with noise. imagecodecs ignores such warnings, OpenSlide
   makes them errors, and so does this module, by decoding JPEG with simplejpeg. (It also objects to left-over bytes after the last block,
   which OpenSlide ignores. Other codecs find damage as far as their format allows.)
 - *The colour space is the TIFF tag's*, regardless of the markers of a JPEG tile. An abbreviated stream (a tile without its tables) gets
@@ -94,7 +94,7 @@ class TiffImage(FileImage[_TiffHandle]):
         at: index along every axis other than channels, height and width that has more than one entry, such as ``{"t": 0, "z": 12}``;
             ``{"page": 3}`` in a file of several images without a description. Default: `None`
         host_budget_bytes: limit of a decoded strip or tile. Default: `None` (1 GiB)
-        labels: True for a label map: whole numbers of any size, indices of palettes, and 0 for missing tiles. Default: `False`
+        labels: True for a label map: integers of any size, indices of palettes, and 0 for missing tiles. Default: `False`
 
     Raises:
         SourceError: the file does not exist. Other errors are raised at the first use: `NotTiledError` for another kind of TIFF.
@@ -147,9 +147,9 @@ class TiffImage(FileImage[_TiffHandle]):
                 beyond %= len(level.planes[0].offsets)
                 down, across = divmod(int(beyond[0]), level.num_across)
                 raise SourceError(
-                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} do not lie in it, "
-                    f"the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
-                    'damaged; compare its size with the original and copy it again, or keep what is there with on_error="fill".'
+                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} are outside the "
+                    f"file, the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
+                    'damaged; compare its size with the original and copy it again, or read the intact tiles with on_error="fill".'
                 )
 
     def _open(self) -> _TiffHandle:
@@ -214,15 +214,15 @@ class TiffImage(FileImage[_TiffHandle]):
     def _read_planes(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int, planes: Sequence[TiffPlane]) -> Pixels:
         """A rectangle of some planes, each at its first channel."""
         out = np.empty((h, w, sum(plane.num_channels for plane in planes)), handle.dtype)
-        wanted = handle.levels[level]
-        tile_w, tile_h = wanted.tile_width_px, wanted.tile_height_px
+        shape = handle.levels[level]
+        tile_w, tile_h = shape.tile_width_px, shape.tile_height_px
         tiles = [
             (plane, down, across)
             for down in range(y // tile_h, -(-(y + h) // tile_h))
             for across in range(x // tile_w, -(-(x + w) // tile_w))
             for plane in planes
         ]
-        fetched = handle.fetch([(plane, down * wanted.num_across + across) for plane, down, across in tiles])
+        fetched = handle.fetch([(plane, down * shape.num_across + across) for plane, down, across in tiles])
         for_each(partial(self._place, handle, level, out, x, y, fetched), tiles, self.num_threads)
         self.num_tiles_decoded += len(tiles)
         return out
@@ -231,13 +231,13 @@ class TiffImage(FileImage[_TiffHandle]):
         self, handle: _TiffHandle, level: int, out: Pixels, x: int, y: int, fetched: Mapping[int, bytes], tile: tuple[TiffPlane, int, int]
     ) -> None:
         """Decode one tile into its place in a rectangle whose top left corner is (x, y)."""
-        wanted, (plane, down, across) = handle.levels[level], tile
-        left, top = across * wanted.tile_width_px, down * wanted.tile_height_px
-        first_x, last_x = max(x, left), min(x + out.shape[1], left + wanted.tile_width_px)
-        first_y, last_y = max(y, top), min(y + out.shape[0], top + wanted.tile_height_px)
+        shape, (plane, down, across) = handle.levels[level], tile
+        left, top = across * shape.tile_width_px, down * shape.tile_height_px
+        first_x, last_x = max(x, left), min(x + out.shape[1], left + shape.tile_width_px)
+        first_y, last_y = max(y, top), min(y + out.shape[0], top + shape.tile_height_px)
         channels = slice(plane.first_channel, plane.first_channel + plane.num_channels)
         target = out[first_y - y : last_y - y, first_x - x : last_x - x, channels]
-        position = down * wanted.num_across + across
+        position = down * shape.num_across + across
         offset, size = int(plane.offsets[position]), int(plane.sizes[position])
         if size == 0:
             target[:] = handle.background[channels]
@@ -253,8 +253,8 @@ class TiffImage(FileImage[_TiffHandle]):
                 raise ValueError(f"it has {pixels.shape[0]} of {last_y - top} rows")
         except Exception as error:
             raise SourceError(
-                f"cannot decode the {'tile' if wanted.is_tiled else 'strip'} at column {left}, row {top} ({wanted.tile_width_px} x "
-                f"{wanted.tile_height_px} px) of level {level} of {self.path}: {error}. The tile is "
+                f"cannot decode the {'tile' if shape.is_tiled else 'strip'} at column {left}, row {top} ({shape.tile_width_px} x "
+                f"{shape.tile_height_px} px) of level {level} of {self.path}: {error}. The tile is "
                 "damaged; copy the file again, leave the slide out, or fill such "
                 'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
             ) from error

@@ -75,14 +75,14 @@ def build_level(pages: LevelPages) -> TiffLevel:
         num_planes = page.samplesperpixel if page.planarconfig == PLANAR else 1
         count = len(offsets) // num_planes
         for plane in range(num_planes):
-            part = slice(plane * count, (plane + 1) * count)
+            of_plane = slice(plane * count, (plane + 1) * count)
             samples = 1 if num_planes > 1 else page.samplesperpixel
             level_planes.append(
                 TiffPlane(
                     first_channel=number * page.samplesperpixel + plane,
                     num_channels=samples,
-                    offsets=offsets[part],
-                    sizes=sizes[part],
+                    offsets=offsets[of_plane],
+                    sizes=sizes[of_plane],
                     first_index=plane * count,
                     decode=_decoder(page, (tile_height, tile_width, samples)),
                 )

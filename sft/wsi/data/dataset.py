@@ -185,7 +185,7 @@ class SlideDataset:
             image = self.image(record)
             self._stain(record)
             if self._config.task.kind == "segmentation" and record.mask is not None:
-                self.labels(record)  # whole numbers, of the slide's size
+                self.labels(record)  # integers, of the slide's size
                 counts = count_values(self._label_map(record))
                 mask_values = None if is_annotation_file(record.mask) else self._config.data.mask_values
                 problem = label_problem(counts, self._config.task.classes or (), mask_values)
@@ -226,9 +226,9 @@ class SlideDataset:
         if policy == "fill":
             with self._lock:
                 self._note_bad_tiles()
-                others = [name for name, _ in self._watched if name != record.name]
-                kept = {record.name, *others[-1:]}
-                self._watched = [(name, image) for name, image in self._watched if name in kept]
+                other_names = [name for name, _ in self._watched if name != record.name]
+                watched_names = {record.name, *other_names[-1:]}
+                self._watched = [(name, image) for name, image in self._watched if name in watched_names]
                 self._watched.append((record.name, slide.whole))
         return slide
 
@@ -395,12 +395,12 @@ def decode_ahead(inputs: Inputs, current: Inputs, num_bands: int = 1) -> Iterato
     """
     if num_bands > 1:
         return
-    taken = sum(math.prod(source.shape) for source in current if _normalized_cache(source) is not None)  # a byte per channel
+    used_bytes = sum(math.prod(source.shape) for source in current if _normalized_cache(source) is not None)  # a byte per channel
     for source in inputs:
         cache = _normalized_cache(source)
         if cache is not None:
-            yield from cache.decode(max(0, cache.host_budget_bytes - taken))
-            taken += cache.kept_bytes
+            yield from cache.decode(max(0, cache.host_budget_bytes - used_bytes))
+            used_bytes += cache.kept_bytes
 
 
 def _normalized_cache(source: Source) -> Cached | None:

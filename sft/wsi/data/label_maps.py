@@ -32,7 +32,7 @@ _PIXELS_COUNTED = 1 << 22
 _MAX_COUNTED = 1 << 16
 #: Values that a message lists.
 _MAX_LISTED = 20
-#: Distinct values of a label map at most; more are no labels.
+#: Distinct values of a label map at most; more are not labels.
 _MAX_VALUES = 4096
 
 
@@ -93,16 +93,16 @@ def label_problem(counts: Mapping[int, int], classes: Sequence[str], mask_values
         classes: names of the classes.
         mask_values: class index of each value; None for values that are class indices.
     """
-    known = _class_of(classes, mask_values)
-    unknown = [value for value in counts if value not in known]
+    class_of = _class_of(classes, mask_values)
+    unknown = [value for value in counts if value not in class_of]
     if unknown:
         allowed = (
             f"labels are 0 to {len(classes) - 1}, and {IGNORED_LABEL} for none"
             if mask_values is None
-            else f"data.mask_values has {', '.join(map(str, known))}"
+            else f"data.mask_values has {', '.join(map(str, class_of))}"
         )
         return f"holds {unknown[0]}; {allowed}. Its values are {values_text(counts)}. {_remedy(counts, classes)}"
-    if all(known[value] == IGNORED_LABEL for value in counts):
+    if all(class_of[value] == IGNORED_LABEL for value in counts):
         return f"labels nothing of what is read of its slide: {values_text(counts)}, for none, everywhere"
     return None
 
@@ -122,11 +122,11 @@ def absent_classes(
     for counts in maps:
         total.update(counts)
         num_maps += 1
-    known = _class_of(classes, mask_values)
-    present = {known[value] for value in total if value in known}
+    class_of = _class_of(classes, mask_values)
+    present = {class_of[value] for value in total if value in class_of}
     absent = [name for index, name in enumerate(classes) if index not in present]
     where = "label map holds" if num_maps == 1 else f"{num_maps} label maps hold"
-    ignored = [value for value in total if known.get(value) == IGNORED_LABEL]
+    ignored = [value for value in total if class_of.get(value) == IGNORED_LABEL]
     note = f" ({', '.join(map(str, sorted(ignored)))} counts for nothing)" if ignored else ""
     return absent, f"the {where} {values_text(total)}{note}. {_remedy(total, classes)}"
 
@@ -161,8 +161,8 @@ def _remedy(counts: Mapping[int, int], classes: Sequence[str]) -> str:
     else:
         return (
             f"Give each class of task.classes ({', '.join(classes)}) its value with data.mask_values, such as {{0: 0, 255: 1}}, leave "
-            "classes that no mask has out of task.classes, or mend the masks."
+            "classes that no mask has out of task.classes, or correct the masks."
         )
     mapping = ", ".join(f"{value}: {index}" for index, value in enumerate(chosen))
     meaning = ", ".join(f"{value} is {name}" for value, name in zip(chosen, classes, strict=True))
-    return f"If {meaning}, set data.mask_values to {{{mapping}}}; otherwise mend the masks."
+    return f"If {meaning}, set data.mask_values to {{{mapping}}}; otherwise correct the masks."

@@ -45,19 +45,19 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
     if not training:
         problems.append("no slides to train on; give some the split train")
     if kind == "classification" and training:
-        seen = {int(record.target[0]) for record in training if record.target}
-        of_training = ", ".join(repr(name) for index, name in enumerate(table.classes) if index in seen)
+        present = {int(record.target[0]) for record in training if record.target}
+        of_training = ", ".join(repr(name) for index, name in enumerate(table.classes) if index in present)
         problems += [
             f"class {name!r} has no training slide{_lines_of(records, index)}; the training slides have {of_training}"
             for index, name in enumerate(table.classes)
-            if index not in seen
+            if index not in present
         ]
         if len(table.classes) < 2:
             problems.append(f"one class ({', '.join(table.classes)}) leaves nothing to learn; give two or more")
     if kind == "multilabel" and training:
         # A fold may lack a rare class; a class that no slide of the table has is a misspelt name.
-        known = [record.target for record in records if record.target]
-        absent = [name for index, name in enumerate(table.classes) if not any(target[index] for target in known)]
+        targets = [record.target for record in records if record.target]
+        absent = [name for index, name in enumerate(table.classes) if not any(target[index] for target in targets)]
         problems += [f"class {name!r} of task.classes is the label of no slide; correct the name, or leave it out" for name in absent]
     if kind in ("cox", "hazard") and training and not any(record.target and record.target[1] for record in training):
         problems.append("no training slide has an event; survival cannot be learnt from censored slides alone")
@@ -79,18 +79,18 @@ def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: Tas
         test, val = config.fold, (config.fold + 1) % config.num_folds
         named: dict[int, Split] = {val: "val", test: "test"}
         return [named.get(fold, "train") for fold in folds]
-    left = _patients(records, _strata(records, kind), seed)
-    num_patients = sum(map(len, left.values()))
+    unassigned = _patients(records, _strata(records, kind), seed)
+    num_patients = sum(map(len, unassigned.values()))
     shares: dict[Split, float] = {"test": config.test_fraction, "val": config.val_fraction}
     counts = {split: max(1, round(share * num_patients)) for split, share in shares.items() if share > 0}
     if sum(counts.values()) >= num_patients:
         told = " and ".join(f"{count} for {split}" for split, count in counts.items())
         raise DatasetError(where, [f"{num_patients} patients, {told}: none is left to train on; give more, or smaller shares"])
-    held: dict[str, Split] = {}
+    split_of: dict[str, Split] = {}
     for split, count in counts.items():
-        for patient in _sample_stratified(left, count):
-            held[patient] = split
-    return [held.get(record.patient, "train") for record in records]
+        for patient in _sample_stratified(unassigned, count):
+            split_of[patient] = split
+    return [split_of.get(record.patient, "train") for record in records]
 
 
 def _patients(records: Sequence[SlideRecord], strata: Sequence[str], seed: int) -> dict[str, list[str]]:

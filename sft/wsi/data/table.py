@@ -179,7 +179,7 @@ def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) 
     classes = _classes(task, [cell.get("label", "") for _, cell in cells])
     if len(classes) > _MAX_CLASSES:
         problems.append(
-            f"{len(classes):,} different labels are no classes ({some_names(classes)}); give their column, or task.kind regression"
+            f"{len(classes):,} different labels are not classes ({some_names(classes)}); give their column, or task.kind regression"
         )
         raise DatasetError(str(path), problems)
     if task.classes is None:
@@ -187,7 +187,7 @@ def _read(path: Path, task: TaskConfig, root: Path | None, needs_targets: bool) 
             f"line {number}: label {cell['label']!r} is what programs write for one that is missing; leave the cell empty, or "
             "name the class in task.classes"
             for number, cell in cells
-            if classes and any(part.strip().lower() in _MISSING for part in cell.get("label", "").split(";"))
+            if classes and any(label.strip().lower() in _MISSING for label in cell.get("label", "").split(";"))
         ]
     files = TableFiles(path, root)
     numbers = {name: index for index, name in enumerate(classes)}
@@ -205,12 +205,12 @@ def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
-            raise DatasetError(str(path), [f"more than {_MAX_BYTES} bytes are no table of slides; give the CSV file"])
+            raise DatasetError(str(path), [f"more than {_MAX_BYTES} bytes are too many for a table of slides; give the CSV file"])
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise DatasetError(str(path), [f"cannot be read: {error.strerror}; check the path"]) from error
     except UnicodeDecodeError as error:
-        raise DatasetError(str(path), [f"byte {error.start} is no UTF-8; save the table as CSV UTF-8"]) from error
+        raise DatasetError(str(path), [f"byte {error.start} is not UTF-8; save the table as CSV UTF-8"]) from error
     if "\0" in text:
         raise DatasetError(str(path), ["holds zero bytes; save the table as CSV UTF-8"])
     first = text.split("\n", 1)[0]
@@ -222,7 +222,7 @@ def _parse(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     except csv.Error as error:
         raise DatasetError(str(path), [f"line {reader.line_num}: {error}; close the quotes, or shorten the cell"]) from error
     if len(lines) > _MAX_ROWS + 1:
-        raise DatasetError(str(path), [f"more than {_MAX_ROWS:,} rows are no table of slides; give the CSV file"])
+        raise DatasetError(str(path), [f"more than {_MAX_ROWS:,} rows are too many for a table of slides; give the CSV file"])
     if not lines:
         raise DatasetError(str(path), ["empty; write a header and a row for each slide"])
     return [cell.strip() for cell in lines[0][1]], lines[1:]
@@ -254,7 +254,7 @@ def _classes(task: TaskConfig, labels: Sequence[str]) -> tuple[str, ...]:
     if task.kind == "classification":
         names = {label for label in labels if label}
     elif task.kind == "multilabel":
-        names = {part.strip() for label in labels for part in label.split(";") if part.strip()}
+        names = {name_text.strip() for label in labels for name_text in label.split(";") if name_text.strip()}
     else:
         return ()
     numeric = all(_WHOLE.fullmatch(name) for name in names)
@@ -284,12 +284,12 @@ def _record(
     if cell.get("split"):
         split = _SPLITS.get(cell["split"].lower())
         if split is None:
-            add(f"split {cell['split']!r} is none of train, val, test")
+            add(f"split {cell['split']!r} is not one of train, val, test")
     if cell.get("patient", "").lower() in _MISSING:
         add(f"patient {cell['patient']!r} is what programs write for one that is missing; leave the cell empty, or name the patient")
     mpp = _number(cell.get("mpp", ""), "mpp", add)
     if mpp is not None and not 0 < mpp < 1000:
-        add(f"mpp {cell['mpp']} is no number of micrometres per pixel")
+        add(f"mpp {cell['mpp']} is not a number of micrometres per pixel")
         mpp = None
     return SlideRecord(
         name=cell["slide"],
@@ -312,7 +312,7 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: Mapping[str, int],
         flag = cell.get("event") or cell.get("censored", "")
         event = _FLAGS.get(flag.lower())
         if (needed and time is None) or (time is not None and time < 0):
-            add(f"time {cell.get('time', '')!r} is no time of at least 0")
+            add(f"time {cell.get('time', '')!r} is not a time of at least 0")
         if event is not None and is_event and cell.get("censored") and _FLAGS.get(cell["censored"].lower()) == event:
             add(f"event {flag!r} and censored {cell['censored']!r} contradict each other; leave out one of the columns")
         if (needed or flag) and event is None:
@@ -321,11 +321,11 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: Mapping[str, int],
         return None if time is None or event is None else (time, event if is_event else 1 - event)
     text = cell.get("label", "")
     if kind == "multilabel" and "label" in cell:
-        parts = {part.strip() for part in text.split(";") if part.strip()}
-        unknown = sorted(parts - classes.keys())
+        names = {label.strip() for label in text.split(";") if label.strip()}
+        unknown = sorted(names - classes.keys())
         if unknown:
-            add(f"label {some_names(unknown)} is none of {some_names(classes)}")
-        return tuple(float(name in parts) for name in classes)
+            add(f"label {some_names(unknown)} is not one of {some_names(classes)}")
+        return tuple(float(name in names) for name in classes)
     if not text:
         if needed:
             add(f"slide {cell['slide']!r} has no label")
@@ -334,7 +334,7 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: Mapping[str, int],
         value = _number(text, "label", add)
         return None if value is None else (value,)
     if text not in classes:
-        add(f"label {text!r} is none of {some_names(classes)}")
+        add(f"label {text!r} is not one of {some_names(classes)}")
         return None
     return (float(classes[text]),)
 
@@ -347,7 +347,7 @@ def _number(text: str, what: str, add: _Add) -> float | None:
     except ValueError:
         value = math.nan
     if not abs(value) < _LARGEST:
-        add(f"{what} {text!r} is no number")
+        add(f"{what} {text!r} is not a number")
         return None
     return value
 
@@ -367,13 +367,13 @@ def _check_files(cells: Sequence[tuple[int, Mapping[str, str]]], files: TableFil
 def _name_records(records: Sequence[SlideRecord]) -> list[SlideRecord]:
     """Give each slide a name that is a file name; a slide without a patient is one of its own."""
     stems = Counter(safe_name(record.path.stem) for record in records)
-    named, taken = [], set[str]()
+    named, used_names = [], set[str]()
     for record in records:
         stem = safe_name(record.path.stem)
         name = stem if stems[stem] == 1 else safe_name(record.name)
-        while name in taken:
+        while name in used_names:
             name = f"{name}-{record.row}"
-        taken.add(name)
+        used_names.add(name)
         named.append(replace(record, name=name, patient=record.patient or name))
     return named
 

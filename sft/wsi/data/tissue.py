@@ -55,7 +55,7 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
         labels = open_label_image(path)
         return labels.read(0, 0, labels.width_px, labels.height_px)[..., 0]
     except SftError as error:
-        raise type(error)(f"cannot read mask {path}: {error} Give a .npy file or an image of whole numbers [height, width].") from error
+        raise type(error)(f"cannot read mask {path}: {error} Give a .npy file or an image of integers [height, width].") from error
 
 
 def read_area(path: Path, slide: Raster) -> TissueArea:
@@ -118,7 +118,7 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
         box = Box(x=x, y=y, w=min(image.width_px, math.ceil(right)) - x, h=min(image.height_px, math.ceil(bottom)) - y)
     if box is None or min(box.w, box.h) < 1 or (isinstance(area, Regions) and area.area_px < 1):
         raise InputError(
-            f"cannot crop {image!r} to its tissue, or mask it: the mask has none there. Mend the mask (its units are px of the largest "
+            f"cannot crop {image!r} to its tissue, or mask it: the mask has none there. Correct the mask (its units are px of the largest "
             "level), or leave the slide out."
         )
     return box

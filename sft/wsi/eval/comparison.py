@@ -40,14 +40,14 @@ class MetricRow:
     @property
     def mean(self) -> float:
         """Mean over the runs that have a value; nan for runs of different tasks."""
-        known = self._known if self.is_comparable else []
-        return statistics.fmean(known) if known else math.nan
+        values = self._known if self.is_comparable else []
+        return statistics.fmean(values) if values else math.nan
 
     @property
     def sd(self) -> float:
         """Standard deviation of a sample over the runs that have a value; nan for fewer than two."""
-        known = self._known if self.is_comparable else []
-        return statistics.stdev(known) if len(known) > 1 else math.nan
+        values = self._known if self.is_comparable else []
+        return statistics.stdev(values) if len(values) > 1 else math.nan
 
     @property
     def _known(self) -> list[float]:

@@ -84,7 +84,7 @@ def evaluate_records(
         lists_damage: True to list filled tiles in the folder. Default: `False`
 
     Raises:
-        EndRequested: the run was asked to end.
+        EndRequested: a signal requested the end of the run.
         SourceError: a slide cannot be read, and the run does not skip it.
         RunFolderError: the results cannot be written.
     """

@@ -135,19 +135,19 @@ class HeatmapMaker:
         evidence, grids, score = computed.evidence[output], computed.grids, float(computed.scores[output])
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
-        part = safe_names(names)[output] if output < len(names) else name
+        output_name = safe_names(names)[output] if output < len(names) else name
         image, frame = experiment.feed.coloured(record), experiment.feed.frame(record)
         small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
         title = f"{record.name}, {name}: score {score:.3f}{self._label}"
-        files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
+        files = [folder / f"map-{output_name}.npy", folder / f"map-{output_name}.png"]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
         # A map is for a class; its sum is what the class gets, so that colours compare positions and the bar tells the scale.
         draw_overlay(files[1], small, evidence, grids, factor, title=title, label="contribution to the score", centred=True)
         if saliency:
-            files += self._draw_saliency(record, output, name, folder / f"saliency-{part}", small, factor)
-        files += self._cut_crops(image, frame, evidence, grids, folder, part, num_crops, crop_px)
+            files += self._draw_saliency(record, output, name, folder / f"saliency-{output_name}", small, factor)
+        files += self._cut_crops(image, frame, evidence, grids, folder, output_name, num_crops, crop_px)
         return heatmap_of(record, name, score, files, grids, frame)
 
     def draw_weights(self, record: SlideRecord) -> Heatmap | None:

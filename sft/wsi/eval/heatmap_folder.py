@@ -64,12 +64,12 @@ class HeatmapFolder:
         return published
 
     def _place(self, slide: str) -> Path:
-        own = self._weights
+        weights = self._weights
         for entry in read_heatmaps(self._folder / slide).values() if self.is_in_run else ():
             with suppress(KeyError, TypeError, ValueError):
                 there = as_weights_id(entry["weights"])
-                if there.checkpoint == own.checkpoint and (there.epoch, there.step or 0) > (own.epoch, own.step or 0):
-                    return self._folder.with_name(f"{self._folder.name}-epoch{own.epoch}") / slide
+                if there.checkpoint == weights.checkpoint and (there.epoch, there.step or 0) > (weights.epoch, weights.step or 0):
+                    return self._folder.with_name(f"{self._folder.name}-epoch{weights.epoch}") / slide
         return self._folder / slide
 
 

@@ -67,16 +67,16 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
         seed: of the bootstrap.
         num_draws: of the bootstrap; 0 for none.
     """
-    known = [prediction for prediction in predictions if prediction.target is not None]
-    losses = [prediction.loss for prediction in known if not math.isnan(prediction.loss)]
+    labelled = [prediction for prediction in predictions if prediction.target is not None]
+    losses = [prediction.loss for prediction in labelled if not math.isnan(prediction.loss)]
     estimates: dict[str, Estimate] = {}
     if losses:
         estimates["loss"] = Estimate(value=float(np.mean(losses)))
-    if not known:
+    if not labelled:
         return estimates
-    targets = np.array([prediction.target for prediction in known], np.float64)
-    outputs = np.array([prediction.output for prediction in known], np.float64)
-    draws = _bootstrap_rows([prediction.patient for prediction in known], seed, num_draws)
+    targets = np.array([prediction.target for prediction in labelled], np.float64)
+    outputs = np.array([prediction.output for prediction in labelled], np.float64)
+    draws = _bootstrap_rows([prediction.patient for prediction in labelled], seed, num_draws)
     for name, metric in _metrics(task).items():
         value = metric(targets, outputs)
         with warnings.catch_warnings():  # of what a draw lacks sklearn warns for each, and few slides have many that lack something
@@ -115,9 +115,9 @@ def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -
 
 def confusion_counts(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.int64]:
     """Counts ``[true class, predicted class]``."""
-    known = [prediction for prediction in predictions if prediction.target is not None]
-    truth = [int(prediction.target[0]) for prediction in known if prediction.target is not None]
-    guesses = [int(np.argmax(prediction.output)) for prediction in known]
+    labelled = [prediction for prediction in predictions if prediction.target is not None]
+    truth = [int(prediction.target[0]) for prediction in labelled if prediction.target is not None]
+    guesses = [int(np.argmax(prediction.output)) for prediction in labelled]
     counts: npt.NDArray[np.int64] = confusion_matrix(truth, guesses, labels=range(len(task.classes)))
     return counts
 

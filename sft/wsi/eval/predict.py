@@ -147,7 +147,7 @@ class Predictor:
             interruption: requests the end. Default: `None` (no request)
 
         Raises:
-            EndRequested: the run was asked to end.
+            EndRequested: a signal requested the end of the run.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
         """
@@ -189,11 +189,11 @@ class Predictor:
 
 def mean_loss(kind: str, predictions: Sequence[Prediction]) -> float:
     """The loss over slides: their mean, or Cox's of all of them together."""
-    known = [prediction for prediction in predictions if prediction.target is not None]
+    labelled = [prediction for prediction in predictions if prediction.target is not None]
     if kind == "cox":
-        targets = [p.target for p in known if p.target is not None]
-        return cox_gradients([p.output[0] for p in known], targets)[0] if any(target[1] for target in targets) else math.nan
-    losses = [prediction.loss for prediction in known]
+        targets = [p.target for p in labelled if p.target is not None]
+        return cox_gradients([p.output[0] for p in labelled], targets)[0] if any(target[1] for target in targets) else math.nan
+    losses = [prediction.loss for prediction in labelled]
     return sum(losses) / len(losses) if losses else math.nan
 
 
@@ -265,7 +265,7 @@ def config_path(run: Path) -> Path:
     """
     path = run / "config.yaml"
     if not path.is_file():
-        raise RunFolderError(f"{run} is no folder of a run: it has no config.yaml. Give the folder that train wrote to.")
+        raise RunFolderError(f"{run} is not a folder of a run: it has no config.yaml. Give the folder that train wrote to.")
     return path
 
 

@@ -4,8 +4,8 @@ A segmentation gives classes or probabilities at the resolution of the run. A mo
 each class a map; its sum over all positions, plus a bias, is the score. An encoder of tiles gives a pixel for each place of the grid of
 tiles, NaN without a tile, and the weight of each tile as the last channel. Each folder has ``prediction.json``, written last: a folder
 that has it is complete. A command that is started again, after a kill or with more slides, skips slides if the file names the same
-weights, settings and slide file. The rows of a slide that was interrupted are in a journal (`sft.prediction.row_journal`), below which it
-goes on; maps of tiles begin anew.
+weights, settings and slide file. The rows of an interrupted slide are in a journal (`sft.prediction.row_journal`), after which it resumes;
+maps of tiles start again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class MapWriter:
             record: the slide.
             folder: for the files; it must be empty.
             further: writers that get the map as well.
-            journal: file for the rows until the map is complete. Default: `None` (an interrupted slide begins anew)
+            journal: file for the rows until the map is complete. Default: `None` (an interrupted slide starts again)
 
         Raises:
             SourceError: the slide cannot be read.

@@ -31,7 +31,7 @@ _MAX_LABEL = 24
 #: Of fewer patients the draws of a bootstrap are nearly the same, and its interval is too narrow.
 MIN_INTERVAL_PATIENTS = 10
 
-#: Of matplotlib: names of classes are anybody's, and ``$`` in them is no formula.
+#: Of matplotlib: names of classes are anybody's, and ``$`` in them is not a formula.
 PLAIN_TEXT: Any = {"text.parse_math": False}
 
 
@@ -155,8 +155,8 @@ def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]], comment: str) 
 
 
 def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -> list[str]:
-    known = [prediction for prediction in predictions if prediction.target is not None]
-    if task.kind not in ("classification", "multilabel") or not known:
+    labelled = [prediction for prediction in predictions if prediction.target is not None]
+    if task.kind not in ("classification", "multilabel") or not labelled:
         return []
     figure = Figure(figsize=(4.6, 4.2), layout="constrained")
     axis = figure.subplots()
@@ -164,9 +164,9 @@ def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -
     for number, name in enumerate(task.classes):
         if task.kind == "classification" and len(task.classes) == 2 and number == 0:
             continue  # the mirror image of the other
-        truth = np.array([_is_positive(task, p, number) for p in known])
+        truth = np.array([_is_positive(task, p, number) for p in labelled])
         if 0 < truth.sum() < len(truth):
-            false_rate, true_rate, _ = roc_curve(truth, [p.output[number] for p in known])
+            false_rate, true_rate, _ = roc_curve(truth, [p.output[number] for p in labelled])
             axis.plot(false_rate, true_rate, label=name)
     axis.set(xlabel="1 - specificity", ylabel="sensitivity", title="ROC, slides")
     if len(axis.lines) > 1:
@@ -175,7 +175,7 @@ def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -
         figure.savefig(temporary, dpi=110)
     if task.kind == "multilabel":
         return ["roc.png"]
-    counts = confusion_counts(task, known)
+    counts = confusion_counts(task, labelled)
     labels = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 3]}..." for name in task.classes]
     room = 0.1 * max(map(len, labels))  # inches, for the names
     figure = Figure(figsize=(1.2 + room + 0.7 * len(counts), 0.9 + room + 0.7 * len(counts)), layout="constrained")

@@ -80,9 +80,9 @@ def write_run_page(overview: RunOverview) -> Path:
 
 
 def _state(overview: RunOverview) -> list[str]:
-    epochs, planned = len(overview.epochs), overview.settings.get("train.epochs", len(overview.epochs))
+    epochs, num_planned = len(overview.epochs), overview.settings.get("train.epochs", len(overview.epochs))
     steps = overview.epochs[-1].get("step", 0) if overview.epochs else 0
-    rows = [("epochs", f"{epochs} of {planned}"), ("optimizer steps", str(steps))]
+    rows = [("epochs", f"{epochs} of {num_planned}"), ("optimizer steps", str(steps))]
     if overview.best is not None:
         rows.append(("best model", overview.best.text))
     for name in ("task.kind", "model.encoder", "model.backbone", "model.head"):

@@ -49,8 +49,8 @@ def _lines(overview: RunOverview) -> list[str]:
 
 def _state_text(overview: RunOverview) -> str:
     num_epochs = len(overview.epochs)
-    planned = overview.settings.get("train.epochs", num_epochs)
-    done = f"{num_epochs}" if planned == num_epochs else f"{num_epochs} (train.epochs: {planned})"
+    num_planned = overview.settings.get("train.epochs", num_epochs)
+    done = f"{num_epochs}" if num_planned == num_epochs else f"{num_epochs} (train.epochs: {num_planned})"
     steps = overview.epochs[-1].get("step", 0) if overview.epochs else 0
     if overview.best is None:
         return f"Epochs: {done}; {counted(steps, 'optimizer step', 'optimizer steps')}."

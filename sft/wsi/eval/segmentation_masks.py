@@ -101,10 +101,10 @@ class MaskMaker:
         reduced = _reduced(classes, small.shape[:2], factor)
         _draw(files[1], small, reduced, names, title=f"{record.name}: {note}{self._label}")
         frame = experiment.feed.frame(record)
-        for number, part in enumerate(safe_names(names)):
+        for number, class_name in enumerate(safe_names(names)):
             pixels = reduced == number
             if number and pixels.any():
-                files.append(folder / f"map-{_OUTPUT}-{part}.geojson")
+                files.append(folder / f"map-{_OUTPUT}-{class_name}.geojson")
                 with atomic_write_with_parents(files[-1]) as temporary:
                     write_geojson(temporary, _outline(pixels, factor, classes.shape, frame), name=names[number])
         return Heatmap(

@@ -125,7 +125,7 @@ def feature_resizes(backbone: nn.Module) -> tuple[AxisResize, ...] | None:
     """Resizes of the rows and columns of the feature map to the pixels of the image, by the grid of its positions.
 
     Returns:
-        None for a backbone whose positions are no grid, or another grid at another image size: they divide the image into equal cells.
+        None for a backbone whose positions are not a grid, or another grid at another image size: they divide the image into equal cells.
     """
     with _EvalMode(backbone):
         try:
@@ -171,15 +171,17 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
     for prefix in ("module.", "backbone."):
         if any(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
-    own = backbone.state_dict()
-    missing = [key for key in own if key not in state]
+    expected = backbone.state_dict()
+    missing = [key for key in expected if key not in state]
     misfit = [
-        f"{key} {tuple(state[key].shape)} for {tuple(own[key].shape)}" for key in own if key in state and state[key].shape != own[key].shape
+        f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
+        for key in expected
+        if key in state and state[key].shape != expected[key].shape
     ]
     if missing or misfit:
         listed = ", ".join([*missing[:3], *misfit[:3]])
         raise InputError(f"weights {path}: {len(missing)} missing, {len(misfit)} of another shape ({listed}). Give those of this backbone.")
-    backbone.load_state_dict({key: state[key] for key in own})
+    backbone.load_state_dict({key: state[key] for key in expected})
 
 
 def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
@@ -253,7 +255,7 @@ def _cut(network: nn.Module, depth: int) -> nn.Module | None:
     for node in reversed(maps):
         if image not in _ancestors(output, without=node):
             if not _same_in_training(network, node, depth):
-                raise InputError("what it computes before its feature map depends on the flag training of the network itself")
+                raise InputError("the layers before its feature map depend on the training flag of the network itself")
             output.args = (node,)
             graph.eliminate_dead_code()
             cut = fx.GraphModule(network, graph, type(network).__name__)

@@ -139,7 +139,7 @@ class BagModel(SlideModel):
         head: pooling over tiles.
     """
 
-    head: BagHead  # type: ignore[assignment]  # heads of feature maps are no heads of vectors
+    head: BagHead  # type: ignore[assignment]  # heads of feature maps are not heads of vectors
 
     def __init__(self, backbone: nn.Module, head: BagHead) -> None:
         nn.Module.__init__(self)

@@ -8,7 +8,7 @@ BatchNorm where a batch is one slide.
 
 A slide has no batch statistics to speak of, so they are frozen, the custom in slide training: those that pretrained weights bring, or, for
 weights that bring none, statistics measured once on crops of the training slides ("calibrated"; Wu and Johnson, "Rethinking Batch", 2021).
-Scales and shifts train in either case. Frozen norms also are no barrier to streaming. With ``train`` the statistics are those of each
+Scales and shifts train in either case. Frozen norms also are not a barrier to streaming. With ``train`` the statistics are those of each
 whole slide, exactly; every such norm then keeps its input.
 """
 
@@ -218,7 +218,7 @@ class PredictedClasses(nn.Module):
         self._dtype = torch.uint8 if num_classes <= 256 else torch.int16
 
     def forward(self, image: Tensor) -> Tensor:
-        """Map ``[N, 3, H, W]`` to ``[N, 1, H, W]`` of whole numbers."""
+        """Map ``[N, 3, H, W]`` to ``[N, 1, H, W]`` of integers."""
         scores: Tensor = self.model(image)
         return scores.argmax(1, keepdim=True).to(self._dtype)
 
@@ -247,8 +247,8 @@ def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> Non
     """``model.train(training)``, with BatchNorms in eval mode where their statistics are frozen, or their modules."""
     model.train(training)
     frozen = [model] if freeze_norms else [model.get_submodule(name) for name in getattr(model, "frozen_modules", ())]
-    for part in frozen:
-        for module in part.modules():
+    for frozen_module in frozen:
+        for module in frozen_module.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
 

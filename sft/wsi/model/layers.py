@@ -97,11 +97,14 @@ def _timm_depths(model: SlideModel) -> dict[str, int]:
     """Depths by timm's own matcher; what it does not match, such as a last norm, is in the head's group."""
     backbone: Any = model.backbone
     group = import_library("timm.models").group_with_matcher
-    own = dict(backbone.named_parameters())
+    backbone_params = dict(backbone.named_parameters())
     # The names of the head's parameters must fit no pattern of the backbone's.
     heads = {f"{_HEAD_MARK}{name}": parameter for name, parameter in model.head.named_parameters()}
-    depths: dict[str, int] = group(iter({**own, **heads}.items()), backbone.group_matcher(coarse=False), reverse=True)
-    return {f"backbone.{name}" if name in own else f"head.{name.removeprefix(_HEAD_MARK)}": int(depth) for name, depth in depths.items()}
+    depths: dict[str, int] = group(iter({**backbone_params, **heads}.items()), backbone.group_matcher(coarse=False), reverse=True)
+    return {
+        f"backbone.{name}" if name in backbone_params else f"head.{name.removeprefix(_HEAD_MARK)}": int(depth)
+        for name, depth in depths.items()
+    }
 
 
 def _listed(names: Sequence[str]) -> str:

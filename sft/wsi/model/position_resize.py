@@ -81,7 +81,7 @@ def axis_resizes(grids: Sequence[sft.PositionGrid], extent_px: int, num_position
 def resize_positions(scores: Tensor, size: tuple[int, int], axes: Sequence[AxisResize]) -> Tensor:
     """Scores of positions ``[N, K, h, w]`` as scores of pixels ``[N, K, *size]``.
 
-    An image that the padded positions do not cover, of a network whose positions are no grid, is divided into equal cells.
+    An image that the padded positions do not cover, of a network whose positions are not a grid, is divided into equal cells.
     """
     rows, columns = axes
     if rows.is_identity and columns.is_identity and tuple(scores.shape[2:]) == size:

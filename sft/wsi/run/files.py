@@ -86,10 +86,10 @@ def safe_name(text: str) -> str:
     >>> safe_name("a/b: c.svs"), safe_name("..")
     ('a_b_c.svs', '_')
     """
-    kept = "".join(character if character.isalnum() or character in "-." else "_" for character in text)
-    while "__" in kept:
-        kept = kept.replace("__", "_")
-    return kept if kept.strip(".") else "_"
+    safe_text = "".join(character if character.isalnum() or character in "-." else "_" for character in text)
+    while "__" in safe_text:
+        safe_text = safe_text.replace("__", "_")
+    return safe_text if safe_text.strip(".") else "_"
 
 
 def safe_names(texts: Sequence[str]) -> list[str]:

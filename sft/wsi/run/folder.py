@@ -106,9 +106,9 @@ class RunFolder:
             return
         foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
         if foreign:
-            held = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            file_names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
             raise RunFolderError(
-                f"the folder {self.path} holds other files ({held}), which a run might write over, and no run. Give a new one with --run."
+                f"the folder {self.path} holds other files ({file_names}), which a run might overwrite. Give a new one with --run."
             )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -91,7 +91,7 @@ class Reporter:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start_epoch(self, epoch: int, num_slides: int, position: int) -> None:
-        """An epoch begins, or goes on at a position."""
+        """An epoch begins, or resumes at a position."""
         self._start(f"epoch {epoch + 1} of {self._num_epochs}", num_slides, position)
 
     def start_checks(self, num_slides: int) -> None:
@@ -127,9 +127,9 @@ class Reporter:
             num_slides: number of slides. Default: 1
             others: work of the slides of other ranks among them. Default: 0
         """
-        own = self._slide[0] if self._slide is not None and not others else 0.0
+        rank_work = self._slide[0] if self._slide is not None and not others else 0.0
         if self._estimate is not None:
-            self._estimate.note(own, others)
+            self._estimate.note(rank_work, others)
         self._slide, self._completed = None, self._completed + num_slides
         self._update()
         self._log()

@@ -28,7 +28,7 @@ __all__ = ["check_config", "check_network", "check_outputs", "check_splits", "ch
 
 #: Settings that another machine may need otherwise; they change no prediction beyond rounding.
 _MACHINE_SETTINGS = frozenset({"train.device", *CHANGEABLE_SETTINGS})
-_REMEDY = "Put it back, or copy the run folder again."
+_REMEDY = "Restore it, or copy the run folder again."
 
 
 def trained_record(config: Config, task: Task, table: SlideTable, feature_shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def check_outputs(run: Path, checkpoint: Checkpoint, task: Task, kind: str) -> N
     of_kind = {"classification": len(task.classes), "multilabel": len(task.classes), "segmentation": len(task.classes)}
     of_kind |= {"regression": 1, "cox": 1, "hazard": len(task.edges) + 1}
     if task.kind not in of_kind:
-        raise RunFolderError(f"{path}: kind {task.kind!r} is none of {', '.join(of_kind)}. {_REMEDY}")
+        raise RunFolderError(f"{path}: kind {task.kind!r} is not one of {', '.join(of_kind)}. {_REMEDY}")
     if task.kind != kind:
         raise RunFolderError(f"{path} contradicts config.yaml: kind is {task.kind!r}, and task.kind {kind!r}. {_REMEDY}")
     if task.num_outputs != of_kind[task.kind]:
@@ -124,7 +124,7 @@ def check_table(run: Path, state: Mapping[str, Any], table: SlideTable, task: Ta
     """
     if "table" in state and table.digest() != state["table"]:
         raise InputError(
-            f"the table of {run} has changed since it was trained: other slides, labels or splits. Put it back, or give slides with --csv."
+            f"the table of {run} has changed since it was trained: other slides, labels or splits. Restore it, or give slides with --csv."
         )
     if "task" not in state:
         _refuse_other_task(run / "task.json", derived, task)
@@ -161,7 +161,7 @@ def check_network(run: Path, state: Mapping[str, Any], feature_shapes: Sequence[
     if state.get("feature_shapes", now) != now:
         raise RunFolderError(
             f"the network of {run} has changed: its backbone gave feature maps {state['feature_shapes']} (channels, height, width) at two "
-            f"image sizes, and gives {now}. Put its code back."
+            f"image sizes, and gives {now}. Restore its code."
         )
 
 

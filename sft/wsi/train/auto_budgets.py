@@ -1,7 +1,7 @@
 """Automatic budgets of a run: ``model.budget: auto`` and ``data.host_budget: auto`` as bytes.
 
 They are read once, from the free memory when a command starts. A resumed run needs the same plan for the same bits, and free memory
-changes; so the bytes are in the run's config.yaml and its checkpoints, and a run that goes on takes those of its checkpoint. Several
+changes; so the bytes are in the run's config.yaml and its checkpoints, and a resumed run takes those of its checkpoint. Several
 ranks take the least budget of any of them; each has its own cache.
 """
 
@@ -50,7 +50,7 @@ def resolve_budgets(config: Config, ranks: Ranks = SINGLE_RANK, *, run: Path | N
     Args:
         config: of a command.
         ranks: ranks that share the work. Default: this process alone
-        run: folder of a run that may go on with the budget of its checkpoint. Default: `None`
+        run: folder of a run that may be resumed, with the budget of its checkpoint. Default: `None`
 
     Raises:
         InputError: the free memory of the device is unknown.

@@ -51,8 +51,8 @@ def connect_ranks(rank: int, num_ranks: int, timeout: timedelta) -> None:
 
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, num_ranks, timeout=timeout)))
-        own = dist.distributed_c10d.PrefixStore(f"sft/{rendezvous_ranks(store, rank, num_ranks, timeout)}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
+        start_store = dist.distributed_c10d.PrefixStore(f"sft/{rendezvous_ranks(store, rank, num_ranks, timeout)}", store)
+        dist.init_process_group("gloo", store=start_store, rank=rank, world_size=num_ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # DistError and its like; a variable of the environment that is missing
         if isinstance(error, RankError):
             raise
@@ -71,30 +71,30 @@ def rendezvous_ranks(store: Any, rank: int, num_ranks: int, timeout: timedelta) 
     Raises:
         RankError: ranks are missing.
     """
-    own, late = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    nonce, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        store.set("sft/start", own)
+        store.set("sft/start", nonce)
         missing = list(range(1, num_ranks))
-        while missing := [other for other in missing if not store.check([f"sft/{own}/here/{other}"])]:
-            _wait(late, f"ranks {missing} have not come within {timeout}")
-        store.set(f"sft/{own}/seen", json.dumps({str(other): _text(store, f"sft/{own}/here/{other}") for other in range(1, num_ranks)}))
-        return own
+        while missing := [other for other in missing if not store.check([f"sft/{nonce}/here/{other}"])]:
+            _wait(deadline, f"ranks {missing} have not come within {timeout}")
+        store.set(f"sft/{nonce}/seen", json.dumps({str(other): _text(store, f"sft/{nonce}/here/{other}") for other in range(1, num_ranks)}))
+        return nonce
     name = ""
     while True:
         if store.check(["sft/start"]) and _text(store, "sft/start") != name:
             name = _text(store, "sft/start")
-            store.set(f"sft/{name}/here/{rank}", own)
-        if name and store.check([f"sft/{name}/seen"]) and json.loads(_text(store, f"sft/{name}/seen")).get(str(rank)) == own:
+            store.set(f"sft/{name}/here/{rank}", nonce)
+        if name and store.check([f"sft/{name}/seen"]) and json.loads(_text(store, f"sft/{name}/seen")).get(str(rank)) == nonce:
             return name
-        _wait(late, f"rank 0 has not come within {timeout}")
+        _wait(deadline, f"rank 0 has not come within {timeout}")
 
 
 def _text(store: Any, key: str) -> str:
     return bytes(store.get(key)).decode()
 
 
-def _wait(late: float, problem: str) -> None:
-    if time.monotonic() > late:
+def _wait(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
         raise RankError(f"{problem}. Find out why, and start all ranks again.")
     time.sleep(_POLL_SECONDS)
 
@@ -196,7 +196,7 @@ class _MultiRank:
         if settings.bands > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            # The mesh says who is where; what the network sends goes from the device that its weights are on.
+            # The mesh only states the position of each rank; messages are sent from the device of the weights.
             extents = (self.shape.num_replicas, self.shape.num_bands)
             self.mesh = init_device_mesh("cpu", extents, mesh_dim_names=("replica", "band"))["band"]
         replica, band = divmod(world.rank, settings.bands)
@@ -208,27 +208,27 @@ class _MultiRank:
     def together(self) -> Iterator[None]:
         """Context that fails on all ranks if it fails on one, with a barrier at its end."""
         with self._rank_context.transport.propagate_failures():
-            self.gathered(None)  # connections are there from the beginning, so that whoever dies is missed at once
+            self.gathered(None)  # all connections are opened here, so that the death of a rank is noticed at once
             yield
             self.gathered(None)
 
     def gathered(self, value: T, among: RankScope = "all") -> list[T]:
         transport, over = self._rank_context.transport, _over(among)
-        own = _bytes_of(value)
+        message = _bytes_of(value)
         with transport.propagate_failures():
-            sizes = [int(size) for size in transport.all_gather(over, torch.tensor([own.numel()], device="cpu"))]
+            sizes = [int(size) for size in transport.all_gather(over, torch.tensor([message.numel()], device="cpu"))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            padded[: own.numel()] = own
-            everybody = transport.all_gather(over, padded)
-        return [_value_of(other[:size]) for other, size in zip(everybody, sizes, strict=True)]
+            padded[: message.numel()] = message
+            messages = transport.all_gather(over, padded)
+        return [_value_of(each[:size]) for each, size in zip(messages, sizes, strict=True)]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        told: T = self._spread("mesh", make() if self.rank == 0 else None)
-        return told
+        value: T = self._broadcast("mesh", make() if self.rank == 0 else None)
+        return value
 
     def add_up(self, parameters: Sequence[nn.Parameter], *, among: SumScope = "replicas") -> None:
         if among == "replicas" and self.shape.num_replicas == 1:
-            return  # the bands have added up theirs
+            return  # the gradients of the bands are sums already
         present = self.gathered([parameter.grad is not None for parameter in parameters])
         staged: list[tuple[Tensor, Tensor]] = []
         for number, parameter in enumerate(parameters):
@@ -247,7 +247,7 @@ class _MultiRank:
         if self.shape.num_replicas == 1:
             return
         buffers = dict(model.named_buffers())
-        first = self._spread("replica", {name: buffer.cpu() for name, buffer in buffers.items()})
+        first = self._broadcast("replica", {name: buffer.cpu() for name, buffer in buffers.items()})
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(first[name])
@@ -262,16 +262,17 @@ class _MultiRank:
             )
         torch.cuda.set_device(self._world.local_rank)
 
-    def _spread(self, over: RankGroup, value: Any) -> Any:
+    def _broadcast(self, over: RankGroup, value: Any) -> Any:
         """The value of a group's first member, on all of them."""
         transport = self._rank_context.transport
-        own = _bytes_of(value)
-        size = torch.tensor([own.numel()], device="cpu")
+        message = _bytes_of(value)
+        size = torch.tensor([message.numel()], device="cpu")
         with transport.propagate_failures():
             transport.broadcast(over, size)
-            data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            transport.broadcast(over, data)
-        return _value_of(data)
+            if message.numel() != int(size):
+                message = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            transport.broadcast(over, message)
+        return _value_of(message)
 
 
 @contextmanager

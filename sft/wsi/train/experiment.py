@@ -232,10 +232,10 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
     if absent:
         raise DatasetError(str(experiment.config.data.csv), [f"no training slide has a pixel of class {', '.join(absent)}: {text}"])
     monitor = experiment.config.train.monitor
-    known = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
-    if known and not is_measurable(experiment.task, monitor, known):
+    targets = [r.target for r in experiment.records("val") if r.name not in unusable and r.target is not None]
+    if targets and not is_measurable(experiment.task, monitor, targets):
         raise InputError(
-            f"train.monitor {monitor}: validation slides ({len(known)}) do not tell it, with one class, one value, or no pair to compare; "
+            f"train.monitor {monitor} is undefined on the {len(targets)} validation slides: one class, one value, or no pair to compare; "
             "validate on more or other slides, or set train.monitor to loss"
         )
     return unusable

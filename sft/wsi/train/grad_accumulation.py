@@ -136,7 +136,7 @@ class GradientAccumulator:
             epoch, step: from 0.
 
         Raises:
-            EndRequested: the run was asked to end; gradients and buffers are unchanged.
+            EndRequested: a signal requested the end of the run; gradients and buffers are unchanged.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
             TrainingError: the loss is NaN or infinite.
@@ -202,18 +202,22 @@ class GradientAccumulator:
             self._check_finite(loss, group)
             if not any(gradients):
                 return None, 0.0, self._cost
-            own = scatter_items(gradients, self._ranks)
-            shares = gather_results(lambda: self._backward_of_risks(mine, own, following, interruption), self._ranks, interruption)
+            weights_of_rank = scatter_items(gradients, self._ranks)
+            shares = gather_results(
+                lambda: self._backward_of_risks(mine, weights_of_rank, following, interruption), self._ranks, interruption
+            )
             weight = float(len(group))
         else:
             weights = [self._task.slide_weight(record) for record in group]
             weight = sum(weights)
-            own = scatter_items([each / weight for each in weights], self._ranks)
-            shares = gather_results(lambda: self._backward_of_losses(mine, own, following, interruption), self._ranks, interruption)
+            weights_of_rank = scatter_items([each / weight for each in weights], self._ranks)
+            shares = gather_results(
+                lambda: self._backward_of_losses(mine, weights_of_rank, following, interruption), self._ranks, interruption
+            )
             loss = sum(gather_in_order([share.losses for share in shares], self._ranks))
-        others = sum(map(self._experiment.work_of, group)) - sum(map(self._experiment.work_of, mine))
+        other_work = sum(map(self._experiment.work_of, group)) - sum(map(self._experiment.work_of, mine))
         if len(group) > len(mine):
-            self._reporter.advance(len(group) - len(mine), others=others)
+            self._reporter.advance(len(group) - len(mine), others=other_work)
         cost = sum((share.cost for share in shares[:: self._ranks.shape.num_bands]), StepCost())
         waited = max(share.cost.waited_seconds for share in shares)
         return loss, weight, StepCost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)

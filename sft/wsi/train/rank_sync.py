@@ -58,18 +58,18 @@ class _RankStatus:
     Attributes:
         value: its result.
         unreadable: its unreadable slides.
-        asked: the signal that requested its end.
-        broken: reason for the loss of the ranks that share its slide.
+        stop_signal: the signal that requested its end.
+        rank_failure: reason for the loss of the ranks that share its slide.
     """
 
     value: Any = None
     unreadable: Mapping[str, UnreadableSlide] | None = None
-    asked: signal.Signals | None = None
-    broken: str | None = None
+    stop_signal: signal.Signals | None = None
+    rank_failure: str | None = None
 
 
 def scatter_items(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """Those of some items that are this rank's replica's."""
+    """The items of this rank's replica."""
     return list(items[ranks.rank // ranks.shape.num_bands :: ranks.shape.num_replicas])
 
 
@@ -79,10 +79,10 @@ def next_items(mine: Sequence[T], following: T | None = None) -> list[T | None]:
 
 
 def gather_in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
-    """Results of all replicas in the order of the scattered items; ``parts`` has one list per replica."""
-    hands = [iter(part) for part in parts[:: ranks.shape.num_bands]]
+    """Results of all replicas in the order of the scattered items; ``parts`` has one list per rank."""
+    iterators = [iter(part) for part in parts[:: ranks.shape.num_bands]]
     count = sum(len(part) for part in parts[:: ranks.shape.num_bands])
-    return [next(hands[number % len(hands)]) for number in range(count)]
+    return [next(iterators[number % len(iterators)]) for number in range(count)]
 
 
 @contextmanager
@@ -103,31 +103,33 @@ def open_on_all_ranks(record: SlideRecord, make: Callable[[], T], ranks: Ranks, 
 
     Raises:
         SlideFailed: one of them failed.
-        EndRequested: one of them was asked to end.
+        EndRequested: a signal requested the end of the run.
     """
     with _share_failure(ranks, "bands"):
         if interruption is not None and interruption.received is not None:
             raise EndRequested(interruption.received)
         with reading_slide(record, ranks):
-            own = make()
+            result = make()
     _raise_failures(ranks.gathered(_RankStatus(), "bands"), ranks)
-    return own
+    return result
 
 
-def gather_results(part: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: RankScope = "all") -> list[T]:
-    """Results of ``part`` on all ranks.
+def gather_results(
+    compute: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: RankScope = "all"
+) -> list[T]:
+    """Results of ``compute`` on all ranks.
 
     Raises:
         SlideFailed: unreadable slides, on any rank.
-        EndRequested: a rank was asked to end.
+        EndRequested: a signal requested the end of the run.
         RankError: ranks lost each other.
     """
     with _share_failure(ranks, among):
-        own = part()
-    asked = None if interruption is None else interruption.received
-    everybody = ranks.gathered(_RankStatus(value=own, asked=asked), among)
-    _raise_failures(everybody, ranks)
-    return [said.value for said in everybody]
+        value = compute()
+    stop_signal = None if interruption is None else interruption.received
+    statuses = ranks.gathered(_RankStatus(value=value, stop_signal=stop_signal), among)
+    _raise_failures(statuses, ranks)
+    return [status.value for status in statuses]
 
 
 @contextmanager
@@ -137,29 +139,29 @@ def _share_failure(ranks: Ranks, among: RankScope) -> Iterator[None]:
         yield
     except (SlideFailed, EndRequested, RankError) as error:
         # Nothing but `error` may refer to the failed step here: its traceback keeps all that the step held.
-        everybody = ranks.gathered(_failure_status(error), among)
+        statuses = ranks.gathered(_failure_status(error), among)
         if ranks.shape.num_ranks > 1:
-            _raise_failures(everybody, ranks)
+            _raise_failures(statuses, ranks)
         raise
 
 
 def _failure_status(error: SlideFailed | EndRequested | RankError) -> _RankStatus:
     if isinstance(error, SlideFailed):
         return _RankStatus(unreadable=error.slides)
-    return _RankStatus(asked=error.signal) if isinstance(error, EndRequested) else _RankStatus(broken=error.cause)
+    return _RankStatus(stop_signal=error.signal) if isinstance(error, EndRequested) else _RankStatus(rank_failure=error.cause)
 
 
-def _raise_failures(everybody: Sequence[_RankStatus], ranks: Ranks) -> None:
+def _raise_failures(statuses: Sequence[_RankStatus], ranks: Ranks) -> None:
     """Raise the same error on all ranks. Unreadable slides come first: the ranks that share the slide have lost each other over it."""
     unreadable: dict[str, UnreadableSlide] = {}
-    for said in everybody:
-        unreadable = {**(said.unreadable or {}), **unreadable}
+    for status in statuses:
+        unreadable = {**(status.unreadable or {}), **unreadable}
     if unreadable:
-        told = (f"slide {name} cannot be read (rank {slide.rank}): {slide.problem}" for name, slide in unreadable.items())
-        raise SlideFailed(unreadable, SourceError("; ".join(told)))
-    asked = [said.asked for said in everybody if said.asked is not None]
-    if asked:
-        raise EndRequested(asked[0])
-    broken = [said.broken for said in everybody if said.broken is not None]
-    if broken:
-        raise RankError(f"{broken[0]}. The run goes on from its last checkpoint: start the same command again.", broken[0])
+        problems = (f"slide {name} cannot be read (rank {slide.rank}): {slide.problem}" for name, slide in unreadable.items())
+        raise SlideFailed(unreadable, SourceError("; ".join(problems)))
+    stop_signals = [status.stop_signal for status in statuses if status.stop_signal is not None]
+    if stop_signals:
+        raise EndRequested(stop_signals[0])
+    rank_failures = [status.rank_failure for status in statuses if status.rank_failure is not None]
+    if rank_failures:
+        raise RankError(f"{rank_failures[0]}. Start the same command again to resume from the last checkpoint.", rank_failures[0])

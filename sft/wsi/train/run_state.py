@@ -28,10 +28,10 @@ __all__ = [
     "run_environment",
 ]
 
-#: Settings that a run may change when it goes on: none of them changes a number.
+#: Settings that a run may change when it is resumed: none of them changes a number.
 _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
 
-#: Settings that errors of a run advise to change: it goes on with others, and its later steps are those of the new ones.
+#: Settings that errors of a run advise to change: a resumed run may have others, and its later steps are those of the new ones.
 CHANGEABLE_SETTINGS = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
 
 #: Groups with settings that decide the numbers of a run.
@@ -90,11 +90,11 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     if refused:
         listed = ", ".join(refused)
         raise RunFolderError(
-            f"the run folder {folder} holds a run with other settings: {listed}. Put them back to go on, or give another folder with --run."
+            f"the run folder {folder} holds a run with other settings: {listed}. Restore them to resume, or give another folder with --run."
         )
     if state["table"] != table.digest():
         raise RunFolderError(
-            f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
+            f"the run folder {folder} holds a run on other slides, labels or splits. Restore the table to resume, or give "
             "another folder with --run."
         )
     now = run_environment(shape, config.train.device)
@@ -105,7 +105,9 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         different["slides"] = f"{len(sizes)} slide file(s) of another size, bytes of {next(iter(sizes.values()))}"
     if different:
         listed = ", ".join(different.values())
-        warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the run was started with other settings: {listed}. It continues, but not to the same bits", RuntimeWarning, stacklevel=2
+        )
 
 
 def complete_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ __all__ = ["EndRequested", "Interruption"]
 
 
 class EndRequested(Exception):
-    """The run was asked to end, and is between two slides.
+    """A signal requested the end of the run; raised between two slides.
 
     Args:
-        signal: that asked.
+        signal: the signal.
     """
 
     def __init__(self, signal: signal.Signals) -> None:
@@ -21,7 +21,7 @@ class EndRequested(Exception):
 
 
 class Interruption:
-    """Notes SIGTERM and SIGINT while a ``with`` block runs; the second one has its usual effect at once."""
+    """Record of SIGTERM and SIGINT while a ``with`` block runs; a second signal has its usual effect at once."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -2,7 +2,7 @@
 
 Ranks that share a slide divide it in one of two ways. A whole slide is divided into bands of rows, inside the compiled network. The tiles
 of a slide are divided into runs of consecutive tiles: each rank computes the summary of its own tiles (`sft.wsi.model.bags`), the
-summaries are gathered, one row of each rank, and each rank goes on with the pooled vector of the slide. The gradient needs no further
+summaries are gathered, one row of each rank, and each rank continues with the pooled vector of the slide. The gradient needs no further
 message: each rank has the gradient of its own summary. Gradients of parameters are then sums over all ranks (`Ranks.add_up`); the linear
 layer after the pooling is computed by all ranks and differentiated by the first.
 """

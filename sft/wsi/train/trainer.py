@@ -144,7 +144,7 @@ class Trainer:
             self._reporter.note(f"trained already: {self.progress.step} steps, {self.progress.epoch} epochs")
         elif self.progress.step or self.progress.epoch:
             self._reporter.note(
-                f"going on from step {self.progress.step}, epoch {self.progress.epoch + 1}, slide {self.progress.position + 1}"
+                f"resuming from step {self.progress.step}, epoch {self.progress.epoch + 1}, slide {self.progress.position + 1}"
             )
 
     def _start(self) -> _InitialState:
@@ -165,11 +165,11 @@ class Trainer:
             plan: of the largest slide, to estimate the duration of the run with. Default: `None` (no estimate)
 
         Raises:
-            RunInterrupted: it was asked to end; its state is saved.
+            RunInterrupted: a signal requested its end; its state is saved.
             RunFolderError: the folder cannot be written.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
-            TrainingError: the loss is no number.
+            TrainingError: the loss is not a number.
             RankError: another rank failed.
         """
         settings = self._config.train
@@ -181,14 +181,14 @@ class Trainer:
                 started = time.perf_counter()
                 self._train_epoch(interruption)
                 self._validate(interruption, started)
-        except EndRequested as asked:
+        except EndRequested as request:
             if self.progress != self._saved:
                 self._save()
             # A rank that has left makes torchrun end the others: nobody leaves before the first has saved.
             self._ranks.gathered(None)
             raise RunInterrupted(
-                f"{asked.signal.name}: saved at step {self.progress.step}, epoch {self.progress.epoch + 1}. Start the same "
-                "command again to go on."
+                f"{request.signal.name}: saved at step {self.progress.step}, epoch {self.progress.epoch + 1}. Start the same "
+                "command again to resume."
             ) from None
         return self.progress
 
@@ -227,7 +227,7 @@ class Trainer:
             self.progress = reached
             if reached.step % settings.checkpoint_every == 0 or reached.position == len(order):
                 self._save()
-            self._end_if_asked(interruption)
+            self._stop_on_signal(interruption)
 
     def _order(self, epoch: int) -> list[int]:
         """Numbers of the training slides in the order of an epoch."""
@@ -249,7 +249,7 @@ class Trainer:
         if not torch.isfinite(norm) and not self._scaler.is_enabled():
             raise TrainingError(
                 f"step {self.progress.step + 1}: the gradient's norm is {norm.item()}. Lower train.lr, or set train.clip_norm; the "
-                "run goes on from its last checkpoint."
+                "run resumes from its last checkpoint."
             )
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -271,10 +271,10 @@ class Trainer:
             after=self._reporter.advance,
             interruption=interruption,
         )
-        others = sum(self.experiment.work_of(r, predicts=True) for r in records) - sum(
+        other_work = sum(self.experiment.work_of(r, predicts=True) for r in records) - sum(
             self.experiment.work_of(r, predicts=True) for r in mine
         )
-        self._reporter.advance(0, others=others)
+        self._reporter.advance(0, others=other_work)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
         row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}
         if records:
@@ -326,13 +326,13 @@ class Trainer:
         if differing:
             raise RankError(
                 f"step {self.progress.step}: ranks {differing} have other weights than rank 0, though all took the same steps: their "
-                "devices or versions of torch differ. Use the same ones on all ranks, and go on from the last checkpoint."
+                "devices or versions of torch differ. Use the same ones on all ranks, and resume from the last checkpoint."
             )
 
-    def _end_if_asked(self, interruption: Interruption) -> None:
-        asked = [signal for signal in self._ranks.gathered(interruption.received) if signal is not None]
-        if asked:
-            raise EndRequested(asked[0])
+    def _stop_on_signal(self, interruption: Interruption) -> None:
+        received = [signal for signal in self._ranks.gathered(interruption.received) if signal is not None]
+        if received:
+            raise EndRequested(received[0])
 
     def _record(self) -> dict[str, Any]:
         experiment = self.experiment

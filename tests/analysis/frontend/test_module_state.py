@@ -168,7 +168,7 @@ def test_differentiable_tensors_that_are_no_parameters_are_refused() -> None:
     with pytest.raises(sft.UnsupportedError) as refused:
         sft.compile(model, _SHAPE)
     for name in ("heads[0].weight", "heads[0].bias", "scales['a'][0]", "own"):
-        assert f"{name}: a tensor that requires a gradient and is no parameter" in str(refused.value)
+        assert f"{name}: a tensor that requires a gradient and is not a parameter" in str(refused.value)
     with torch.no_grad():
         x = image(*_SHAPE)
         torch.testing.assert_close(sft.compile(model, _SHAPE)(x), model(x))
@@ -230,7 +230,7 @@ def test_differentiable_tensors_of_other_objects_are_refused(then: Any, shapes: 
         sft.compile(model, _SHAPE)
     for shape in shapes:
         said = rf"_Model at frontend/test_module_state\.py:\d+, of shape {re.escape(shape)}: a tensor that requires a gradient and"
-        said += " is no parameter"
+        said += " is not a parameter"
         assert re.search(said, str(refused.value))
     with torch.no_grad():
         x = image(*_SHAPE)
@@ -282,7 +282,7 @@ def test_a_generator_is_refused() -> None:
         lambda _, y: y + torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(1)),
         lambda _, y: y + torch.randn(4, 1, 1, generator=own),
     ):
-        said = r"randn reads an object that is no tensor, such as a torch\.Generator|argument of type: <class 'torch\._C\.Generator'>"
+        said = r"randn reads an object that is not a tensor, such as a torch\.Generator|argument of type: <class 'torch\._C\.Generator'>"
         with pytest.raises(sft.UnsupportedError, match=said):
             sft.compile(_Model(then), _SHAPE)
 
@@ -304,7 +304,7 @@ def _kept_frozen(model: Any, y: Tensor) -> Tensor:
 
 def test_a_submodule_that_changes_its_mode_each_time_is_refused() -> None:
     model: Any = _Model(_turned, norm=nn.BatchNorm2d(4))
-    with pytest.raises(sft.UnsupportedError, match="norm: `forward` sets training, to False, and computes something else at the next call"):
+    with pytest.raises(sft.UnsupportedError, match="norm: `forward` sets training, to False, so the next call computes other values"):
         sft.compile(model, _SHAPE)
     assert model.norm.training
 

@@ -75,7 +75,7 @@ def _count_in_the_class(model: Any, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        (_count, r"\(an object _Box\): `forward` sets calls, to 1, and computes something else at the next call"),
+        (_count, r"\(an object _Box\): `forward` sets calls, to 1, so the next call computes other values"),
         (_append, r"\(an object _Box\): `forward` sets seen, to \[1\], and computes something else"),
         (_begin, r"\(an object _Box\): `forward` sets has_begun, to True, and computes something else"),
         (_count_in_the_class, r"\(the class _Model\): `forward` sets steps, to 1, and computes something else"),

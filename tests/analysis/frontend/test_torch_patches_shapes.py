@@ -18,7 +18,7 @@ _ROWS = ("pointwise_shapes", "upsample_linear_shapes", "upsample_nearest_shapes"
 
 
 class _Functions(nn.Module):
-    """Functions of images that are contiguous, permuted, cut and expanded, of whole numbers, and with options."""
+    """Functions of images that are contiguous, permuted, cut and expanded, of integers, and with options."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(F.leaky_relu(x.relu(), 0.3)).sigmoid().tanh()
@@ -29,7 +29,7 @@ class _Functions(nn.Module):
 
 
 class _Enlarged(nn.Module):
-    """Interpolation of every kind, by factors and to sizes; of a permuted image, and of whole numbers."""
+    """Interpolation of every kind, by factors and to sizes; of a permuted image, and of integers."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)

@@ -59,7 +59,7 @@ class _DoubledGrad(torch.autograd.Function):
 
 
 def test_the_error_with_constant_sizes_is_the_reason() -> None:
-    """The reason is not the complexity of sizes, which is no fault of the model's."""
+    """The reason is not the complexity of sizes, which is not a fault of the model's."""
 
     class Model(_Windows):
         def forward(self, x: Tensor) -> Tensor:

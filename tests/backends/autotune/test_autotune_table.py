@@ -68,8 +68,8 @@ def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
     [
         ({"error": 0.5}, "a wrong kernel gets no entry"),
         ({"error": float("nan")}, "a wrong kernel gets no entry"),
-        ({"triton_seconds": 0.0}, "are no times"),
-        ({"aten_seconds": float("inf")}, "are no times"),
+        ({"triton_seconds": 0.0}, "are not times"),
+        ({"aten_seconds": float("inf")}, "are not times"),
     ],
 )
 def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Models whose inputs are no images (vectors, token ids): stages on whole tensors, as exact and as bounded as strips."""
+"""Models whose inputs are not images (vectors, token ids): stages on whole tensors, as exact and as bounded as strips."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_repetition_follows_the_budget() -> None:
 
 
 def test_ids_alone_masks_and_other_sizes() -> None:
-    """Whole numbers of rank 2 as the only input, whose extents vary; the masks do not depend on the budget."""
+    """Integers of rank 2 as the only input, whose extents vary; the masks do not depend on the budget."""
     model = seeded(FromIds)
     with remembered_captures():
         net: Any = sft.compile(model, [torch.empty(2, 12, dtype=torch.long, device="meta")], budget="1GiB")

@@ -101,7 +101,7 @@ def test_images_as_small_as_a_scale_and_a_shift(axes: int, options: sft.Options)
 
 
 def test_images_of_three_pixels_beside_moments() -> None:
-    """The moments of what is no image are three numbers for each group."""
+    """The moments of what is not an image are three numbers for each group."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

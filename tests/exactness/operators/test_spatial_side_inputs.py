@@ -163,7 +163,7 @@ _PLANES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Stacked(nn.Module):
-    """A plane that is no image in strips, and one that is, side by side in a new dimension."""
+    """A plane that is not an image in strips, and one that is, side by side in a new dimension."""
 
     def __init__(self, plane: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ _CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "new_ones of a plane": lambda x: x.new_ones((1, 1, *x.shape[2:])),
     "new_full of rows": lambda x: x.new_full((x.shape[2], 1), 0.25),
     "zeros": lambda x: torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=x.dtype, device=x.device),
-    "full, of whole numbers": lambda x: torch.full(x.shape[2:], 3),
+    "full, of integers": lambda x: torch.full(x.shape[2:], 3),
     "follows the size": lambda x: x.new_full(x.shape, 1 / x.shape[2]),
     "truth": lambda x: x.new_ones(x.shape, dtype=torch.bool),
 }

@@ -60,7 +60,7 @@ def test_places_count_the_image_s_pixels(case: tuple[nn.Module, Tensor, sft.Opti
 
 @pytest.mark.parametrize("fill", [None, -torch.inf, torch.nan])
 def test_places_are_eager_s_to_the_bit(fill: float | None) -> None:
-    """Ties, windows of nothing but minus infinity, and the last of several that are no number."""
+    """Ties, windows of nothing but minus infinity, and the last of several that are not a number."""
     x = image(2, 3, 13, 9).round()
     if fill is not None:
         x[:, :, :5, :4] = fill

@@ -59,7 +59,7 @@ _POOLS = [
 
 
 def _problem(pool: _Pool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, dy, y and dx of the whole image in ``dtype``; small whole numbers, so there are ties."""
+    """x, dy, y and dx of the whole image in ``dtype``; small integers, so there are ties."""
     random = torch.Generator().manual_seed(2)
     x = torch.randint(-4, 5, (2, _NUM_CHANNELS, *pool.extents), generator=random).to(dtype).requires_grad_()
     y = pool.whole(x)
@@ -109,7 +109,7 @@ def test_packed_taps_are_two_bits_of_each_channel() -> None:
 
 @needs_triton
 def test_interpreted_kernels(tmp_path: Path) -> None:
-    """In fp32 the bits of PyTorch's whole maximum and of our own reference; in half precision whole numbers, which are exact."""
+    """In fp32 the bits of PyTorch's whole maximum and of our own reference; in half precision integers, which are exact."""
     jobs: list[dict[str, Any]] = []
     expected: list[tuple[list[Tensor], str]] = []
 

@@ -87,7 +87,7 @@ def test_tiles_are_planned_where_no_strips_fit() -> None:
 
 
 def test_tiles_end_at_whole_strides_if_strides_are_small() -> None:
-    """Regression: at sizes that are no multiples, tiles began at different offsets within a stride, so each had its own program."""
+    """Regression: at sizes that are not multiples, tiles began at different offsets within a stride, so each had its own program."""
     with torch.device("meta"):
         model = unet(1, width=4)
     problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)

@@ -96,7 +96,7 @@ def test_pictures_without_a_place_are_a_stack(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"transform": moved(50, 0, 20)}, r"a pixel is \(20, 0\) along a row and \(0, -20\) along a column, and in .* \(10, 0\)"),
-        ({"transform": moved(50.3, 7)}, r"its corner is 50\.3 columns and 7 rows from that of .*a\.tif, no whole numbers"),
+        ({"transform": moved(50.3, 7)}, r"its corner is 50\.3 columns and 7 rows from that of .*a\.tif, which are not integers"),
         ({"transform": moved(50, 0), "crs": "EPSG:32633"}, r"their coordinate systems differ\. Convert one of them"),
         ({"transform": moved(50, 0), "nodata": 3}, r"its nodata value is 3\.0, and that of .*a\.tif None"),
         ({"transform": rasterio.Affine(10, 1, 600_500, 1, -10, 5_200_000)}, r"a pixel is \(10, 1\)"),

@@ -375,15 +375,15 @@ def _labels_of_fractions(folder: Path) -> None:
 
 #: The refusal of each file, or ``None`` for a policy that the case asserts.
 CASES: dict[Callable[[Path], None], tuple[type[Exception], str] | None] = {
-    _truncated_cog: (sft.SourceError, r"a\.tif .*tiles of level 0 do not lie in it.*cut short"),
+    _truncated_cog: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside the file.*cut short"),
     _truncated_cog_by_gdal: (sft.SourceError, r"cannot read columns .* of .*a\.tif"),
     _other_byte_order: (sft.SourceError, r"cannot open .*a\.tif"),
-    _loop_of_pages: (sft.SourceError, r"its list of images \(so far 1\) goes on at byte 8"),
+    _loop_of_pages: (sft.SourceError, r"its list of images \(so far 1\) continues at byte 8"),
     _unknown_compression: (sft.SourceError, r"a\.tif"),
     _huge_size: (sft.SftError, r"a\.tif"),
     _huge_tile: (sft.SftError, r"a\.tif"),
     _zero_width: (sft.SourceError, r"a\.tif"),
-    _tiles_in_the_header: (sft.SourceError, r"a\.tif .*tiles of level 0 do not lie in it"),
+    _tiles_in_the_header: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside the file"),
     _ome_with_a_bomb: None,
     _gdal_metadata_with_a_bomb: None,
     _ome_of_another_size: (sft.InputError, r"a\.ome\.tif of IYX = \(3, 40, 50\): axis 'i' has 3 entries"),
@@ -422,7 +422,7 @@ CASES: dict[Callable[[Path], None], tuple[type[Exception], str] | None] = {
     _geojson_on_the_map: (sft.InputError, r"map coordinates \(EPSG:32632\), and the image has no georeference"),
     _geojson_with_a_wrong_crs: (sft.SourceError, r"an object lacks 'properties'"),
     _xml_bomb: (sft.SourceError, "it has a document type"),
-    _labels_of_fractions: (sft.InputError, "it holds float32, labels are whole numbers"),
+    _labels_of_fractions: (sft.InputError, "it holds float32, labels are integers"),
 }
 
 

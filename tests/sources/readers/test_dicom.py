@@ -77,7 +77,7 @@ def test_folders_that_need_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_image(tmp_path, series=2)
     for path in (first, second):
         _write(path, pixels, "1.2.3.4", 0, kind=_OTHER_CLASS)
-    with pytest.raises(SourceError, match="its 2 DICOM files are no whole-slide images"):
+    with pytest.raises(SourceError, match="its 2 DICOM files are not whole-slide images"):
         open_image(tmp_path)
     first.write_bytes(first.read_bytes()[:140] + b"\xff" * 40)
     with pytest.raises(SourceError, match=r"4\.dcm: .*DICOM header is damaged|no whole-slide images"):

@@ -152,7 +152,7 @@ def test_pictures_above_pillows_limit_monailabel_1230(tmp_path: Path, monkeypatc
         ("cut.tif", "cut short"),
         ("cut.npy", r"cut\.npy"),
         ("float.npy", r"pixels are uint8.*bool"),
-        ("float.tif", "it holds float32, labels are whole numbers"),
+        ("float.tif", "it holds float32, labels are integers"),
         ("two.tif", "2 images of 40 x 30 px"),
         ("two.gif", "2 images of 90 x 70 px"),
     ],
@@ -180,5 +180,5 @@ def test_what_is_no_label_map(name: str, message: str, tmp_path: Path) -> None:
 
 
 def test_images_that_are_no_labels() -> None:
-    with pytest.raises(InputError, match=r"3 channels of uint8\. Give one of whole numbers"):
+    with pytest.raises(InputError, match=r"3 channels of uint8\. Give one channel of integers"):
         ImageLabels(ArrayImage(np.zeros((40, 50, 3), np.uint8)))

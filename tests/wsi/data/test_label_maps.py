@@ -123,9 +123,9 @@ def test_an_evaluation_warns_about_masks_of_another_kind(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({0: 0, 255: 2}, "2 is no class; classes are 0 to 1"),
+        ({0: 0, 255: 2}, "2 is not a class; classes are 0 to 1"),
         ({0: 0, 1: 0}, "no value is of class tum"),
-        ({0: 0, 255: -1}, "-1 is no class"),
+        ({0: 0, 255: -1}, "-1 is not a class"),
     ],
 )
 def test_a_mapping_must_reach_every_class(values: dict[int, int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

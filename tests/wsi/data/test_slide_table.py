@@ -159,8 +159,8 @@ _TILES = partial(ModelConfig, encoder="tiles")
         (lambda: ModelConfig(attention_dim=10**10), "model.attention_dim 10000000000: give 1 to"),
         (lambda: ModelConfig(tile_px=256), "model.tile_px 256 with model.encoder slide: it is for tiles; give model.encoder tiles"),
         (lambda: ModelConfig(lora_rank=8), "model.lora_rank 8 with model.encoder slide"),
-        (lambda: _TILES(tile_px=0), "model.tile_px 0: give a whole number from 1 to 65536"),
-        (lambda: _TILES(stride_px=-1), "model.stride_px -1: give a whole number"),
+        (lambda: _TILES(tile_px=0), "model.tile_px 0: give an integer from 1 to 65536"),
+        (lambda: _TILES(stride_px=-1), "model.stride_px -1: give an integer"),
         (lambda: _TILES(min_tissue=1.5), "model.min_tissue 1.5: give a share of a tile, 0 to 1"),
         (lambda: _TILES(tile=[8, 8]), r"model.tile \[8, 8\] with model.encoder tiles: it divides whole slides"),
         (lambda: _TILES(lora_layers=["qkv"]), r"model.lora_layers \[qkv\] without model.lora_rank: give the rank"),
@@ -198,7 +198,7 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_no_text(tmp_path: Path) ->
     with pytest.raises(InputError, match="line 2: csv is there 2 times"):
         read_config(path)
     path.write_bytes("data:\n  csv: tä.csv\n".encode("latin-1"))
-    with pytest.raises(InputError, match="byte 14 is no UTF-8"):
+    with pytest.raises(InputError, match="byte 14 is not UTF-8"):
         read_config(path)
 
 
@@ -238,11 +238,11 @@ def test_targets_of_each_kind(tmp_path: Path, kind: TaskKind, text: str, targets
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("classification", "slide,label\na.svs,z\n", "label 'z' is none of x, y"),
-        ("multilabel", 'slide,label\na.svs,"x;z"\n', "label z is none of x, y"),
-        ("regression", "slide,label\na.svs,many\n", "label 'many' is no number"),
-        ("regression", "slide,label\na.svs,1_000\n", "label '1_000' is no number"),
-        ("regression", "slide,label\na.svs,1e308\n", "label '1e308' is no number"),
+        ("classification", "slide,label\na.svs,z\n", "label 'z' is not one of x, y"),
+        ("multilabel", 'slide,label\na.svs,"x;z"\n', "label z is not one of x, y"),
+        ("regression", "slide,label\na.svs,many\n", "label 'many' is not a number"),
+        ("regression", "slide,label\na.svs,1_000\n", "label '1_000' is not a number"),
+        ("regression", "slide,label\na.svs,1e308\n", "label '1e308' is not a number"),
         ("cox", "slide,time,event,censored\na.svs,1,1,1\n", "event '1' and censored '1' contradict each other"),
         ("cox", "slide,time,event\na.svs,-1,1\n", "time '-1'"),
         ("cox", "slide,time,event\na.svs,1,2\n", "event '2'"),
@@ -436,8 +436,8 @@ def _long_table(folder: Path, rows: list[str], head: str = "slide,label", **task
         ("../m{0}.tif,x", "slide,label", 3000, "line 2: slide '../m0.tif' is outside of"),
         ("a.tif,", "slide,label", 5999, "line 2: slide 'a.tif' has no label"),
         ("a.tif,x,y", "slide,label", 3000, "line 2: 3 cells under 2 columns"),
-        ("a.tif,x,0.5,here", "slide,label,mpp,split", 5999, "line 2: split 'here' is none of"),
-        ("a.tif,x,-1", "slide,label,mpp", 5999, "line 2: mpp -1 is no number"),
+        ("a.tif,x,0.5,here", "slide,label,mpp,split", 5999, "line 2: split 'here' is not one of"),
+        ("a.tif,x,-1", "slide,label,mpp", 5999, "line 2: mpp -1 is not a number"),
     ],
 )
 def test_long_lists_of_problems_end(tmp_path: Path, row: str, head: str, count: int, first: str) -> None:
@@ -474,7 +474,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
     rows = [f"a.tif,label{number}" for number in range(10_001)]
     for kind in ("classification", "multilabel"):
         error = _long_table(tmp_path, rows, kind=kind)
-        assert error.problems[0].startswith("10,001 different labels are no classes (label0, label1, ")
+        assert error.problems[0].startswith("10,001 different labels are not classes (label0, label1, ")
     error = _long_table(tmp_path, ["a.tif,x"], classes=[f"c{number}" for number in range(500)])
     assert error.problems[0].endswith("c19, and 480 more")
     header = ",".join(["slide", *(f"column{number}" for number in range(500))])
@@ -484,7 +484,9 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_more_rows_than_slides_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.wsi.data.table._MAX_ROWS", 100)
     assert _long_table(tmp_path, ["a.tif,x"] * 100).problems[0].startswith("line 3: slide a.tif")
-    assert _long_table(tmp_path, ["a.tif,x"] * 101).problems == ("more than 100 rows are no table of slides; give the CSV file",)
+    assert _long_table(tmp_path, ["a.tif,x"] * 101).problems == (
+        "more than 100 rows are too many for a table of slides; give the CSV file",
+    )
     monkeypatch.setattr("sft.wsi.data.table._MAX_BYTES", 64)
     assert "more than 64 bytes" in _long_table(tmp_path, ["a.tif,x"] * 50).problems[0]
     with pytest.raises(DatasetError, match="a pipe or a device, not a file"):

@@ -122,7 +122,7 @@ def test_a_page_follows_its_folder(run: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "The first 1 of 2" in page.text and len(_images(page)) == 1 + 2 + 1
     assert re.search(r"\btest\b", page.text) and not re.search(r"\n\s*val\s*\n", page.text)
     assert main(["report", str(run.parent)]) == 1
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a folder of a run" in capsys.readouterr().err
 
 
 def test_maps_of_older_weights_are_marked(run: Path) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.wsi import TinyNet
 
 
 class _Inline(nn.Module):
-    """Pools and classifies inside ``forward``, as torchvision's DenseNet does; the last activation is no module."""
+    """Pools and classifies inside ``forward``, as torchvision's DenseNet does; the last activation is not a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_auxiliary_classifiers_are_left_out_in_every_mode() -> None:
 
 
 def test_a_trace_that_would_lose_its_dropout_is_refused() -> None:
-    with pytest.raises(InputError, match="depends on the flag training"):
+    with pytest.raises(InputError, match="depend on the training flag"):
         cut_before_pooling(_DrawsItself(), "n")
 
 

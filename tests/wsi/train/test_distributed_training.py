@@ -321,7 +321,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(pair: Ranks
     assert said.startswith("1\n") and "error: rank 1 does not answer (it died" in said, said
     assert not list((tmp_path / "run").rglob(".partial-*")) and list((tmp_path / "run" / "checkpoints").glob("last-*"))
     (code, said), _ = pair.run(_command, command)
-    assert code == 0 and "going on from step 1," in said and "not to the same bits" not in said, said
+    assert code == 0 and "resuming from step 1," in said and "not to the same bits" not in said, said
     _assert_same_bits(tmp_path / "run", shared)
 
 
@@ -338,8 +338,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, r
         for code, said in first.run(_command, command, asked, len(first.connections) - 1):  # only the last one is asked to end
             assert code == 75 and ("interrupted: SIGTERM: saved at step 1," in said or not said)
         code, said = second.run(_command, command)[0]
-        assert code in (0, 3) and "going on from step 1," in said, said
-        assert "It goes on, but not to the same bits" in said
+        assert code in (0, 3) and "resuming from step 1," in said, said
+        assert "It continues, but not to the same bits" in said
         _assert_close(tmp_path / name, reference)
 
 
@@ -373,7 +373,7 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
         os.kill(int(last), signal.SIGKILL)
         said = run.communicate(timeout=400)[0].decode()
     assert run.returncode == 0, said
-    assert "error: rank 1 does not answer" in said and "going on from step" in said, said
+    assert "error: rank 1 does not answer" in said and "resuming from step" in said, said
     assert "Traceback (most recent call last)" not in said, said
     assert len(_rows(tmp_path / "run" / "steps.csv")) == 6 and len(_rows(tmp_path / "run" / "metrics.csv")) == 2
     assert (tmp_path / "run" / "summary.md").exists()

@@ -50,7 +50,7 @@ def test_a_run_that_a_slide_stopped_goes_on_as_the_error_advises(tmp_path: Path,
     assert code == 1 and "s1.tif" in said and "6 slides checked, 0 cannot be used" in said
     code, said = _start(["--config", str(config), "--train.on_error", "skip", "--model.budget", "65MiB"], capsys)
     assert code == 3, said
-    assert "model.budget (was '64MiB', is '65MiB'), train.on_error (was 'raise', is 'skip'). It goes on, but not to the same bits" in said
+    assert "model.budget (was '64MiB', is '65MiB'), train.on_error (was 'raise', is 'skip'). It continues, but not to the same bits" in said
     assert [row["slides"] for row in _steps(tmp_path / "run")] == ["s0"]
 
 
@@ -113,7 +113,7 @@ def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_
     check_same_run(tmp_path, state, config, table)
     older = {**state, "surroundings": {name: now[name] for name in ("torch", "num_threads")}}
     check_same_run(tmp_path, older, config, table)  # warnings are errors here
-    with pytest.warns(RuntimeWarning, match=r"otherwise: num_replicas \(was 1, is 2\). It goes on, but not to the same bits"):
+    with pytest.warns(RuntimeWarning, match=r"with other settings: num_replicas \(was 1, is 2\). It continues, but not to the same bits"):
         check_same_run(tmp_path, older, config, table, MeshShape(num_replicas=2))
     other = {**state, "surroundings": {**now, "imagecodecs": "0", "gpu": "H200"}}
     with pytest.warns(RuntimeWarning, match=r"otherwise: imagecodecs \(was '0', is '[^']+'\), gpu \(was 'H200', is None\). It"):
@@ -122,7 +122,7 @@ def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_
     sizes = {"table": full.digest(), "file_bytes": file_bytes(full)}
     check_same_run(tmp_path, {**state, **sizes}, config, full)
     resized = {**state, **sizes, "file_bytes": {**file_bytes(full), full.records[0].name: 1}}
-    told = r"otherwise: 1 slide file\(s\) of another size, bytes of \w+ \(was 1, is \w+\). It goes on"
+    told = r"with other settings: 1 slide file\(s\) of another size, bytes of \w+ \(was 1, is \w+\). It continues"
     with pytest.warns(RuntimeWarning, match=told):
         check_same_run(tmp_path, resized, config, full)
     changed = replace(config, train=replace(config.train, lr=1.0, on_error="skip"))

@@ -174,11 +174,11 @@ def _decompose_minmax(sequence: NodeSequence, reduction: _ImageReduction, *, lar
     return select_statistic(sequence, statistics, 0, image.dtype)
 
 
-def select_statistic(sequence: NodeSequence, value: Node, index: int, dtype: str, suffix: str = "value") -> Node:
+def select_statistic(sequence: NodeSequence, value: Node, index: int, dtype: str) -> Node:
     """One of several global values, cast from the fp64 that holds counts and indices."""
     arguments = (("self", Ref(value.name)), ("dim", len(value.shape) - 1), ("index", index))
-    column = sequence.add(suffix, "aten.select.int", value.shape[:-1], arguments, value.dtype)
-    return sequence.cast(column, dtype, f"{suffix}_as_is")
+    column = sequence.add("value", "aten.select.int", value.shape[:-1], arguments, value.dtype)
+    return sequence.cast(column, dtype, "value_as_is")
 
 
 def _decompose_argmax(sequence: NodeSequence, reduction: _ImageReduction) -> Node | None:

@@ -225,16 +225,16 @@ def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Ope
 
 
 def receptive_field(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], axis: int = 0
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
 ) -> dict[str, ReceptiveField]:
-    """The receptive field of every value of a run with respect to its sources, along one axis: the composition of access maps."""
+    """The receptive field of every value of a run in rows of its sources: the composition of access maps."""
     inside = set(names)
     fields: dict[str, ReceptiveField] = {}
     start = ReceptiveField(Fraction(1), Fraction(0), Fraction(0))
     for name in names:
         if rows[name].role == "reduce":
             continue
-        access = rows[name].access(graph[name], axis)
+        access = rows[name].access(graph[name], 0)
         operand_fields = [fields[o] if o in inside else start for o in graph[name].operands if o in streamed]
         scale = Fraction(access.scale, access.divisor)
         low = min(f.low + f.jump * Fraction(access.first, access.divisor) for f in operand_fields)

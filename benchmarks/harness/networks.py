@@ -63,11 +63,6 @@ class Network:
     groups: tuple[tuple[fx.Node, ...], ...]
     dag: ValueDag
 
-    @property
-    def num_parameter_bytes(self) -> int:
-        """Of the parameters."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
-
     def step_peak_bytes(self, checkpoints: Sequence[int] | None = None) -> int:
         """Peak of forward and backward, above input, parameters and their gradients, which are there before; the loss is a sum."""
         x = torch.zeros(self.shape, device="meta")

@@ -54,9 +54,9 @@ class ShapeClass:
     groups: int = 1
     pixels: int
 
-    def of_pixels(self, pixels: int) -> ShapeClass:
-        """The same class at another number of pixels."""
-        return replace(self, pixels=pixels)
+    def at_any_size(self) -> ShapeClass:
+        """The class without its number of pixels, which is 0."""
+        return replace(self, pixels=0)
 
     @property
     def label(self) -> str:

@@ -131,9 +131,9 @@ def all_reduce_buffers(machine: BandMachine, values: Sequence[DenseBuffer], over
         del staging
 
 
-def queue_all_reduce(machine: BandMachine, values: Sequence[DenseBuffer], over: RankGroup, topic: Topic, *, num_strips: int) -> None:
-    """Queue the same for the strips of the segment that runs next, evenly spread."""
-    windows = _reduce_windows(machine, values, over, topic, 1.0)
+def queue_all_reduce(machine: BandMachine, values: Sequence[DenseBuffer], *, num_strips: int) -> None:
+    """Queue the sum of parameters' gradients over the bands, evenly spread over the strips of the segment that runs next."""
+    windows = _reduce_windows(machine, values, "band", "parameters", 1.0)
     staging_by_dtype = _allocate_staging(machine, windows)
     steps: list[Callable[[BandMachine, _StagingBuffers], None]] = []
     for window in windows:

@@ -211,7 +211,7 @@ class BandRegion(Region):
             timeline = self.strip_timelines[index]
             if is_run and timeline is not None:
                 complete = {name: grads.by_name[name] for name in self._grads_to_reduce[index] if name in grads.by_name}
-                queue_all_reduce(band_machine, self._dense_buffers(complete), "band", "parameters", num_strips=timeline.num_strips)
+                queue_all_reduce(band_machine, self._dense_buffers(complete), num_strips=timeline.num_strips)
                 del complete
             super()._run_backward(machine, values, kept, grads, index, borrowed, waiting, consume)
 

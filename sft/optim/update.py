@@ -87,16 +87,16 @@ def plain_number(value: Any) -> float:
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
 
 
-def check_range(name: str, value: Any, *, low: float, below: float | None = None) -> None:
-    """Check that a setting is in its range.
+def check_range(name: str, value: Any, *, below: float | None = None) -> None:
+    """Check that a setting is at least 0, and below a limit if it has one.
 
     Raises:
         InputError: it is not.
     """
     number = plain_number(value)
-    if not number >= low or (below is not None and not number < below):
+    if not number >= 0 or (below is not None and not number < below):
         upper = "" if below is None else f" and below {below:g}"
-        raise InputError(f"{name}={value!r}: give a number of at least {low:g}{upper}")
+        raise InputError(f"{name}={value!r}: give a number of at least 0{upper}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class AdamWUpdate:
             InputError: they are not.
         """
         for name in ("lr", "eps", "weight_decay"):
-            check_range(name, hyper[name], low=0.0)
+            check_range(name, hyper[name])
         for beta in hyper["betas"]:
-            check_range("a beta", beta, low=0.0, below=1.0)
+            check_range("a beta", beta, below=1.0)
         if not hyper.get("decoupled_weight_decay", True):
             raise InputError("decoupled_weight_decay=False is torch.optim.Adam, not AdamW; use AdamW's settings")
 
@@ -200,7 +200,7 @@ class SGDUpdate:
             InputError: they are not.
         """
         for name in ("lr", "momentum", "weight_decay"):
-            check_range(name, hyper[name], low=0.0)
+            check_range(name, hyper[name])
         if hyper["nesterov"] and (hyper["momentum"] <= 0 or hyper["dampening"] != 0):
             raise InputError(
                 f"nesterov with momentum={hyper['momentum']!r}, dampening={hyper['dampening']!r}: it needs a momentum, and no dampening"

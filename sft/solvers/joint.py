@@ -173,7 +173,7 @@ class JointSearch:
             return []
         bucket = self._bucket_bytes or max(1, -(-room_bytes // _NUM_BUCKETS))
         if self.table is None or self.table.bucket_bytes * self.table.num_buckets < room_bytes - bucket:
-            self.table = CostTable(chain, num_buckets=room_bytes // bucket, bucket_bytes=bucket, with_loss=True)
+            self.table = CostTable(chain, num_buckets=room_bytes // bucket, bucket_bytes=bucket)
         edges = build_edges(chain, self.table, longest=max(8, 4096 // n), adaptive=self._adaptive, streamed_weights=self.streamed_weights)
         max_labels = self._max_labels or min(2000, max(100, _MAX_EDGE_LABELS // len(edges)))
         paths: list[FluidPath] = []

@@ -65,7 +65,7 @@ def solve_optimal(
     if min_memory.first_pass_bytes(0) > room_bytes:
         raise budget_error("optimal", budget_bytes, min_memory.first_pass_bytes(0) + chain.resident_bytes + chain.input_bytes)
     bucket = bucket_bytes or max(1, -(-room_bytes // _NUM_BUCKETS))
-    table = CostTable(chain, num_buckets=room_bytes // bucket, bucket_bytes=bucket, with_loss=True)
+    table = CostTable(chain, num_buckets=room_bytes // bucket, bucket_bytes=bucket)
     fitting = math.isfinite(table.first_pass_seconds(room_bytes // bucket))
     # Rounding up can hide that a tight budget suffices; then the schedule of least memory is taken.
     operations = reversal(chain, table.decide, room_bytes // bucket) if fitting else reversal(chain, min_memory.decide)
@@ -76,9 +76,9 @@ def solve_optimal(
 
 
 class CostTable:
-    """``C`` and, ``with_loss``, ``P`` for all spans of a chain and all numbers of buckets up to ``num_buckets``."""
+    """``C`` and ``P`` for all spans of a chain and all numbers of buckets up to ``num_buckets``."""
 
-    def __init__(self, chain: StageChain, *, num_buckets: int, bucket_bytes: int, with_loss: bool) -> None:
+    def __init__(self, chain: StageChain, *, num_buckets: int, bucket_bytes: int) -> None:
         self.chain, self.bucket_bytes, self.num_buckets = chain, bucket_bytes, max(0, num_buckets)
         self._needs = _OperationMemory(chain, bucket_bytes)
         n, width = chain.num_stages, self.num_buckets + 1
@@ -90,8 +90,7 @@ class CostTable:
         self._first: list[_Vector] = []
         self._first_choice = np.zeros((n + 1, width), dtype=np.int16)
         self._solve_spans()
-        if with_loss:
-            self._solve_first_pass()
+        self._solve_first_pass()
 
     def seconds(self, i: int, j: int, num_buckets: int) -> float:
         """``C(i, j, m)``; infinite if no schedule fits."""

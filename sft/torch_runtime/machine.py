@@ -315,7 +315,7 @@ class TorchMachine:
         return HostCut(shape, dtype, self._cut_allocator, "a cut on the host")
 
     def allocate_host_grad(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostGradient:
-        return HostGradient(shape, dtype, self._cut_allocator, "the gradient of a cut on the host")
+        return HostGradient(shape, dtype, self._cut_allocator)
 
     @property
     def _cut_allocator(self) -> HostAllocator | None:

@@ -144,8 +144,8 @@ class HostCut(_HostImage):
 class HostGradient(_HostImage):
     """Gradient of a cut on the host: zeros that the readers' strips are added to, read by the writer in strips."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, allocator: HostAllocator | None, purpose: str) -> None:
-        super().__init__(shape, dtype, allocator, purpose)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, allocator: HostAllocator | None) -> None:
+        super().__init__(shape, dtype, allocator, "the gradient of a cut on the host")
         if allocator is not None and allocator.folder is None:
             self._data[:] = 0
 

@@ -146,7 +146,7 @@ def _fold_config(config: Config, count: int, number: int) -> Config:
 def _is_complete(config: Config) -> bool:
     """True if the folder has the finished run of this configuration, with results of its best model."""
     newest = CheckpointFolder(config.run / "checkpoints").newest_state("last")
-    best = CheckpointFolder(config.run / "checkpoints").newest_id("best")
+    best = CheckpointFolder(config.run / "checkpoints").best_id()
     if newest is None or best is None:
         return False
     state = newest[1]

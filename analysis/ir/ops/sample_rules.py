@@ -151,11 +151,11 @@ def _dims(value: Any) -> set[int] | None:
     return None if value is None else {value} if isinstance(value, int) else set(value)
 
 
-def _trailing(num_dims: Callable[[Node], int], key: str) -> SampleRule:
-    """Rule of a function of the last dimensions of one operand; its further operands are weights."""
+def _trailing(num_dims: Callable[[Node], int]) -> SampleRule:
+    """Rule of a function of the last dimensions of its input; its further operands are weights."""
 
     def rule(tracker: SampleTracker, node: Node) -> SampleAxis | None:
-        (name,) = refs_in(node.argument(key))
+        (name,) = refs_in(node.argument("input"))
         axis = tracker.axes.get(name)
         is_inside = axis is None or axis.dim >= len(tracker.shape(name)) - num_dims(node)
         return None if is_inside or any(other in tracker.axes for other in node.operands if other != name) else axis
@@ -344,9 +344,9 @@ SAMPLE_RULES: dict[str, SampleRule] = {
     "aten.repeat.default": _repeat,
     "aten.pad.default": _pad,
     "aten.constant_pad_nd.default": _pad,
-    "aten.linear.default": _trailing(lambda node: 1, "input"),
-    "aten.layer_norm.default": _trailing(lambda node: len(node.argument("normalized_shape")), "input"),
-    "aten.rms_norm.default": _trailing(lambda node: len(node.argument("normalized_shape")), "input"),
+    "aten.linear.default": _trailing(lambda node: 1),
+    "aten.layer_norm.default": _trailing(lambda node: len(node.argument("normalized_shape"))),
+    "aten.rms_norm.default": _trailing(lambda node: len(node.argument("normalized_shape"))),
     **dict.fromkeys(_IMAGE_TARGETS, _leading("input")),
     **dict.fromkeys(_POOL_TARGETS, _leading("self")),
     **{f"aten.{name}.default": _leading("self", min_rank=4) for name in ("pixel_shuffle", "pixel_unshuffle")},

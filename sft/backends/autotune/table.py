@@ -137,7 +137,7 @@ class KernelTable:
         """Entries by their class at 0 pixels, those of fewer pixels first."""
         by_kind: dict[ShapeClass, list[TableEntry]] = {}
         for entry in sorted(self.entries, key=lambda one: one.shape_class.pixels):
-            by_kind.setdefault(entry.shape_class.of_pixels(0), []).append(entry)
+            by_kind.setdefault(entry.shape_class.at_any_size(), []).append(entry)
         return by_kind
 
     def entry(self, shape_class: ShapeClass) -> TableEntry | None:
@@ -146,7 +146,7 @@ class KernelTable:
         def distance(one: TableEntry) -> float:
             return abs(math.log(one.shape_class.pixels / shape_class.pixels, 4))
 
-        nearest = min(self._by_kind.get(shape_class.of_pixels(0), []), key=distance, default=None)
+        nearest = min(self._by_kind.get(shape_class.at_any_size(), []), key=distance, default=None)
         return None if nearest is None or round(distance(nearest)) > _MAX_PIXEL_CLASS_DISTANCE else nearest
 
     def including(self, entries: Iterable[TableEntry]) -> KernelTable:

@@ -30,6 +30,8 @@ th, td { padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #88
 """
 _HEADERS = ("segment", "operators", "runs", "panels", "outputs", "working set", "states", "FLOPs", "forward", "again", "backward", "share")
 _NUM_TEXTS = 3
+#: Characters of a caption or title.
+_MAX_CAPTION = 240
 
 
 def plan_fragment(plan: Plan) -> str:
@@ -115,8 +117,8 @@ def _add_table(parent: ElementTree.Element, headers: Sequence[str], rows: Sequen
             add_element(line, tag, cell, **({"class": "text"} if column < _NUM_TEXTS else {}))
 
 
-def _shortened(text: str, limit: int = 240) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CAPTION else f"{text[: _MAX_CAPTION - 3]}..."
 
 
 def _serialized(element: ElementTree.Element) -> str:

@@ -61,9 +61,9 @@ def _named(name: str, text: str) -> list[str]:
     return textwrap.wrap(text, width=_WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _wrapped(text: str, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Lines of a text with an indent, and a hanging indent for its further lines."""
-    return textwrap.wrap(text, width=_WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False)
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Lines of a text with an indent, and a deeper one for all lines but the first."""
+    return textwrap.wrap(text, width=_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
 
 
 def _left_out(count: int) -> str:
@@ -97,11 +97,7 @@ def _header_lines(plan: Plan) -> list[str]:
         *_row("budget", format_bytes(plan.budget_bytes), _in_brackets(plan.budget_note)),
         *_row("total", format_bytes(plan.total_bytes), "= resident + projected peak"),
         *_row("  resident", format_bytes(plan.resident_bytes), "weights, gradients, buffers, optimizer state"),
-        *(
-            _row("    frozen", format_bytes(plan.frozen_bytes), "of the weights: no gradient, no optimizer state")
-            if plan.frozen_bytes
-            else []
-        ),
+        *_frozen_lines(plan),
         *_row("  projected peak", format_bytes(plan.projected_peak_bytes), "inputs, outputs, kept values, strips"),
         *_weights_lines(plan),
         *_overhead_lines(plan),
@@ -212,9 +208,9 @@ def _in_brackets(note: str) -> str:
 
 def _frozen_lines(plan: Plan) -> list[str]:
     """Line of the weights without a gradient."""
-    return (
-        _row("    frozen", format_bytes(plan.frozen_bytes), "of the weights: no gradient, no optimizer state") if plan.frozen_bytes else []
-    )
+    if not plan.frozen_bytes:
+        return []
+    return _row("    frozen", format_bytes(plan.frozen_bytes), "of the weights: no gradient, no optimizer state")
 
 
 def _host_lines(plan: Plan) -> list[str]:

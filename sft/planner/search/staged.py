@@ -163,7 +163,7 @@ def smallest_offloaded_tails(staged: StagedModel, grids: Sequence[CandidateGrid]
     if problem.resources.host_budget_bytes == 0:
         return
     for tail in smallest_tiled_head_offloads(staged, grids):
-        schedule = smallest_tail_schedule(tail, "offload-dp")
+        schedule = smallest_tail_schedule(tail)
         proposal = _tail_proposal(tail, schedule)
         if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
             continue

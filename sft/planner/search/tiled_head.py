@@ -155,13 +155,13 @@ def smallest_tiled_head_offloads(staged: StagedModel, grids: Sequence[CandidateG
     yield from _best_heads(staged, heads)
 
 
-def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
-    """The solver's schedule of least memory, with an unlimited host."""
-    link = tail.staged.problem.resources.link
+def smallest_tail_schedule(tail: TiledHeadOffload) -> Schedule:
+    """The offloading schedule of least memory, with an unlimited host."""
+    solver, link = get_solver("offload-dp"), tail.staged.problem.resources.link
     try:
-        return get_solver(name)(tail.chain, budget_bytes=1, link=link)
+        return solver(tail.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        return get_solver(name)(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
+        return solver(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
 
 
 def _best_heads(staged: StagedModel, heads: Sequence[_RankedHead]) -> Iterator[TiledHeadOffload]:
@@ -304,7 +304,7 @@ class TiledHeadRecompute:
 
     @cached_property
     def _table(self) -> CostTable:
-        return CostTable(self.staged.chain, num_buckets=self._num_buckets, bucket_bytes=self._bucket_bytes, with_loss=True)
+        return CostTable(self.staged.chain, num_buckets=self._num_buckets, bucket_bytes=self._bucket_bytes)
 
     def _plan(self, end: _HeadEnd, decide: DecisionFunction, state: int, *, peak_bytes: float, cost: float) -> TiledHeadRecomputePlan:
         operations = reversal(self.staged.chain, decide, state, first=end.stage)

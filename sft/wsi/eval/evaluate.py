@@ -178,7 +178,7 @@ def _check_writable(folder: Path) -> None:
 
 def newer_best(run: Path, weights: WeightsId) -> WeightsId | None:
     """Best weights of a run, if they are others than the ones that were evaluated as its best."""
-    current = CheckpointFolder(run / "checkpoints").newest_id("best") if weights.checkpoint == "best" else None
+    current = CheckpointFolder(run / "checkpoints").best_id() if weights.checkpoint == "best" else None
     return None if current is None or current.sha256 == weights.sha256 else current
 
 

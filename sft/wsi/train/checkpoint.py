@@ -181,9 +181,9 @@ class CheckpointFolder:
                 break
         return None
 
-    def newest_id(self, kind: str) -> WeightsId | None:
-        """Identity of the newest weights of a kind, without reading them; None without a readable checkpoint."""
-        newest = self.newest_state(kind)
+    def best_id(self) -> WeightsId | None:
+        """Identity of the best weights, without reading them; None without a readable checkpoint."""
+        newest = self.newest_state("best")
         return None if newest is None else newest[0]
 
     def clear_partial(self) -> None:

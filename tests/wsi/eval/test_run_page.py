@@ -85,7 +85,7 @@ def _read(run: Path) -> _Page:
 def test_a_page_is_one_file_with_everything_in_it(run: Path) -> None:
     page = _read(run)
     assert len(_images(page)) == 5  # curves; ROC and confusion of two splits
-    best = CheckpointFolder(run / "checkpoints").newest_id("best")
+    best = CheckpointFolder(run / "checkpoints").best_id()
     assert best is not None and page.text.count(best.short_hash) == 3
     assert "auc" in page.text and "(n=2: no interval)" in page.text and "at least 10 patients" in page.text and "None yet" in page.text
     assert "train.lr" in page.text and "s6" in page.text

@@ -39,7 +39,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def _best(run: Path) -> WeightsId:
-    best = CheckpointFolder(run / "checkpoints").newest_id("best")
+    best = CheckpointFolder(run / "checkpoints").best_id()
     assert best is not None
     return best
 

@@ -12,7 +12,7 @@ parameter, a global value) the first band counts the full gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sft.analysis.ir.axes import ROWS
@@ -83,75 +83,128 @@ class OwnershipMap:
     kept_in_bands: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ValueReaders:
+    """Segments that read each value that crosses a segment border.
+
+    Attributes:
+        segments: numbers of the reading segments, by value.
+        bands: for each segment the rows that each band computes; ``None`` for untiled segments.
+        has_gradients: for each segment, true if its backward pass computes gradients of its inputs.
+        requires_grad: values with a gradient.
+        num_bands: number of bands.
+    """
+
+    segments: Mapping[str, Sequence[int]]
+    bands: tuple[tuple[RowBand, ...] | None, ...]
+    has_gradients: Sequence[bool]
+    requires_grad: Collection[str]
+    num_bands: int
+
+    def rows(self, name: str, *, with_gradients: bool = False) -> list[Interval]:
+        """The rows of a value that each band reads, in all segments or in those with gradients."""
+        read_by = [self.bands[index] for index in self.segments.get(name, ()) if self.has_gradients[index] or not with_gradients]
+        rows_of_bands = []
+        for band in range(self.num_bands):
+            rows = Interval(0, 0)
+            for row_bands in read_by:
+                if row_bands is not None:
+                    rows = rows.hull(row_bands[band].computed[name])
+            rows_of_bands.append(rows)
+        return rows_of_bands
+
+    def is_summed(self, name: str) -> bool:
+        """True if each band contributes to a value's gradient."""
+        reads_in_bands = (self.bands[index] is not None and self.has_gradients[index] for index in self.segments.get(name, ()))
+        return name in self.requires_grad and any(reads_in_bands)
+
+    def is_read_untiled(self, name: str) -> bool:
+        """True if an untiled segment reads a value."""
+        return any(self.bands[index] is None for index in self.segments.get(name, ()))
+
+
 def assign_ownership(
     problem: PlanningProblem, choices: Sequence[SegmentChoice], partition: BandPartition, *, outputs_in_bands: bool = False
 ) -> OwnershipMap:
     """Derive the ownership of all values from the planner's decisions."""
-    graph, phases, bands = problem.sized.graph, problem.sized.phases, range(partition.num_bands)
-    extents, ends = problem.sized.extents(ROWS), segment_borders(graph, choices)
-    segment_bands = tuple(
-        tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, partition, band) for band in bands)
-        if choice.mode == "tiled"
-        else None
-        for choice in choices
-    )
-    has_gradients = [
-        any(name in problem.sized.requires_grad for name in makes) and any(name in problem.sized.requires_grad for name in choice.nodes)
-        for choice, (_, makes) in zip(choices, ends, strict=True)
-    ]
-    maker = {name: index for index, (_, makes) in enumerate(ends) for name in makes}
-    readers: dict[str, list[int]] = {}
-    for index, (reads, _) in enumerate(ends):
-        for name in reads:
-            readers.setdefault(name, []).append(index)
-
-    def rows_read(name: str, is_selected: Callable[[int], bool]) -> list[Interval]:
-        """The rows of a value that each band reads in the selected segments."""
-        reads_by_band = []
-        for band in bands:
-            rows = Interval(0, 0)
-            for index in readers.get(name, ()):
-                row_bands = segment_bands[index]
-                if row_bands is not None and is_selected(index):
-                    rows = rows.hull(row_bands[band].computed[name])
-            reads_by_band.append(rows)
-        return reads_by_band
-
-    def is_summed(name: str) -> bool:
-        """True if each band contributes to a value's gradient."""
-        return name in problem.sized.requires_grad and any(
-            segment_bands[index] is not None and has_gradients[index] for index in readers.get(name, ())
-        )
-
-    crossing = [name for name in dict.fromkeys((*graph.inputs, *readers, *maker)) if name in phases.streamed]
-    outputs = {name for name in graph.outputs if name in maker and segment_bands[maker[name]] is not None}
+    graph, phases, requires_grad = problem.sized.graph, problem.sized.phases, problem.sized.requires_grad
+    borders = segment_borders(graph, choices)
+    maker = {name: index for index, (_, makes) in enumerate(borders) for name in makes}
+    readers = _value_readers(problem, choices, borders, partition)
+    crossing = [name for name in dict.fromkeys((*graph.inputs, *readers.segments, *maker)) if name in phases.streamed]
+    outputs = {name for name in graph.outputs if name in maker and readers.bands[maker[name]] is not None}
     banded_outputs = frozenset(name for name in outputs if outputs_in_bands and name in phases.streamed)
-    values: dict[str, RowOwnership] = {}
-    for name in crossing:
-        full = Interval(0, extents[name])
-        owned = tuple(partition.rows(band, extents[name]) for band in bands)
-        is_replicated = name not in maker or segment_bands[maker[name]] is None
-        is_gathered = name in outputs - banded_outputs or any(segment_bands[index] is None for index in readers.get(name, ()))
-        wanted_rows = [full] * len(owned) if is_gathered else rows_read(name, lambda index: True)
-        if name in problem.resources.from_source:
-            rows = (Interval(0, 0),) * len(owned)
-        elif is_replicated:
-            rows = (full,) * len(owned)
-        else:
-            rows = tuple(_normalize_empty(rows_owned.hull(rows_wanted)) for rows_owned, rows_wanted in zip(owned, wanted_rows, strict=True))
-        values[name] = RowOwnership(
-            owned_rows=owned,
-            buffer_rows=rows,
-            halo_transfers=() if is_replicated else _transfers(owned, wanted_rows),
-            grad_transfers=_return_transfers(owned, rows_read(name, lambda index: has_gradients[index])) if is_summed(name) else (),
-            is_summed=is_summed(name),
-            is_replicated=is_replicated,
-            is_gathered=is_gathered,
+    values = {
+        name: _row_ownership(
+            problem,
+            readers,
+            partition,
+            name,
+            is_replicated=name not in maker or readers.bands[maker[name]] is None,
+            is_gathered=name in outputs - banded_outputs or readers.is_read_untiled(name),
         )
-    leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.sized.requires_grad}
-    sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)
-    summed = frozenset(name for name in sides if name in leaves or is_summed(name))
-    return OwnershipMap(partition=partition, bands=segment_bands, values=values, summed=summed, kept_in_bands=banded_outputs)
+        for name in crossing
+    }
+    leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in requires_grad}
+    sides = (name for reads, _ in borders for name in reads if name not in phases.streamed)
+    summed = frozenset(name for name in sides if name in leaves or readers.is_summed(name))
+    return OwnershipMap(partition=partition, bands=readers.bands, values=values, summed=summed, kept_in_bands=banded_outputs)
+
+
+def _value_readers(
+    problem: PlanningProblem,
+    choices: Sequence[SegmentChoice],
+    borders: Sequence[tuple[Collection[str], Collection[str]]],
+    partition: BandPartition,
+) -> _ValueReaders:
+    """The readers of all values; ``borders`` are the values that each segment reads and makes."""
+    graph, phases, requires_grad = problem.sized.graph, problem.sized.phases, problem.sized.requires_grad
+    extents, bands = problem.sized.extents(ROWS), range(partition.num_bands)
+    segments: dict[str, list[int]] = {}
+    for index, (reads, _) in enumerate(borders):
+        for name in reads:
+            segments.setdefault(name, []).append(index)
+    return _ValueReaders(
+        segments=segments,
+        bands=tuple(
+            tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, partition, band) for band in bands)
+            if choice.mode == "tiled"
+            else None
+            for choice in choices
+        ),
+        has_gradients=[
+            not requires_grad.isdisjoint(makes) and not requires_grad.isdisjoint(choice.nodes)
+            for choice, (_, makes) in zip(choices, borders, strict=True)
+        ],
+        requires_grad=requires_grad,
+        num_bands=partition.num_bands,
+    )
+
+
+def _row_ownership(
+    problem: PlanningProblem, readers: _ValueReaders, partition: BandPartition, name: str, *, is_replicated: bool, is_gathered: bool
+) -> RowOwnership:
+    """The ownership of one streamed value."""
+    extent = problem.sized.extents(ROWS)[name]
+    full, bands = Interval(0, extent), range(partition.num_bands)
+    owned = tuple(partition.rows(band, extent) for band in bands)
+    needed = [full for _ in bands] if is_gathered else readers.rows(name)
+    if name in problem.resources.from_source:
+        buffers = tuple(Interval(0, 0) for _ in bands)
+    elif is_replicated:
+        buffers = tuple(full for _ in bands)
+    else:
+        buffers = tuple(_normalize_empty(rows.hull(read)) for rows, read in zip(owned, needed, strict=True))
+    is_summed = readers.is_summed(name)
+    return RowOwnership(
+        owned_rows=owned,
+        buffer_rows=buffers,
+        halo_transfers=() if is_replicated else _transfers(owned, needed),
+        grad_transfers=_return_transfers(owned, readers.rows(name, with_gradients=True)) if is_summed else (),
+        is_summed=is_summed,
+        is_replicated=is_replicated,
+        is_gathered=is_gathered,
+    )
 
 
 def _normalize_empty(rows: Interval) -> Interval:

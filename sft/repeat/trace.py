@@ -145,15 +145,9 @@ def trace_block(
             suppress_output(),
         ):
             refusal = raised_error(lambda: functional_call(block, {**weights, **states}, (image,)))
-        if refusal is not None:
-            if is_own_error(refusal):
-                raise refusal from None
-            message = f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {_first_line(refusal)}"
-            raise input_error_of(type(refusal), message) from error
-        remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
-        if "in-place operation" in str(error):
-            remedy = "Its input is that of another block as well: let its first operator not work in place"
-        raise UnsupportedError([f"(the repeated block): it cannot be traced: {_first_line(error)}. {remedy}"]) from error
+        if refusal is not None and is_own_error(refusal):
+            raise refusal from None
+        raise _trace_error(error, refusal, x) from error
     calls = TraceBuilder(functional, keeps_layouts=True).trace()
     return BlockTrace(calls=calls, x=x, params=dict(params), buffers=dict(buffers), device=device)
 
@@ -164,6 +158,23 @@ def _record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[T
         output, *gradients = function(*inputs)
     assert output is not None
     return OpRecording(tuple(inputs[:-1]), inputs[-1], tuple(calls), output, tuple(gradients))
+
+
+def _trace_error(error: Exception, refusal: Exception | None, x: TensorMeta) -> Exception:
+    """The error of a block that cannot be traced.
+
+    Args:
+        error: the error of the trace.
+        refusal: the error of a plain forward pass, if that fails, too.
+        x: the input.
+    """
+    if refusal is not None:
+        message = f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {_first_line(refusal)}"
+        return input_error_of(type(refusal), message)
+    remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
+    if "in-place operation" in str(error):
+        remedy = "Its input is that of another block as well: let its first operator not work in place"
+    return UnsupportedError([f"(the repeated block): it cannot be traced: {_first_line(error)}. {remedy}"])
 
 
 class _Replay:

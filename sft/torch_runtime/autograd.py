@@ -195,6 +195,25 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
+def _check_before_backward(ctx: Any, *, consume: bool) -> None:
+    """Checks before a backward pass; ``consume`` is false for a pass that retains the graph.
+
+    Raises:
+        RuntimeError: an earlier pass failed, an output was modified in place, or streamed weights were changed.
+        BudgetError: a pass that retains the graph exceeds the budget.
+    """
+    tape: Tape | None = ctx.tape
+    if ctx.recorded is None:
+        refuse_after_failure(tape)
+    if tape is not None:
+        for name, version in ctx.versions.items():
+            check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
+    if ctx.inputs.weights is not None:
+        ctx.inputs.weights.check()
+    if not consume and ctx.recorded is None:
+        ctx.inputs.check_retain_graph()
+
+
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients of the function's tensors, given the gradients of its results; empties the list."""
     tensors = ctx.saved_tensors
@@ -203,15 +222,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     consume = not retains_graph()
     recorded: RecordedCall | None = ctx.recorded
     tape: Tape | None = ctx.tape
-    if recorded is None:
-        refuse_after_failure(tape)
-    if tape is not None:
-        for name, version in ctx.versions.items():
-            check_unmodified(tape.values.by_name[name], version, f"the output {name} of the compiled model")
-    if inputs.weights is not None:
-        inputs.weights.check()
-    if not consume and recorded is None:
-        inputs.check_retain_graph()
+    _check_before_backward(ctx, consume=consume)
     offloader = ctx.offloader
     if consume:
         ctx.tape = ctx.offloader = ctx.recorded = None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -103,39 +103,19 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
             warnings.showwarning = _show_warning
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
-            parser = _parser()
             command_line, trusted_names = _split_trust(command_line)
-            for option, value in zip_longest(command_line, command_line[1:], fillvalue=""):
-                if option == "--config" or option.startswith("--config="):
-                    check_config_file(Path(option.partition("=")[2] or value), GROUPS)
-            parsed = parser.parse_args(command_line)
-            if world.num_ranks > 1 and parsed.subcommand not in _ON_SEVERAL_RANKS:
-                raise InputError(
-                    f"{parsed.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
-                    f"can {' and '.join(_ON_SEVERAL_RANKS)}"
-                )
-            settings = parsed[parsed.subcommand]
-            if trusted_names and parsed.subcommand not in _WITH_NETWORK:
-                raise InputError(f"{_TRUST} is for {', '.join(_WITH_NETWORK)}, which load a network; leave it out")
-            if getattr(settings, "trust", None):
-                raise InputError(f"trust is not a setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
+            command, settings = _parse(command_line, trusted_names, world)
             settings.trust = trusted_names or trust
             with exit_on_interrupt():
                 from sft.wsi.dispatch import COMMANDS  # imports torch, which --help and mistakes need not wait for
 
-            result = COMMANDS[parsed.subcommand](settings, console)
+            result = COMMANDS[command](settings, console)
     except ArgumentError as error:
         return complain(ArgumentError(None, usage_text(error)), EXIT_USAGE)
     except RunInterrupted as error:
         return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
-        if isinstance(error, OSError) and (problem := output_problem(error)):
-            error = OSError(problem)
-        elif isinstance(error, OSError) and not isinstance(error, SftError) and error.filename and error.strerror:
-            error = OSError(
-                f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk."
-            )
-        return complain(error, EXIT_ERROR, is_inference=command_line[:1] in (["evaluate"], ["predict"], ["heatmap"]))
+        return complain(_described(error), EXIT_ERROR, is_inference=command_line[:1] in (["evaluate"], ["predict"], ["heatmap"]))
     except KeyboardInterrupt as error:
         return complain(error, 130, kind="interrupted")
     if is_json and world.rank == 0:
@@ -146,6 +126,43 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
         console.print(f"{left_out} left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
         return 0
     return EXIT_FAILED_SLIDES if result.num_failed else 0
+
+
+def _parse(command_line: Sequence[str], trusted_names: Sequence[str], world: World) -> tuple[str, Any]:
+    """Name and settings of a command; ``trusted_names`` are the values of ``--trust``.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        InputError: the configuration file is wrong, or the command does not support an option or several ranks.
+    """
+    for option, value in zip_longest(command_line, command_line[1:], fillvalue=""):
+        if option == "--config" or option.startswith("--config="):
+            check_config_file(Path(option.partition("=")[2] or value), GROUPS)
+    parsed = _parser().parse_args(command_line)
+    command = str(parsed.subcommand)
+    if world.num_ranks > 1 and command not in _ON_SEVERAL_RANKS:
+        raise InputError(
+            f"{command} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks can "
+            f"{' and '.join(_ON_SEVERAL_RANKS)}"
+        )
+    settings = parsed[command]
+    if trusted_names and command not in _WITH_NETWORK:
+        raise InputError(f"{_TRUST} is for {', '.join(_WITH_NETWORK)}, which load a network; leave it out")
+    if getattr(settings, "trust", None):
+        raise InputError(f"trust is not a setting of a configuration: the command line says what is trusted, with {_TRUST} MODULE")
+    return command, settings
+
+
+def _described(error: SftError | OSError) -> SftError | OSError:
+    """An error of the operating system with a remedy; other errors unchanged."""
+    if not isinstance(error, OSError):
+        return error
+    problem = output_problem(error)
+    if problem:
+        return OSError(problem)
+    if isinstance(error, SftError) or not error.filename or not error.strerror:
+        return error
+    return OSError(f"{shortened(str(error.filename))}: {error.strerror}. Check the path, its permissions, and the space on its disk.")
 
 
 def read_config(path: Path) -> Config:

@@ -1,4 +1,4 @@
-"""Functions that replace those of torch while a model is captured; :mod:`sft.analysis.frontend.torch_patches` says which, and why.
+"""Functions that replace those of torch while a model is captured; :mod:`sft.analysis.frontend.torch_patches` lists them.
 
 Each function here but :func:`gaussian_nll_loss_unchecked` takes the original function and returns its replacement, which calls the original
 where it does not apply.

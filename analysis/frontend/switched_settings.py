@@ -1,4 +1,4 @@
-"""Contexts that switch settings of torch and Python during a capture; :mod:`sft.analysis.frontend.torch_patches` says which, and why.
+"""Contexts that switch settings of torch and Python during a capture; :mod:`sft.analysis.frontend.torch_patches` lists them.
 
 Each context sets back what it has switched. Settings of the whole process hold for other threads as well.
 """

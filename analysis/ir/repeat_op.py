@@ -42,7 +42,7 @@ torch.library.register_fake("sft::repeat", _fake_results, lib=_LIBRARY)
 
 
 class RepeatHandle(Protocol):
-    """Description of the blocks that a repeat node represents. Lowering uses further attributes that this layer does not know."""
+    """Description of the blocks that a repeat node represents. Lowering adds further attributes."""
 
     @property
     def is_random(self) -> bool:

@@ -127,7 +127,7 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def position_grids(model: nn.Module, *inputs: Any) -> tuple[tuple[PositionGrid, ...] | None, ...]:
-    """Centre and stride of the positions of every output, in pixels of the first image: to draw a map, or to crop what it shows.
+    """Centre and stride of the positions of every output, in pixels of the first image: for maps and crops.
 
     A ResNet has position ``i`` centred on pixel ``32 * i``, not on the middle of pixels ``32 * i`` to ``32 * i + 31``. The grids follow
     from the access maps of the operators (padding, stride, dilation, pooling, upsampling, crops); nothing is computed.

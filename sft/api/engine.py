@@ -408,7 +408,7 @@ class Engine:
         return self._signature(snapshot, specs, lacking, structure)
 
     def _prepared(self, snapshot: ModuleSnapshot, signature_of: Callable[[ModuleSnapshot], CallSignature]) -> PreparedPlan:
-        """The prepared plan of a call; an error of its budget says what would fit."""
+        """The prepared plan of a call; a budget error proposes settings that fit."""
         try:
             return self.plan_cache.get_or_prepare(signature_of(snapshot), snapshot)
         except BudgetError as error:

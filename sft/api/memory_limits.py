@@ -112,7 +112,7 @@ def resolve_limits(
 
 
 def automatic_budget(device: torch.device, options: Options, own_bytes: int = 0) -> tuple[int, str]:
-    """The free memory of a device less a margin, and a text that says so.
+    """The free memory of a device less a margin, and its description.
 
     Args:
         device: the device.

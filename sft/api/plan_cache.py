@@ -168,7 +168,7 @@ class PlanCache:
                 problem.memo.clear()
 
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
-        """Search a plan; the message where none fits says if one did fit without gradients of the inputs."""
+        """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
         try:
             return search(problem, self.model, signature, self.settings, self.plans.get(signature), self._plans_of_other_samples(signature))
         except BudgetError as error:

@@ -156,7 +156,7 @@ class LockedFile(io.FileIO):
 
 
 def lock_file(path: Path, *, creates: bool) -> LockedFile:
-    """Open and lock a file. A file that unreachable objects of this process hold is released first.
+    """Open and lock a file. Locks of unreachable objects of this process are released first.
 
     Args:
         path: the file.
@@ -173,7 +173,7 @@ def lock_file(path: Path, *, creates: bool) -> LockedFile:
 
 
 def lock_holder(path: Path) -> str:
-    """The holder of a file's lock, in words: the process id where the system tells it."""
+    """The holder of a file's lock, as text: the process id where the system provides it."""
     pid = None
     with suppress(OSError, ValueError):
         status = os.stat(path)

@@ -100,7 +100,7 @@ def size_at_least(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration as people say it.
+    """Format a duration in its largest units.
 
     >>> [format_seconds(value) for value in (0.0, 0.0913, 0.000042, 1.5, 41, 200, 41440, 4e5)]
     ['0 s', '0.091 s', '4.2e-05 s', '1.5 s', '41 s', '3 min 20 s', '11.5 h', '4.6 days']

@@ -71,7 +71,7 @@ def free_disk(folder: str | os.PathLike[str]) -> FreeMemory:
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:
-    """Total and available bytes of the machine; half of the total where the system does not say what is available."""
+    """Total and available bytes of the machine; half of the total where the available bytes are unknown."""
     values = _key_values(root / "proc" / "meminfo")
     if "MemTotal" in values and "MemAvailable" in values:
         return 1024 * values["MemTotal"], 1024 * values["MemAvailable"]

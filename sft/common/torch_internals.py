@@ -218,7 +218,7 @@ def break_dynamo_graph(reason: str) -> None:
 
 
 def task_retains_graph() -> bool:
-    """Return true where the current backward pass retains its graph, and where this torch does not tell."""
+    """Return true where the current backward pass retains its graph, or if this torch has no such query."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return bool(query()) if query is not None else True
 

@@ -183,7 +183,7 @@ class Machine(BufferOps, ProgramOps, HostOps, WeightOps, Protocol):
 
 @runtime_checkable
 class OpaqueTensors(Protocol):
-    """Several tensors in one slot; only the functions that write and read the slot know their structure."""
+    """Several tensors in one slot; their structure is private to the functions that write and read it."""
 
     @property
     def buffers(self) -> Sequence[Buffer]:

@@ -58,7 +58,7 @@ class Cached(RasterView):
         return self._blocks.num_blocks_reused
 
     def summary(self) -> str:
-        """One line for people, such as ``12 blocks decoded, 12 reused, 18.85 MiB of 1.00 GiB kept``."""
+        """One-line summary, such as ``12 blocks decoded, 12 reused, 18.85 MiB of 1.00 GiB kept``."""
         return (
             f"{self.num_blocks_read} blocks decoded, {self.num_blocks_reused} reused, {format_bytes(self.kept_bytes)} of "
             f"{format_bytes(self.host_budget_bytes)} kept"
@@ -85,7 +85,7 @@ class Cached(RasterView):
         super().close()
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says; see `sft.sources.source.RepeatingImage`."""
+        """Repeated rows of the underlying image; see `sft.sources.source.RepeatingImage`."""
         return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:

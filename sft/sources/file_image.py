@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class FileImage(LevelledImage, Generic[Handle]):
-    """A file as a `Raster`. A reader says how to open it, what it is, and how a rectangle inside it is read.
+    """A file as a `Raster`. A reader implements opening, metadata, and reads of rectangles.
 
     Args:
         path: of the file (of some formats: the folder), or a URL, for readers that take one.
@@ -58,7 +58,7 @@ class FileImage(LevelledImage, Generic[Handle]):
 
     @abstractmethod
     def _open(self) -> Handle:
-        """A new handle. It closes itself when its last reference goes."""
+        """A new handle, closed with its last reference."""
 
     @abstractmethod
     def _describe(self, handle: Handle) -> ImageFacts:
@@ -110,7 +110,7 @@ class FileImage(LevelledImage, Generic[Handle]):
 
     @property
     def mpp(self) -> tuple[float, float] | None:
-        """Micrometres per px, (x, y); None where the file does not say."""
+        """Micrometres per px, (x, y); None if the file does not state it."""
         return self.facts.mpp
 
     @property

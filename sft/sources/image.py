@@ -168,7 +168,7 @@ class Raster(Image, Protocol):
 
     @property
     def mpp(self) -> tuple[float, float] | None:
-        """Micrometres per px of level 0, (x, y); None where the file does not say."""
+        """Micrometres per px of level 0, (x, y); None if the file does not state it."""
         ...
 
     @property

@@ -334,7 +334,7 @@ class Normalized(PixelRows):
             del pixels  # before the next block is read
 
     def repeated_rows(self, columns: Interval) -> BoolArray:
-        """For each row whether the image says that it equals the row above it in these columns; see `RepeatingSource`."""
+        """For each row, whether the image reports it equal to the row above it in these columns; see `RepeatingSource`."""
         return image_equal_rows(self.image, columns)
 
     @property

@@ -401,7 +401,7 @@ class StripReader:
         return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
 
     def summary(self) -> str:
-        """One line for people, such as ``read 3.1 s, waited 0.2 s (94 % hidden)``."""
+        """One-line summary, such as ``read 3.1 s, waited 0.2 s (94 % hidden)``."""
         return f"read {self.read_seconds:.1f} s, waited {self.waited_seconds:.1f} s ({100 * self.hidden_fraction:.0f} % hidden)"
 
 

@@ -318,7 +318,7 @@ class Cropped(OneLevelView):
         super().close()
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says; see `sft.sources.source.RepeatingImage`."""
+        """Repeated rows of the underlying image; see `sft.sources.source.RepeatingImage`."""
         start, extent = (self.x, self._size[0]) if columns else (self.y, self._size[1])
         equal = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
         return equal[start : start + extent]

@@ -212,7 +212,7 @@ class AnnotationLabels(LevelledImage):
         return (None,)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """No operation: no file is open."""
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
         """Labels of a rectangle, ``[h, w, 1]``; see `sft.sources.Image`.

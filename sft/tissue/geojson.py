@@ -1,4 +1,4 @@
-"""Tissue as GeoJSON, in pixels of level 0: what QuPath exports and imports (RFC 7946, but for the coordinates).
+"""Tissue as GeoJSON, in pixels of level 0: the format of QuPath (RFC 7946, but for the coordinates).
 
 A file with a member ``crs`` has map coordinates, as GIS programs and `sft.prediction.PolygonWriter` write them; they become pixels through
 the georeference of the image (`sft.tissue.map_polygons`).

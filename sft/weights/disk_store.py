@@ -302,7 +302,7 @@ def _in_use(path: Path, locked: Path) -> SourceError:
 
 
 def _identity_of(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file, which tell it from a successor of the same name; ``None`` without a file."""
+    """Device and inode of a file, which distinguish it from a successor of the same name; ``None`` without a file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -271,7 +271,7 @@ def _is_fold(name: str) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Short names of folders: as many of their last parts as tell them apart."""
+    """Short names of folders: as many of their last path components as make them distinct."""
     resolved = [path.resolve() for path in paths]
     for length in range(1, max(len(path.parts) for path in resolved) + 1):
         names = [str(Path(*path.parts[-length:])) for path in resolved]

@@ -70,7 +70,7 @@ class DeviceRates:
 
     @property
     def ranks_by_time(self) -> bool:
-        """True if estimated seconds tell plans on the device apart better than FLOPs and calls."""
+        """True if estimated seconds rank plans on the device better than FLOPs and calls."""
         return self.device_type == "cuda"
 
     def overhead(self, instruction: Instruction) -> float:

@@ -140,7 +140,7 @@ class Slide(LevelledImage):
 
     @property
     def mpp(self) -> tuple[float, float] | None:
-        """Micrometres per px, (x, y); None where the file does not say."""
+        """Micrometres per px, (x, y); None if the file does not state it."""
         facts = self._read_facts()
         mpp, downsample = facts.resolution.mpp, facts.level_downsamples[self.level]
         return None if mpp is None else (mpp[0] * downsample, mpp[1] * downsample)

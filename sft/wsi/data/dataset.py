@@ -98,7 +98,7 @@ class SlideDataset:
         self._watched: list[tuple[str, Raster]] = []
 
     def image(self, record: SlideRecord) -> Raster:
-        """Slide at the run's resolution, masked and cropped as the run asks.
+        """Slide at the run's resolution, masked and cropped as configured.
 
         Raises:
             InputError: its resolution is unknown or too coarse, its mask does not fit, or it has no tissue.

@@ -89,7 +89,7 @@ class Turned(OneLevelView):
         return (size[1], size[0]) if self.quarters % 2 else size
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says; see `sft.sources.source.RepeatingImage`."""
+        """Repeated rows of the underlying image; see `sft.sources.source.RepeatingImage`."""
         width, height, quarters = self.image.width_px, self.image.height_px, self.quarters
         # Lines along one axis of the view are lines of the image, in its order or backwards, and so are the places along them.
         of_columns = columns != bool(quarters % 2)
@@ -163,7 +163,7 @@ class PixelwiseColours(RasterView):
         """The new colours of some pixels."""
 
     def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
-        """As the image below says: a pixel's colour depends on that pixel alone."""
+        """Repeated rows of the underlying image: a pixel's colour depends on that pixel only."""
         return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:

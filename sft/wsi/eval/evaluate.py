@@ -131,7 +131,7 @@ def _publish(
     num_draws: int,
     tiles: Sequence[dict[str, tuple[BadTile, ...]]] | None,
 ) -> EvaluationResult:
-    """Write the results to a staging folder, and put it in its place."""
+    """Write the results to a staging folder, and move it to its final path."""
     experiment, weights = loaded.experiment, loaded.weights
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}

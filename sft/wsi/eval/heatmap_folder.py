@@ -1,4 +1,4 @@
-"""Folder of heatmaps: each slide has a folder of its own with ``heatmap.json``, which says what weights each map is of."""
+"""Folder of heatmaps: each slide has a folder of its own with ``heatmap.json``, which names the weights of each map."""
 
 from __future__ import annotations
 

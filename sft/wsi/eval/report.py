@@ -85,7 +85,7 @@ def write_evaluation(
 
 
 def plain_estimates(estimates: _Estimates, num_patients: int) -> dict[str, Any]:
-    """Estimates as JSON has them, which knows no NaN: None.
+    """Estimates for JSON: None in place of NaN.
 
     Args:
         estimates: of slides and patients.

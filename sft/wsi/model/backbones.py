@@ -104,7 +104,7 @@ def num_features(backbone: nn.Module, name: str) -> int:
 
 
 def feature_shapes(backbone: nn.Module, name: str) -> tuple[tuple[int, ...], ...]:
-    """Channels, height and width of the feature map at two image sizes, which tell the output stride.
+    """Channels, height and width of the feature map at two image sizes, which determine the output stride.
 
     Raises:
         InputError: the backbone does not give a feature map.

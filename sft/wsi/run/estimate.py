@@ -110,7 +110,7 @@ class RunEstimate:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as people say it, in the two largest units that matter.
+    """A duration as text, in its two largest units.
 
     >>> [duration_text(value) for value in (0.2, 75, 3700, 100_000, 260_000)]
     ['less than 1 s', '1 min 15 s', '1 h 2 min', '1 d 4 h', '3 d']

@@ -1,4 +1,4 @@
-"""Record of what weights were trained for, in each checkpoint; the other files of a run folder are checked against it.
+"""Record of the task and data that weights were trained on, in each checkpoint; the other files of a run folder are checked against it.
 
 A run folder is a set of plain files that may be edited or mixed with those of another run: config.yaml, task.json, splits.csv. Predictions
 depend on them as much as on the weights. The checkpoint has its own copy of the task, the settings and a digest of the table. A file that

@@ -68,7 +68,7 @@ class WeightsId:
 
     @property
     def short_hash(self) -> str:
-        """Beginning of the hash, enough to tell weights apart."""
+        """Beginning of the hash, long enough to distinguish weights."""
         return self.sha256[:12]
 
     def as_dict(self) -> dict[str, Any]:

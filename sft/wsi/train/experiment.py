@@ -242,7 +242,7 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
 
 
 def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
-    """Measure the statistics of norms on crops of the training slides, where the configuration wants that; returns how many norms.
+    """Measure the statistics of norms on crops of the training slides, if configured; returns the number of norms.
 
     Raises:
         SourceError: slides cannot be read.

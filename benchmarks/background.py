@@ -73,8 +73,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a case took."""
+class SkipResult:
+    """Seconds, bytes and error of a case."""
 
     tissue_share: float
     num_strips: int
@@ -130,7 +130,7 @@ def slide_of(height: int, width: int, dtype: torch.dtype) -> tuple[Normalized, f
 
 
 def step_of(net: nn.Module, x: Any) -> tuple[float, dict[str, Tensor]]:
-    """Seconds of a step, and what it found."""
+    """Seconds and results of a step."""
     net.zero_grad(set_to_none=True)
     started = time.perf_counter()
     output = net(x)
@@ -151,7 +151,7 @@ def checked(case: Case) -> tuple[float, int]:
     return error, net.last_skipping.forward.num_skipped
 
 
-def measured(case: Case) -> Found:
+def measured(case: Case) -> SkipResult:
     """Both ways in turn; call it in a process of its own."""
     torch.set_num_threads(case.threads)
     plain_error, plain_skipped = checked(case)
@@ -171,7 +171,7 @@ def measured(case: Case) -> Found:
     nets[1].zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
         step_of(nets[1], source)
-    return Found(
+    return SkipResult(
         tissue_share=share,
         num_strips=skipping.forward.num_strips,
         forward_skipped=skipping.forward.num_skipped,
@@ -187,18 +187,18 @@ def measured(case: Case) -> Found:
     )
 
 
-def cells(case: Case, found: Found) -> list[str]:
+def cells(case: Case, result: SkipResult) -> list[str]:
     """A row of the table."""
     return [
         case.name,
-        f"{found.num_strips:,}",
-        f"{found.forward_skipped:,}",
-        f"{found.backward_skipped:,}",
-        f"{100 * found.skipped_flops / found.planned_flops:.1f} %",
-        f"{found.ratio:.2f}",
-        mib(found.projected_peak_bytes),
-        mib(found.measured_peak_bytes),
-        f"{found.error:.0e}",
+        f"{result.num_strips:,}",
+        f"{result.forward_skipped:,}",
+        f"{result.backward_skipped:,}",
+        f"{100 * result.skipped_flops / result.planned_flops:.1f} %",
+        f"{result.ratio:.2f}",
+        mib(result.projected_peak_bytes),
+        mib(result.measured_peak_bytes),
+        f"{result.error:.0e}",
     ]
 
 
@@ -223,14 +223,14 @@ def main() -> int:
     for columns in (None, args.panel):
         case = Case(height=args.height, width=args.width, rows=args.rows, columns=columns, rounds=args.rounds, threads=args.threads)
         try:
-            found: Found = call_in_process(measured, case)
+            result: SkipResult = call_in_process(measured, case)
         except WorkerError as error:
             console.print(f"{case.name}: {error.kind}: {error}", markup=False)
             return 1
-        share, worst, is_good = found.tissue_share, max(worst, found.plain_error), is_good and found.is_good
-        rows.append(cells(case, found))
-        results.append({"case": asdict(case), "found": asdict(found), "ratio": found.ratio})
-        console.print(" | ".join(rows[-1]), f"float64 against plain: {found.plain_error:.0e}", markup=False)
+        share, worst, is_good = result.tissue_share, max(worst, result.plain_error), is_good and result.is_good
+        rows.append(cells(case, result))
+        results.append({"case": asdict(case), "found": asdict(result), "ratio": result.ratio})
+        console.print(" | ".join(rows[-1]), f"float64 against plain: {result.plain_error:.0e}", markup=False)
     raw: dict[str, Any] = {"environment": environment(args.threads), "settings": {"rounds": args.rounds}, "results": results}
     notes = (
         f"A slide of {args.height} x {args.width} px, {100 * share:.0f} % of it tissue (the region of `examples/data`, made smaller), "

@@ -1,4 +1,4 @@
-"""What does it save to take the writes out of an exported program directly, and not by the exporter's two further traces?
+"""Capture time: in-place writes removed from an exported program directly, against the exporter's two further traces.
 
 Both ways capture the same models in one process, in turns: `sft.analysis.frontend.functionalize`'s own, and
 ``run_decompositions({})``, which it falls back to: in fp32, and under autocast, whose casts either way has to find. The
@@ -68,7 +68,7 @@ class Round:
 
     @property
     def share(self) -> float:
-        """What the further traces take of a capture that goes the exporter's way."""
+        """Share of the further traces in a capture of the exporter's way."""
         return self.decomposed.functional_seconds / self.decomposed.capture_seconds
 
 
@@ -122,20 +122,20 @@ def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool, aut
         nonlocal seconds, is_direct
         started = time.process_time()
         with nullcontext() if direct else patch("sft.analysis.frontend.functionalize.functionalize_by_rewriting", lambda *_: None):
-            found = functionalize(exported, casts)
+            result = functionalize(exported, casts)
         seconds += time.process_time() - started
-        is_direct = found.program is exported
-        return found
+        is_direct = result.program is exported
+        return result
 
     with patch("sft.analysis.frontend.export.functionalize", watched):
         started = time.process_time()
-        found = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
+        result = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
         capture_seconds = time.process_time() - started
-        return found, Timed(capture_seconds=capture_seconds, functional_seconds=seconds, is_direct=is_direct)
+        return result, Timed(capture_seconds=capture_seconds, functional_seconds=seconds, is_direct=is_direct)
 
 
 def unnamed(graph: Graph) -> tuple[Any, ...]:
-    """A graph with its values numbered: what must be the same both ways."""
+    """A graph with its values numbered, equal for both ways."""
     names = {node.name: f"v{i}" if node.kind == "operator" else node.name for i, node in enumerate(graph.nodes)}
     nodes = tuple(
         replace(
@@ -160,13 +160,13 @@ def results(shape: tuple[int, ...], num_rounds: int) -> Iterator[Result]:
         model = make().train()
         rounds = []
         for number in range(num_rounds + 1):
-            found: dict[bool, tuple[Capture, Timed]] = {}
+            captures: dict[bool, tuple[Capture, Timed]] = {}
             for direct in (True, False) if number % 2 else (False, True):
-                found[direct] = timed_capture(model, shape, direct=direct, autocast=autocast)
-            if unnamed(found[True][0].graph) != unnamed(found[False][0].graph):
+                captures[direct] = timed_capture(model, shape, direct=direct, autocast=autocast)
+            if unnamed(captures[True][0].graph) != unnamed(captures[False][0].graph):
                 raise RuntimeError(f"{name}: the two ways give different graphs; run tests/analysis/frontend/test_functionalize.py")
-            rounds.append(Round(direct=found[True][1], decomposed=found[False][1]))
-        num_operators = sum(node.kind == "operator" for node in found[True][0].graph.nodes)
+            rounds.append(Round(direct=captures[True][1], decomposed=captures[False][1]))
+        num_operators = sum(node.kind == "operator" for node in captures[True][0].graph.nodes)
         yield Result(model=name, precision=precision, num_operators=num_operators, rounds=tuple(rounds[1:]))
 
 
@@ -185,15 +185,15 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     torch.set_num_threads(args.threads)
-    found = []
+    measured = []
     for result in results((2, 3, args.size, args.size), args.rounds):
-        found.append(result)
+        measured.append(result)
         console.print(" | ".join(result.cells()), markup=False)
-    table = Table(title="Capturing a model in training", headers=HEADERS, rows=[one.cells() for one in found])
+    table = Table(title="Capturing a model in training", headers=HEADERS, rows=[one.cells() for one in measured])
     raw = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "results": [{**asdict(one), "ratios": [r.ratio for r in one.rounds], "shares": [r.share for r in one.rounds]} for one in found],
+        "results": [{**asdict(one), "ratios": [r.ratio for r in one.rounds], "shares": [r.share for r in one.rounds]} for one in measured],
     }
     notes = (
         "Processor seconds of one thread, medians; share and ratio: median [least, most] of rounds in which both ways took turns. Both "

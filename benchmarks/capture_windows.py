@@ -56,8 +56,8 @@ class Result:
 def timed(model: nn.Module, size_px: int, *, any_size: bool = True) -> tuple[Capture, float]:
     """A capture, and its processor seconds."""
     begin = time.process_time()
-    found = capture(model, [(2, 3, size_px, size_px)], [torch.float32], torch.device("cpu"), any_size=any_size)
-    return found, time.process_time() - begin
+    result = capture(model, [(2, 3, size_px, size_px)], [torch.float32], torch.device("cpu"), any_size=any_size)
+    return result, time.process_time() - begin
 
 
 def measured(name: str, size_px: int) -> Result:
@@ -80,8 +80,8 @@ def measured(name: str, size_px: int) -> Result:
     )
 
 
-def _is_symbolic(found: Capture) -> bool:
-    return any(not isinstance(extent, int) for extent in found.graph[found.graph.inputs[0]].shape)
+def _is_symbolic(captured: Capture) -> bool:
+    return any(not isinstance(extent, int) for extent in captured.graph[captured.graph.inputs[0]].shape)
 
 
 def main() -> int:
@@ -92,12 +92,12 @@ def main() -> int:
     parser.set_defaults(threads=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    console, found = Console(), list[Result]()
+    console, results = Console(), list[Result]()
     for name in args.models:
-        found.append(measured(name, MODELS[name]))
-        console.print(" | ".join(found[-1].cells()), markup=False)
-    raw: dict[str, Any] = {"environment": environment(args.threads), "results": [asdict(one) for one in found]}
-    table = Table(title="Capturing a model in training", headers=HEADERS, rows=[one.cells() for one in found])
+        results.append(measured(name, MODELS[name]))
+        console.print(" | ".join(results[-1].cells()), markup=False)
+    raw: dict[str, Any] = {"environment": environment(args.threads), "results": [asdict(one) for one in results]}
+    table = Table(title="Capturing a model in training", headers=HEADERS, rows=[one.cells() for one in results])
     notes = (
         "Processor seconds of one thread; one capture of each kind, in this order, after one to warm up. What is first to follow sizes "
         "finds SymPy's caches empty. Other work ran on the machine."

@@ -64,7 +64,7 @@ class Depth:
 
     @property
     def is_right(self) -> bool:
-        """Whether the counts and the bytes are what they must be; the layers around the blocks hold far less than 64 KiB."""
+        """True if counts and bytes are as required; the layers around the blocks take far less than 64 KiB."""
         return self.forwards == self.closed_form and self.projected_bytes <= self.step_bytes <= self.projected_bytes + 2**16
 
     def cells(self) -> list[str]:
@@ -191,7 +191,7 @@ def measure_depth(layers: int, args: argparse.Namespace) -> Depth:
 
 
 def check_bits(args: argparse.Namespace) -> bool:
-    """Whether two steps of a short ResNet are those of plain PyTorch."""
+    """True if two steps of a short ResNet equal those of plain PyTorch."""
     torch.manual_seed(0)
     model = deep_resnet(62, width=args.width, budget=args.budget)
     blocks = model[1]
@@ -211,7 +211,7 @@ def _same_steps(
     theirs: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor]],
 ) -> tuple[bool, bool, list[float], int, float, float]:
-    """Whether losses and weights are the same, the losses, the metered peak, and the seconds of a step of either."""
+    """Equality of losses and weights, the losses, the metered peak, and the seconds of a step of both."""
     same, losses, peak_bytes, seconds = True, [], 0, [0.0, 0.0]
     for values, labels in batches:
         started = time.process_time()
@@ -283,7 +283,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benchmark; 1 when something is not what it must be."""
+    """Run the benchmark; 1 if a count, a peak or a result is wrong."""
     args = parse_arguments()
     console = Console()
     torch.set_num_threads(args.threads)
@@ -301,7 +301,7 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace, wide: Wide, depths: list[Depth], console: Console) -> None:
-    """Write what is known so far."""
+    """Write the results so far."""
     stem = result_stem(args.out, "deep")
     title = f"ResNets, {args.width} channels, {args.batch} images of {args.size} x {args.size} px, {args.budget} for the blocks, float32"
     tables = [

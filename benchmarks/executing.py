@@ -1,4 +1,4 @@
-"""Plans that recompute, carried out: are bytes, FLOPs and gradients those that were promised?
+"""Executed plans with recomputation: bytes, FLOPs and gradients against the projection.
 
 `optimal` and `auto` at 1/2, 1/4 and 1/8 of the activations of plain PyTorch (what a step makes when everything is kept, less the
 parameters' new gradients), or at the least that the strategy has a plan for. Each plan takes one training step in float64, in which live
@@ -39,7 +39,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a plan promised and what its step did; bytes are above what is resident anyway."""
+    """Projection of a plan and measurement of its step; bytes are in addition to resident ones."""
 
     model: str
     strategy: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether everything is as promised."""
+        """True if bytes, FLOPs and gradients are as projected."""
         are_bytes = self.metered_bytes == self.projected_bytes <= self.budget_bytes
         return are_bytes and self.planned_flops == self.counted_flops and self.worst_error <= TOLERANCE
 
@@ -107,13 +107,13 @@ def build(case: ModelCase) -> nn.Module:
 
 
 def state(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
-    """Everything that a step leaves: output, gradients, running statistics."""
+    """Results of a step: output, gradients, running statistics."""
     buffers = {f"{name} (buffer).": value.double().clone() for name, value in model.named_buffers()}
     return {**collect(model, output), **buffers}
 
 
 def step(run: nn.Module, model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[dict[str, Tensor], int]:
-    """One step from scratch: what it leaves, and the most bytes that were alive above the parameters, the input among them."""
+    """One step: its results, and its peak of bytes in addition to the parameters; the input counts."""
     model.zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
         output = run(x.clone())

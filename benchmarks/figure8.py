@@ -114,8 +114,8 @@ def plan_one(name: str, size: int, budget_gib: float) -> Planned:
         model = body_of(name)
     budget = int(budget_gib * 2**30)
     plain = sft.plan(model, (1, 3, size, size), budget=2**50, options=sft.Options(strategy="none"))
-    found = {n: plan_or_none(model, size, budget, tiled(size, n)) for n in TILES}
-    fitting = {n: plan for n, plan in found.items() if plan is not None}
+    tiled_plans = {n: plan_or_none(model, size, budget, tiled(size, n)) for n in TILES}
+    fitting = {n: plan for n, plan in tiled_plans.items() if plan is not None}
     best = min(fitting, key=lambda n: fitting[n].flops, default=None)
     ours = plan_or_none(model, size, budget, sft.Options())
     strips = {(s.strip_rows, s.panel_cols, s.state_every) for s in ours.segments if s.mode == "tiled"} if ours else set()
@@ -223,7 +223,7 @@ def tables_of(planned: list[Planned], runs: list[list[Run]]) -> list[Table]:
 
 
 def save(stem: Path, args: argparse.Namespace, planned: list[Planned], runs: list[list[Run]]) -> str:
-    """Write what has been measured so far."""
+    """Write the results so far."""
     raw: dict[str, Any] = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},

@@ -1,4 +1,4 @@
-"""What a training step takes where plain PyTorch fits: the plan is the whole model, norms train, and nothing need be given up.
+"""Time of a training step that also fits in plain PyTorch: the plan is the untiled model, norms train.
 
 Each network of torchvision takes its steps in float32 in a process of its own, plain and compiled in turns; the budget is ample. What is
 quoted is the median of the rounds' ratios. Needs the ``zoo`` extra.
@@ -42,7 +42,7 @@ _NUM_WARMUPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What one process measures."""
+    """Arguments of one measuring process."""
 
     network: str
     batch: int
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of each round, and what the plan is."""
+    """Seconds of each round, and the plan."""
 
     question: Question
     plain_seconds: tuple[float, ...]
@@ -108,21 +108,21 @@ def main() -> int:
     add_common_arguments(parser)
     args = parser.parse_args()
     console = Console()
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     for network, batch, side in CASES:
         question = Question(network=network, batch=batch, side=side, rounds=args.rounds, threads=args.threads)
         try:
-            found.append(call_in_process(answer, question))
+            measurements.append(call_in_process(answer, question))
         except WorkerError as error:
             console.print(f"{network}: {error.kind}: {error}", markup=False)
             return 1
-        console.print(*found[-1].cells(), markup=False)
+        console.print(*measurements[-1].cells(), markup=False)
     headers = ("network", "images", "plain, ms", "compiled, ms", "ratio, median [least, most]", "plan")
-    table = Table(title="A training step where plain PyTorch fits", headers=headers, rows=[each.cells() for each in found])
+    table = Table(title="A training step where plain PyTorch fits", headers=headers, rows=[each.cells() for each in measurements])
     raw = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "results": [asdict(each) for each in found],
+        "results": [asdict(each) for each in measurements],
     }
     notes = "Float32, norms in training, no optimizer; plain and compiled steps take turns in one process for each row."
     written = write_results(result_stem(args.out, "fitting"), raw, [table], notes, None)

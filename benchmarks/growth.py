@@ -1,4 +1,4 @@
-"""How the peak grows with the height of the image: at a fixed width and strip height.
+"""Growth of the peak with the height of the image, at a fixed width and strip height.
 
 Plain PyTorch keeps every activation, so its peak grows with the height. Ours has a working set that the strip height
 fixes, plus the states kept at strip starts, which grow with the height at a far smaller rate (and are what the planner

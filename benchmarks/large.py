@@ -39,7 +39,7 @@ from sft.sources import ArraySource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What to run."""
+    """One case."""
 
     name: str
     size: int

@@ -198,7 +198,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def report(args: argparse.Namespace, stem: Path, checked: Check, results: list[StepNumbers]) -> str:
-    """Write what there is so far; returns the names of the files."""
+    """Write the results so far; returns the names of the files."""
     table = Table(title=f"ResNet-18, budget {args.budget}, float32, batch 1", headers=HEADERS, rows=[result.cells() for result in results])
     raw: dict[str, Any] = {
         "environment": environment(args.threads),

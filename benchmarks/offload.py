@@ -1,4 +1,4 @@
-"""What leaves the device: how little of it a step needs when the host holds what waits, and what that costs.
+"""Offloading: the least device memory of a step whose waiting values are on the host, and its cost.
 
 Plans only, of models on the meta device: bytes and FLOPs of a plan are what its step takes (the tests measure that). A cell is a plan at a
 share of the bytes that the step makes when everything is kept: its FLOPs over plain PyTorch's, what it takes of the host, and its
@@ -48,7 +48,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a way makes of a share."""
+    """Plan of a strategy for a share of the memory."""
 
     model: str
     way: str
@@ -81,7 +81,7 @@ def rows_of(case: Case) -> list[Row]:
     model = make(case)
     label = f"{case.name} {'x'.join(map(str, case.shape))}"
     plain = sft.plan(model, case.shape, budget="100TiB", options=sft.Options(strategy="none"))
-    found = []
+    rows = []
     for way, options in WAYS.items():
         for share in SHARES:
             budget = plain.resident_bytes + int(share * plain.projected_peak_bytes)
@@ -101,8 +101,8 @@ def rows_of(case: Case) -> list[Row]:
                 time_ratio=None if plan is None else plan.estimated_seconds / plain.estimated_seconds,
                 least_bytes=least,
             )
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def table_of(rows: list[Row]) -> Table:

@@ -1,4 +1,4 @@
-"""How long planning takes at sizes far above the memory of the machine that plans.
+"""Planning time at sizes far above the memory of the planning machine.
 
 The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a
 second and a third size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
@@ -35,7 +35,7 @@ _ORDINARY = ((1, 3, 512, 512), (1, 3, 480, 640), (1, 3, 427, 640))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A network, and what it plans for unless told otherwise.
+    """A network, and its default sizes and budget.
 
     Attributes:
         budget: of the device.
@@ -64,7 +64,7 @@ _ORDER = ("second", "third", "fourth", "fifth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What one process plans."""
+    """Sizes and budget that one process plans."""
 
     network: str
     budget: str
@@ -75,7 +75,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One planning, and what came of it."""
+    """One planning: its seconds, and the plan or the needed bytes."""
 
     network: str
     budget: str
@@ -131,16 +131,16 @@ def build(network: str) -> nn.Module:
 
 
 def timed(question: Question, what: str, shape: Size, make: Callable[[], sft.Plan]) -> Planned:
-    """Time one planning; a budget that is too small is an answer, not a failure."""
-    found: dict[str, Any] = {}
+    """Time one planning; for a budget that is too small, the result is the needed bytes."""
+    outcome: dict[str, Any] = {}
     started, began = time.perf_counter(), time.process_time()
     try:
         plan = make()
     except sft.BudgetError as error:
-        found = {"needed_bytes": error.needed_bytes, "message": str(error)}
+        outcome = {"needed_bytes": error.needed_bytes, "message": str(error)}
     seconds, processor_seconds = time.perf_counter() - started, time.process_time() - began
-    if not found:
-        found = {"plan": describe_plan(plan)}
+    if not outcome:
+        outcome = {"plan": describe_plan(plan)}
     return Planned(
         network=question.network,
         budget=question.budget,
@@ -149,7 +149,7 @@ def timed(question: Question, what: str, shape: Size, make: Callable[[], sft.Pla
         width=shape[3],
         seconds=seconds,
         processor_seconds=processor_seconds,
-        **found,
+        **outcome,
     )
 
 
@@ -159,7 +159,7 @@ def answer(question: Question) -> list[Planned]:
     model = build(question.network)
     first_size, *others = question.sizes
     first = timed(question, "sft.plan, cold", first_size, lambda: sft.plan(model, first_size, budget=question.budget))
-    found = [first]
+    plannings = [first]
     if first.plan is not None:
         nets: list[Any] = []
 
@@ -168,13 +168,13 @@ def answer(question: Question) -> list[Planned]:
             plan: sft.Plan = nets[0].plan
             return plan
 
-        found.append(timed(question, "sft.compile, warm", first_size, compiled))
+        plannings.append(timed(question, "sft.compile, warm", first_size, compiled))
         for number, size in zip(_ORDER, others, strict=False):
-            found.append(timed(question, f"plan_for, {number} size", size, partial(nets[0].plan_for, size)))
+            plannings.append(timed(question, f"plan_for, {number} size", size, partial(nets[0].plan_for, size)))
     if question.huge is not None:
         huge = question.huge
-        found.append(timed(question, "sft.plan, huge", huge, lambda: sft.plan(model, huge, budget=question.budget)))
-    return found
+        plannings.append(timed(question, "sft.plan, huge", huge, lambda: sft.plan(model, huge, budget=question.budget)))
+    return plannings
 
 
 def size_of(text: str) -> Size:
@@ -213,12 +213,12 @@ def main() -> int:
         sizes = tuple(args.sizes or case.sizes)[: len(_ORDER) + 1]
         question = Question(network=network, budget=args.budget or case.budget, sizes=sizes, huge=huge, threads=args.threads)
         try:
-            found: list[Planned] = call_in_process(answer, question)
+            plannings: list[Planned] = call_in_process(answer, question)
         except WorkerError as error:
             console.print(f"{network}: {error.kind}: {error}", markup=False)
             return 1
-        results += found
-        console.print(*(f"{network}, {each.what}: {each.seconds:.2f} s" for each in found), sep="\n", markup=False)
+        results += plannings
+        console.print(*(f"{network}, {each.what}: {each.seconds:.2f} s" for each in plannings), sep="\n", markup=False)
     table = Table(title="Planning", headers=HEADERS, rows=[result.cells() for result in results])
     raw: dict[str, Any] = {
         "environment": environment(args.threads),

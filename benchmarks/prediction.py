@@ -1,4 +1,4 @@
-"""Is the predicted time of a step (``sft.Options(profile="measure")``) the time that it takes?
+"""Predicted (``sft.Options(profile="measure")``) and measured time of a step.
 
 For VGG-16, ResNet-18 with norms in training, and a U-Net, under budgets that force strips of several heights: the plan's
 `projected_seconds`, and the median of steps that follow it in the same process. Both are read from the clock of the process (processor
@@ -110,15 +110,15 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     torch.set_num_threads(args.threads)
-    found = []
+    predicted = []
     for prediction in predictions(args.size, args.steps):
-        found.append(prediction)
+        predicted.append(prediction)
         console.print(" | ".join(prediction.cells()), markup=False)
-    table = Table(title="Predicted and measured time of a training step", headers=HEADERS, rows=[one.cells() for one in found])
+    table = Table(title="Predicted and measured time of a training step", headers=HEADERS, rows=[one.cells() for one in predicted])
     raw = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "results": [{**asdict(one), "ratio": one.ratio} for one in found],
+        "results": [{**asdict(one), "ratio": one.ratio} for one in predicted],
     }
     notes = (
         "Processor seconds of one thread. Predicting runs each distinct program of the plan a few times; its seconds include capture and "

@@ -1,4 +1,4 @@
-"""The published planners' own numbers beside what our solvers make of the same networks. No GPU: bytes are counted on meta tensors, times
+"""Numbers of published planners next to those of our solvers on the same networks. No GPU: bytes are counted on meta tensors, times
 come from a roofline, and both say so.
 
 1. Feng and Huang, CVPR 2021, Table 2: peak memory of a step, plain and with their checkpoints. Ours runs the step of torchvision's
@@ -207,7 +207,7 @@ def trade_off_rows() -> list[dict[str, Any]]:
         chain = StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
         return simulate(chain, optimal.solve_optimal(chain, budget_bytes=memory, bucket_bytes=1)).seconds
 
-    found = []
+    rows = []
     for reading in READINGS:
         row: dict[str, Any] = asdict(reading)
         for end in ("more", "less"):
@@ -215,8 +215,8 @@ def trade_off_rows() -> list[dict[str, Any]]:
             row[f"{end}_seconds"] = seconds(reading.num_layers, memory)
             row[f"{end}_printed_seconds"] = algorithm_3_4(reading.num_layers, memory, corrected=False)
             row[f"{end}_corrected_seconds"] = algorithm_3_4(reading.num_layers, memory, corrected=True)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def trade_off(rows: list[dict[str, Any]]) -> Table:
@@ -244,13 +244,13 @@ def trade_off(rows: list[dict[str, Any]]) -> Table:
 def solver_rows(chain: StageChain) -> list[dict[str, Any]]:
     """The optimal solver on DenseNet-121 with buckets of 1, 5 and 25 MB, at half of plain training's memory."""
     budget = plain_peak_bytes(chain) // 2
-    found = []
+    rows = []
     for megabytes in (1, 5, 25):
         started = time.process_time()
         schedule = optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=megabytes * 10**6)
         cpu_seconds = time.process_time() - started
         result = simulate(chain, schedule)
-        found.append(
+        rows.append(
             {
                 "bucket_mb": megabytes,
                 "num_stages": chain.num_stages,
@@ -261,7 +261,7 @@ def solver_rows(chain: StageChain) -> list[dict[str, Any]]:
                 "peak_bytes": result.peak_bytes,
             }
         )
-    return found
+    return rows
 
 
 def solver_table(rows: list[dict[str, Any]]) -> Table:
@@ -285,7 +285,7 @@ def solver_table(rows: list[dict[str, Any]]) -> Table:
 def offload_rows(name: str, chain: StageChain, num_budgets: int) -> list[dict[str, Any]]:
     """Step time over the lower bound, for budgets from the least that works up to plain's."""
     low, top = min_offload_bytes(chain), plain_peak_bytes(chain)
-    found = []
+    rows = []
     for step in range(num_budgets):
         budget = low + (top - low) * step // num_budgets
         bound = offload_bound_seconds(chain, budget_bytes=budget, link=LINK)
@@ -294,8 +294,8 @@ def offload_rows(name: str, chain: StageChain, num_budgets: int) -> list[dict[st
         row["fluid"] = fluid[0].seconds / bound if fluid else None
         for solver in ("offload-dp", "offload-greedy", "vdnn"):
             row[solver] = _ratio(chain, solver, budget, bound)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _ratio(chain: StageChain, name: str, budget_bytes: int, unit_seconds: float) -> float | None:
@@ -310,8 +310,10 @@ def offload_table(rows: list[dict[str, Any]]) -> Table:
     cells = []
     for name in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == name]
-        found = [[row[solver] for row in mine if row[solver] is not None] for solver in ("fluid", "offload-dp", "offload-greedy", "vdnn")]
-        cells.append([name, str(len(mine)), *(f"{max(ratios):.3f}" if ratios else "" for ratios in found)])
+        by_solver = [
+            [row[solver] for row in mine if row[solver] is not None] for solver in ("fluid", "offload-dp", "offload-greedy", "vdnn")
+        ]
+        cells.append([name, str(len(mine)), *(f"{max(ratios):.3f}" if ratios else "" for ratios in by_solver)])
     headers = ("network", "budgets", "fluid model", "offload-dp", "offload-greedy", "vdnn")
     title = "Largest step time over the lower bound (Beaumont et al., section 6: at most 1.2 for their dynamic programme)"
     return Table(title=title, headers=headers, rows=cells)
@@ -320,15 +322,15 @@ def offload_table(rows: list[dict[str, Any]]) -> Table:
 def joint_rows(name: str, chain: StageChain) -> list[dict[str, Any]]:
     """Every strategy at shares of plain's memory, as multiples of plain's time."""
     top = plain_peak_bytes(chain)
-    found = []
+    rows = []
     for percent in (60, 40, 25, 15):
         row: dict[str, Any] = {"network": name, "percent": percent}
         for solver in SOLVERS:
             started = time.process_time()
             row[solver] = _ratio(chain, solver, top * percent // 100, chain.compute_seconds)
             row[f"{solver} cpu_seconds"] = time.process_time() - started
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def joint_table(rows: list[dict[str, Any]]) -> Table:

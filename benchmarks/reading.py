@@ -1,4 +1,4 @@
-"""How fast compressed slides are read in full-width strips, against OpenSlide side by side, and how much memory that takes.
+"""Reading of compressed slides in full-width strips: speed against OpenSlide, and memory.
 
 The slide is written for the occasion: 20,000 x 20,000 px, JPEG tiles of 256 px, a pyramid, its content a mosaic of a real slide. One
 process holds all readers; in each round each of them reads the same rows, in turns, and everybody reads other rows in the next round.
@@ -46,7 +46,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedCase:
-    """What the process that measures speed is asked."""
+    """Arguments of the process that measures speed."""
 
     path: Path
     num_rounds: int
@@ -108,14 +108,14 @@ def measure_speed(case: SpeedCase) -> dict[str, list[Speed]]:
         "tiles, 1 thread, reduced by 2": lambda top: 4 * _read_rows(half, top // 2, PIECE_ROWS // 2),
         "kept decoded": lambda top: _read_rows(kept, 0, PIECE_ROWS),
     }
-    found: dict[str, list[Speed]] = {name: [] for name in readers}
+    speeds: dict[str, list[Speed]] = {name: [] for name in readers}
     for number, top in enumerate(places):
         order = list(readers.items())
         for name, read in order if number % 2 else order[::-1]:
             speed = _timed(partial(read, top))
             if number:  # the first round fills caches
-                found[name].append(speed)
-    return found
+                speeds[name].append(speed)
+    return speeds
 
 
 def _check_same(ours: Raster, theirs: Raster) -> None:

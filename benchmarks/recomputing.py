@@ -1,4 +1,4 @@
-"""The published ways to recompute, and ours, on one model after another: how far down each goes, and what it computes on the way.
+"""Published strategies of recomputation, and ours: the least memory of each model, and the FLOPs at shares of it.
 
 Plans only, of models on the meta device: bytes and FLOPs of a plan are what its step takes (the tests measure that). A row is a strategy
 at a share of the bytes that the step makes when everything is kept, what is resident anyway left out. A strategy that has no plan for so
@@ -66,7 +66,7 @@ def rows_of(case: ModelCase) -> list[Row]:
     """All strategies at all shares."""
     model = make(case)
     plain = sft.plan(model, case.shape, budget="100TiB", options=sft.Options(strategy="none"))
-    found = []
+    rows = []
     for strategy in STRATEGIES:
         for share in SHARES:
             budget = plain.resident_bytes + int(share * plain.projected_peak_bytes)
@@ -75,12 +75,12 @@ def rows_of(case: ModelCase) -> list[Row]:
                 plan = sft.plan(model, case.shape, budget=budget, options=sft.Options(strategy=strategy))
             except sft.BudgetError as error:
                 least = error.needed_bytes - plain.resident_bytes
-                found.append(Row(**common, peak_bytes=None, redundancy=None, least_bytes=least))
+                rows.append(Row(**common, peak_bytes=None, redundancy=None, least_bytes=least))
             except sft.UnsupportedError:
-                found.append(Row(**common, peak_bytes=None, redundancy=None, least_bytes=None))
+                rows.append(Row(**common, peak_bytes=None, redundancy=None, least_bytes=None))
             else:
-                found.append(Row(**common, peak_bytes=plan.projected_peak_bytes, redundancy=plan.redundancy, least_bytes=None))
-    return found
+                rows.append(Row(**common, peak_bytes=plan.projected_peak_bytes, redundancy=plan.redundancy, least_bytes=None))
+    return rows
 
 
 def table_of(rows: list[Row]) -> Table:

@@ -28,7 +28,7 @@ NUM_WARMUPS = 1
 
 @dataclass(kw_only=True)
 class Record:
-    """What is known about one method on one model and size; filled as the measurement goes on."""
+    """Measurements of one method on one model and size, filled one by one."""
 
     case: Case
     status: str = "ok"
@@ -51,7 +51,7 @@ class Record:
         return [r.ratio for r in self.timed if r.ratio is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the summary that the table shows."""
+        """All fields, with the summary of the table."""
         ratios = self.ratios
         summary = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
         return {**asdict(self), "time_ratio": summary}
@@ -71,7 +71,7 @@ class Bench:
         self.bar = progress.add_task("start", total=len(args.models) * len(args.sizes) * jobs)
 
     def run(self) -> None:
-        """Measure everything asked for; the results so far are on disk after every model and size."""
+        """Measure all requested cases; the results are written after every model and size."""
         for model in self.args.models:
             for size in self.args.sizes:
                 args = self.args
@@ -135,7 +135,7 @@ class Bench:
         record.rounds = run_pairs(plain, case, num_rounds, lambda: self.progress.advance(self.bar))
 
     def say(self, case: Case, what: str) -> None:
-        """Show what is going on."""
+        """Show the progress."""
         self.progress.update(self.bar, description=f"{case.model} {case.height} x {case.width} {case.method}: {what}")
 
     def table(self) -> Table:

@@ -1,4 +1,4 @@
-"""One image over several ranks: what each computes, holds and sends, by the planner, or measured where there are devices.
+"""One image over several ranks: computation, memory and messages of each, projected, or measured on devices.
 
 Without processes: plans for meshes of 1, 2, 4, ... bands, and what they say: FLOPs computed by two neighbours, the highest rank's bytes,
 bytes sent beside the bytes of all activations. With ``--measure``, under ``torchrun``, the same step is run and timed on the ranks that
@@ -79,7 +79,7 @@ def build(name: str, *, frozen: bool) -> nn.Module:
 
 
 def activation_bytes(model: nn.Module, shape: tuple[int, ...]) -> int:
-    """Bytes of what the layers hand on in one forward pass: a lower bound of what plain PyTorch keeps."""
+    """Bytes of the layers' outputs in one forward pass: a lower bound of the residuals of plain PyTorch."""
     total = 0
 
     def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -174,7 +174,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benchmark; 1 where 4 bands miss what they are to reach."""
+    """Run the benchmark; 1 if 4 bands miss their targets."""
     args = parse_arguments()
     if args.measure:
         return measure(args)

@@ -1,4 +1,4 @@
-"""Weights that are streamed: how little of the device does a training step with AdamW need, and what does a step take?
+"""Streamed weights: the least device memory of a training step with AdamW, and its time.
 
 For each network the smallest budget that a plan exists for, weights, gradients and state resident, and streamed from the host and updated
 during the backward pass (projected, float32, values may wait on the host in both). Then the last one is run, each way at its own smallest
@@ -61,7 +61,7 @@ def build(name: str) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A network at the smallest budget, and what updates it."""
+    """A network at the smallest budget, and its optimizer."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -84,7 +84,7 @@ class Trained:
 
 
 def trained(name: str, shape: tuple[int, ...], weights: str) -> Trained:
-    """A network with its weights here or there."""
+    """A network with resident or streamed weights."""
     model, options = build(name), sft.Options(weights=weights, host_budget=_HOST)
     common: dict[str, Any] = {"options": options}
     optimizer: torch.optim.Optimizer
@@ -101,7 +101,7 @@ def trained(name: str, shape: tuple[int, ...], weights: str) -> Trained:
 
 
 def row_of(name: str, resident: Trained, streamed: Trained) -> Row:
-    """What both plans say."""
+    """Bytes and FLOPs of both plans."""
     return Row(
         model=f"{name} {'x'.join(map(str, resident.plan.input_shapes[0]))}",
         parameter_bytes=sum(p.nbytes for p in resident.net.parameters()),
@@ -115,13 +115,13 @@ def row_of(name: str, resident: Trained, streamed: Trained) -> Row:
 def executed(shape: tuple[int, ...], resident: Trained, streamed: Trained, rounds: int) -> dict[str, Any]:
     """Steps of both in turns."""
     x = torch.randn(shape)
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for label, each in (("resident", resident), ("streamed", streamed)):
         each.step(x)  # the optimizer's state is there from now on
         with sft.measure_peak("cpu") as peak:
             each.differentiate(x.clone())
         each.optimizer.step()
-        found[f"{label}_metered_bytes"], found[f"{label}_projected_bytes"] = peak.num_bytes, each.plan.projected_peak_bytes
+        numbers[f"{label}_metered_bytes"], numbers[f"{label}_projected_bytes"] = peak.num_bytes, each.plan.projected_peak_bytes
     ratios = []
     for number in range(rounds):
         seconds = {}
@@ -130,7 +130,7 @@ def executed(shape: tuple[int, ...], resident: Trained, streamed: Trained, round
             each.step(x)
             seconds[label] = time.perf_counter() - started
         ratios.append(seconds["streamed"] / seconds["resident"])
-    return {**found, "ratios": ratios}
+    return {**numbers, "ratios": ratios}
 
 
 def main() -> int:
@@ -140,28 +140,28 @@ def main() -> int:
     add_common_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows, found = [], {}
+    rows, numbers = [], {}
     for name, shape in CASES:
         both = trained(name, shape, "resident"), trained(name, shape, "stream")
         rows.append(row_of(name, *both))
         if (name, shape) == CASES[-1]:
-            found = executed(shape, *both, args.rounds)
+            numbers = executed(shape, *both, args.rounds)
     headers = ("network", "parameters, MiB", "smallest budget, resident", "streamed", "ratio", "FLOPs / plain, resident", "streamed")
     table = Table(title="Smallest budgets", headers=headers, rows=[row.cells() for row in rows])
     ran = Table(
         title=f"{rows[-1].model}, run",
         headers=("weights", "projected, MiB", "metered", "time of a step, ratio [least, most]"),
         rows=[
-            ["resident", mib(found["resident_projected_bytes"]), mib(found["resident_metered_bytes"]), "1"],
+            ["resident", mib(numbers["resident_projected_bytes"]), mib(numbers["resident_metered_bytes"]), "1"],
             [
                 "streamed",
-                mib(found["streamed_projected_bytes"]),
-                mib(found["streamed_metered_bytes"]),
-                f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if (ratios := found["ratios"]) else "",
+                mib(numbers["streamed_projected_bytes"]),
+                mib(numbers["streamed_metered_bytes"]),
+                f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if (ratios := numbers["ratios"]) else "",
             ],
         ],
     )
-    raw = {"environment": environment(args.threads), "rows": [asdict(row) for row in rows], "run": found}
+    raw = {"environment": environment(args.threads), "rows": [asdict(row) for row in rows], "run": numbers}
     written = write_results(result_stem(args.out, "streamed"), raw, [table, ran], (__doc__ or "").partition("\n\n")[2].strip(), None)
     console = Console()
     console.print(table.terminal())

@@ -1,4 +1,4 @@
-"""How long the training loop of `python -m sft.wsi` waits for pixels: for slides to be opened, and for strips.
+"""Time that the training loop of `python -m sft.wsi` waits for pixels: for slides to be opened, and for strips.
 
 A ResNet-18 is trained on whole compressed slides, one slide a step. The next slide is opened while the current one is trained on; within a
 slide a thread reads ahead. ``steps.csv`` of the run says what each step took and what of that it waited.
@@ -81,7 +81,7 @@ def write_run(folder: Path, *, num_slides: int, size: int, epochs: int, budget: 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="How long the training loop waits for pixels.")
+    parser = argparse.ArgumentParser(description="Time that the training loop waits for pixels.")
     parser.add_argument("--slides", type=positive_int, default=4, help="how many slides")
     parser.add_argument("--size", type=positive_int, default=2048, help="their rows and columns, pixels")
     parser.add_argument("--epochs", type=positive_int, default=2, help="passes over them; the first one plans")

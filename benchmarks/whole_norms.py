@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainStep:
-    """What plain PyTorch took."""
+    """Step of plain PyTorch, measured."""
 
     seconds: float
     process_bytes: int
@@ -80,7 +80,7 @@ class PlainStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What ours took, and how far from plain's it is."""
+    """Step of `sft`, measured, and its difference from plain PyTorch."""
 
     plain_bytes: int
     budget_bytes: int
@@ -99,7 +99,7 @@ class Step:
 
     @property
     def is_within(self) -> bool:
-        """Whether it took the bytes that were planned, and those are in the budget."""
+        """True if the step took the planned bytes, which are inside the budget."""
         return self.measured_peak_bytes <= self.projected_peak_bytes <= self.budget_bytes - self.resident_bytes
 
 
@@ -118,8 +118,8 @@ def inputs(case: Case) -> tuple[NDArray[np.float64], ...]:
     """The slide's pixels, as numbers from 0 to 1, ``[1, 3, rows, columns]``; for the U-Net also a mask of dark pixels to learn."""
     height, width = case.size
     read = open_image(SLIDE).read(0, 0, width, height)
-    found: NDArray[np.float64] = np.ascontiguousarray(read.transpose(2, 0, 1)[None]) / 255.0
-    return (found,) if case.model == "resnet18" else (found, (found.mean(axis=1, keepdims=True) < 0.7).astype(np.float64))
+    pixels: NDArray[np.float64] = np.ascontiguousarray(read.transpose(2, 0, 1)[None]) / 255.0
+    return (pixels,) if case.model == "resnet18" else (pixels, (pixels.mean(axis=1, keepdims=True) < 0.7).astype(np.float64))
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -146,11 +146,11 @@ class _SummedInPairs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, mean, scale = ctx.saved_tensors
         (gradient,) = gradients
-        found = (x - mean).mul_(scale)
-        bias_gradient, weight_gradient = gradient.sum(_IMAGE, keepdim=True), (gradient * found).sum(_IMAGE, keepdim=True)
+        result = (x - mean).mul_(scale)
+        bias_gradient, weight_gradient = gradient.sum(_IMAGE, keepdim=True), (gradient * result).sum(_IMAGE, keepdim=True)
         count = x.numel() // x.shape[1]
-        found = found.mul_(weight_gradient / -count).add_(gradient).sub_(bias_gradient / count).mul_(scale * weight.view(1, -1, 1, 1))
-        return found, weight_gradient.flatten(), bias_gradient.flatten(), None
+        result = result.mul_(weight_gradient / -count).add_(gradient).sub_(bias_gradient / count).mul_(scale * weight.view(1, -1, 1, 1))
+        return result, weight_gradient.flatten(), bias_gradient.flatten(), None
 
 
 _IMAGE = (0, 2, 3)
@@ -172,8 +172,8 @@ def summed_in_pairs(
         variance, mean = torch.var_mean(x, _IMAGE)
         running_mean.lerp_(mean, momentum)
         running_var.lerp_(variance, momentum)
-    found: Tensor = _SummedInPairs.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
-    return found
+    result: Tensor = _SummedInPairs.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch's own
+    return result
 
 
 def plain_step(case: Case) -> PlainStep:
@@ -235,9 +235,9 @@ def cells(case: Case, plain: PlainStep, ours: Step) -> list[str]:
     """A row of the table."""
     height, width = case.size
     sizes = [ours.plain_bytes, ours.budget_bytes, ours.resident_bytes, ours.projected_peak_bytes, ours.measured_peak_bytes]
-    found = [f"{case.model} 1x3x{height}x{width}", *map(mib, sizes), f"{ours.host_bytes / 2**30:.2f}", f"{ours.redundancy:.2f}"]
+    cells = [f"{case.model} 1x3x{height}x{width}", *map(mib, sizes), f"{ours.host_bytes / 2**30:.2f}", f"{ours.redundancy:.2f}"]
     return [
-        *found,
+        *cells,
         f"{ours.worst_error:.0e}",
         f"{ours.worst_error_in_pairs:.0e}",
         f"{plain.own_error:.0e}",

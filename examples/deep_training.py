@@ -1,4 +1,4 @@
-"""What the examples of deep models share: steps that say what they held, and errors in one line."""
+"""Common parts of the examples of deep models: steps with their memory, and one-line errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(
     device: str,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> None:
-    """A step for each batch of inputs and classes; the model is what comes before the blocks, the blocks, and what comes behind."""
+    """A step for each batch of inputs and classes; the model has layers before the blocks, the blocks, and layers after them."""
     before, blocks, behind = model
     assert isinstance(blocks, Repeat)
     for step, batch in enumerate(batches):

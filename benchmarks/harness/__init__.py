@@ -1,1 +1,1 @@
-"""What the benchmark scripts share: cases, worker processes, gradient checks, memory readings, reports."""
+"""Common parts of the benchmark scripts: cases, worker processes, gradient checks, memory readings, reports."""

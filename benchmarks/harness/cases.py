@@ -1,4 +1,4 @@
-"""What is measured: one body, one size, one method.
+"""Cases of the benchmarks: one body, one size, one method.
 
 The *body* of a network (its convolutional part, the `features` of the models in `examples/models.py`) is what holds
 the large activations, so the body is what is timed. Every method computes the same training step: `loss = sum(body(x)
@@ -98,14 +98,14 @@ class Built:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes held whatever the method: parameters, their gradients, buffers, the input."""
+        """Bytes that are resident with every method: parameters, their gradients, buffers, the input."""
         held = sum(p.nbytes for p in self.body.parameters()) + sum(b.nbytes for b in self.body.buffers())
         return held + self.gradient_bytes + self.x.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentNumbers:
-    """What a plan decided for one segment."""
+    """Decisions of a plan for one segment."""
 
     mode: str
     num_steps: int

@@ -54,17 +54,17 @@ def collect(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def worst_difference(reference: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[float, str]:
+def worst_difference(reference: dict[str, Tensor], gradients: dict[str, Tensor]) -> tuple[float, str]:
     """The largest difference, over the largest plain value of the same module, and the tensor that has it."""
-    if reference.keys() != found.keys():
-        return float("inf"), f"gradients present in only one run: {sorted(reference.keys() ^ found.keys())}"
+    if reference.keys() != gradients.keys():
+        return float("inf"), f"gradients present in only one run: {sorted(reference.keys() ^ gradients.keys())}"
     scale: dict[str, float] = defaultdict(float)
     for name, tensor in reference.items():
         module = name.rpartition(".")[0] or name
         scale[module] = max(scale[module], float(tensor.abs().max()))
     worst = (0.0, "output")
     for name, tensor in reference.items():
-        difference = float((found[name] - tensor).abs().max())
+        difference = float((gradients[name] - tensor).abs().max())
         error = difference / scale[name.rpartition(".")[0] or name] if difference else 0.0
         if not error <= worst[0]:  # also catches NaN
             worst = (error if error == error else float("inf"), name)

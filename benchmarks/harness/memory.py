@@ -1,4 +1,4 @@
-"""How much memory a step takes: two meters, because each sees what the other cannot.
+"""Memory of a step by two meters, which complement each other.
 
 - *Metered peak* (`sft.measure_peak`): live tensor storages above the start of the step, gradients included. Exact and
   repeatable, but blind to what operators allocate inside themselves.
@@ -44,7 +44,7 @@ INPUT_BYTES_PER_PX = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainNeed:
-    """What plain PyTorch needs for a step."""
+    """Bytes of a step of plain PyTorch."""
 
     activation_bytes: int
     resident_bytes: int

@@ -156,13 +156,13 @@ class Network:
         return StageChain(input_bytes=self.dag.sizes_bytes[0], stages=tuple(stages))
 
     def _separators(self) -> list[int]:
-        reach, found = max(self.dag.successors[0]), []
+        reach, positions = max(self.dag.successors[0]), []
         for v in range(1, len(self.groups) - 1):
             # an alias (a view) is not a cut of its own: its bytes are those of what it views
             if reach <= v and self.dag.sizes_bytes[v]:
-                found.append(v)
+                positions.append(v)
             reach = max(reach, *self.dag.successors[v])
-        return found
+        return positions
 
     def _cost(self, node: fx.Node) -> tuple[float, float]:
         """FLOPs and bytes of an operator's forward."""

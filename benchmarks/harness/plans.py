@@ -1,4 +1,4 @@
-"""What benchmarks of plans share: a table for each model, and all rows as data."""
+"""Common parts of benchmarks of plans: a table for each model, and all rows as data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NamedCase(Protocol):
 
 
 class PlanRow(Protocol):
-    """What a way to plan makes of a share of plain PyTorch's bytes."""
+    """Plan of a strategy for a share of plain PyTorch's bytes."""
 
     @property
     def model(self) -> str: ...
@@ -85,9 +85,9 @@ def compare_plans(
     tables, rows = [], []
     for case in cases:
         if args.models is None or case.name in args.models:
-            found = rows_of(case)
-            rows += [asdict(row) for row in found]
-            tables.append(table_of(found))
+            case_rows = rows_of(case)
+            rows += [asdict(row) for row in case_rows]
+            tables.append(table_of(case_rows))
             console.print(tables[-1].terminal())
             raw = {"environment": environment(args.threads), "settings": {"models": args.models}, "results": rows}
             written = write_results(stem, raw, tables, notes, None)

@@ -85,8 +85,8 @@ def _cpu_name() -> str:
 def _commit() -> str:
     """The short commit of this checkout, with a plus sign when files differ from it."""
     describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    process = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return process.stdout.strip() or "unknown"
 
 
 def _command() -> str:

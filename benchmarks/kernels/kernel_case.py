@@ -1,4 +1,4 @@
-"""What a case of the kernel benchmark is, and the tensors that all cases draw."""
+"""Cases of the kernel benchmark, and their random tensors."""
 
 from __future__ import annotations
 

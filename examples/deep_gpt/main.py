@@ -1,4 +1,4 @@
-"""Train a GPT whose parameters are many times what the device may hold.
+"""Train a GPT whose parameters exceed the device budget many times.
 
 python examples/deep_gpt/main.py --blocks 192 --ratio 20
 """
@@ -29,28 +29,28 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=192, help="how deep")
+    parser.add_argument("--blocks", type=int, default=192, help="number of blocks")
     parser.add_argument("--width", type=int, default=32, help="of the vectors")
     parser.add_argument("--batch", type=int, default=2, help="lines of a step")
     parser.add_argument("--ratio", type=float, default=20.0, help="parameters of the blocks over the bytes that these get on the device")
     parser.add_argument("--file", type=Path, help="keep the weights and the optimizer's state in this file (default: in the host's memory)")
-    parser.add_argument("--resume", action="store_true", help="go on with that file")
+    parser.add_argument("--resume", action="store_true", help="continue with that file")
     parser.add_argument("--max-norm", type=float, help="clip gradients; they are then added up on the host first")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights and lines")
     parser.add_argument("--device", default="cpu", help="where to train")
-    found = parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
     for name in ("blocks", "width", "batch", "ratio"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
-    if found.resume and found.file is None:
-        parser.error("--resume goes on with a file: name it with --file")
-    return found
+        if not getattr(chosen, name) > 0:
+            parser.error(f"--{name} {getattr(chosen, name)}: give a number above 0")
+    if chosen.resume and chosen.file is None:
+        parser.error("--resume continues with a file: name it with --file")
+    return chosen
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do it."""
+    """Train with parsed arguments."""
     torch.manual_seed(arguments.seed)
     model = deep_gpt(arguments.blocks, width=arguments.width).to(arguments.device)
     blocks = model[1]

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layers", type=int, default=1001, help="how deep: 3 n + 2")
+    parser.add_argument("--layers", type=int, default=1001, help="number of layers: 3 n + 2")
     parser.add_argument("--width", type=int, default=4, help="channels")
     parser.add_argument("--size", type=int, default=4, help="side of the images in px")
     parser.add_argument("--batch", type=int, default=8, help="images of a step")
@@ -43,7 +43,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do it."""
+    """Train with parsed arguments."""
     torch.manual_seed(arguments.seed)
     model = deep_resnet(arguments.layers, width=arguments.width, budget=arguments.budget).to(arguments.device)
     blocks = model[1]

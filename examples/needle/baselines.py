@@ -1,4 +1,4 @@
-"""What is done instead of training on whole slides, with the same network, optimizer and number of pixels.
+"""Alternatives to training on whole slides, with the same network, optimizer and number of pixels.
 
 *Downsampled*: slides made small. *Patches*: random squares at full resolution that take the label of their slide, as weakly labelled patch
 classifiers do; a slide is predicted by all of its squares, averaged, or by the most suspicious one. Both hold all slides in memory.
@@ -35,7 +35,7 @@ _MEAN, _STD = 0.7, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all three ways share.
+    """Settings of all three ways.
 
     Attributes:
         size_px: side of a slide.
@@ -86,15 +86,15 @@ def train_on_patches(table: SlideTable, images: dict[str, Tensor], settings: Set
         return torch.stack([patch(record, draw) for record in chosen]), _labels(chosen)
 
     model = _train(batch, [images[record.name] for record in training[:8]], settings)
-    found: dict[str, list[Prediction]] = {"mean": [], "max": []}
+    predictions: dict[str, list[Prediction]] = {"mean": [], "max": []}
     for record in table.records:
         if record.split != "train":
             patches = images[record.name].unfold(1, patch_px, patch_px).unfold(2, patch_px, patch_px).permute(1, 2, 0, 3, 4).flatten(0, 1)
             scores = model(_normalised(patches))
-            found["mean"].append(_prediction(record, scores.softmax(1).mean(0, keepdim=True).log()))
+            predictions["mean"].append(_prediction(record, scores.softmax(1).mean(0, keepdim=True).log()))
             suspicious = scores[(scores[:, 1] - scores[:, 0]).argmax()]
-            found["max"].append(_prediction(record, suspicious[None]))
-    return found
+            predictions["max"].append(_prediction(record, suspicious[None]))
+    return predictions
 
 
 def _train(

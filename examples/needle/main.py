@@ -1,4 +1,4 @@
-"""Does it matter to train on whole slides? A thousandth of each slide decides, and three ways to learn it get the same pixels.
+"""Comparison of whole slides, downsampled slides and patches: a thousandth of each slide decides, and all three train on as many pixels.
 
 python examples/needle/main.py --out out/needle
 """
@@ -57,7 +57,7 @@ SHUFFLED = 1  # the number of the class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A way to train, and what came out."""
+    """A way to train, and its result."""
 
     name: str
     auc: Estimate
@@ -94,15 +94,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--more", type=int, default=4, help="also train the patch baseline on so many times as many pixels; 0: do not")
     parser.add_argument("--budget", default="24MiB", help="bytes for the whole-slide training")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
-    found = parser.parse_args()
+    chosen = parser.parse_args()
     for name in ("slides", "size", "needle", "epochs", "patch", "accumulate"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
-    return found
+        if not getattr(chosen, name) > 0:
+            parser.error(f"--{name} {getattr(chosen, name)}: give a number above 0")
+    return chosen
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; returns the exit status."""
+    """Run with parsed arguments; returns the exit status."""
     started = time.perf_counter()
     table_path = make_slides(
         arguments.out / "slides", num_slides=arguments.slides, size_px=arguments.size, needle_px=arguments.needle, seed=arguments.seed
@@ -147,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     patches = f"random patches of {arguments.patch} px"
 
     def on_patches(chosen: Settings) -> dict[str, list[Prediction]]:
-        found = train_on_patches(table, full, chosen, arguments.patch)
-        return {f"{patches}, {name} of a slide's": predictions for name, predictions in found.items()}
+        predictions_by = train_on_patches(table, full, chosen, arguments.patch)
+        return {f"{patches}, {name} of a slide's": predictions for name, predictions in predictions_by.items()}
 
     rows += train_best(arguments, table, task, settings, on_patches)
     num_test = sum(record.split == "test" for record in table.records)
@@ -175,9 +175,9 @@ def train_best(
     best: dict[str, tuple[float, Row]] = {}
     for rate in rates or arguments.baseline_lr:
         started = time.perf_counter()
-        found = train(replace(settings, learning_rate=rate))
+        predictions_by_name = train(replace(settings, learning_rate=rate))
         seconds = time.perf_counter() - started
-        for name, predictions in found.items():
+        for name, predictions in predictions_by_name.items():
             splits = {split: [item for item in predictions if item.split == split] for split in ("val", "test")}
             validation = evaluate_predictions(task, splits["val"], num_draws=0)["auc"].value
             test = evaluate_predictions(task, splits["test"], seed=arguments.seed)["auc"]
@@ -274,14 +274,14 @@ def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
 
 
 def plain_bytes(arguments: argparse.Namespace) -> int:
-    """What plain PyTorch would hold for a step on a slide, projected."""
+    """Projected bytes of a step of plain PyTorch on a slide."""
     model = build_model(needle_net(), num_features(needle_net(), "needle_net"), 2, head=arguments.head)
     options = sft.Options(strategy="none")
     return sft.plan(model, (1, 3, arguments.size, arguments.size), budget=2**60, options=options).total_bytes
 
 
 def waited_share(steps: Path) -> float:
-    """Of the time of a run's steps, how much it waited for pixels."""
+    """Share of the time of a run's steps that it waited for pixels."""
     with steps.open(encoding="utf-8", newline="") as file:
         rows = [(float(row["waited_seconds"]), float(row["seconds"])) for row in csv.DictReader(file)]
     return sum(waited for waited, _ in rows) / sum(seconds for _, seconds in rows)

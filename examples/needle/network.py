@@ -1,4 +1,4 @@
-"""The network that whole slides, downsampled slides and patches are given alike: two convolutions, 8 x 8 px to a position.
+"""The common network of whole slides, downsampled slides and patches: two convolutions, 8 x 8 px to a position.
 
 The first convolution's filters start with zero mean. What they answer to at first is then texture and not brightness, which varies more all
 over a slide than anything small does: with a maximum over positions, the gradient of a slide goes to the position that answers most, and
@@ -15,7 +15,7 @@ __all__ = ["needle_net"]
 
 
 def needle_net(width: int = 32) -> nn.Module:
-    """A backbone with ``2 * width`` features for every 8 x 8 px; what ``model.backbone: examples.needle.network:needle_net`` names."""
+    """A backbone with ``2 * width`` features for every 8 x 8 px; named by ``model.backbone: examples.needle.network:needle_net``."""
     first = nn.Conv2d(3, width, 4, stride=4, bias=False)
     with torch.no_grad():
         first.weight -= first.weight.mean((2, 3), keepdim=True)

@@ -68,13 +68,13 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
 def _tissue(pixels: Pixels) -> list[tuple[int, int]]:
     """(top, left) of overlapping squares that hold next to no glass; those whose blocks differ least in themselves come first."""
     side, step, count = _MOSAIC_PX, _MOSAIC_PX // 2, _MOSAIC_PX // BLOCK_PX
-    found = []
+    squares = []
     for top in range(0, pixels.shape[0] - side, step):
         for left in range(0, pixels.shape[1] - side, step):
             grey = pixels[top : top + side, left : left + side].mean(2)
             if (grey < 220).mean() > 0.95:
-                found.append((float(grey.reshape(count, BLOCK_PX, count, BLOCK_PX).std((1, 3)).mean()), (top, left)))
-    return [place for _, place in sorted(found)]
+                squares.append((float(grey.reshape(count, BLOCK_PX, count, BLOCK_PX).std((1, 3)).mean()), (top, left)))
+    return [place for _, place in sorted(squares)]
 
 
 def _square(pixels: Pixels, tissue: list[tuple[int, int]], side_px: int, draw: np.random.Generator) -> Pixels:

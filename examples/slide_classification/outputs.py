@@ -1,4 +1,4 @@
-"""The table of steps, whole after each."""
+"""The table of steps, complete after each."""
 
 from __future__ import annotations
 

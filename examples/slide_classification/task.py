@@ -1,4 +1,4 @@
-"""What the demo trains: one slide, one label, a ResNet-18.  Plain PyTorch and sft both start from exactly this.
+"""The task of the demo: one slide, one label, a ResNet-18. Plain PyTorch and sft both start from exactly this.
 
 A randomly initialised network with the default running statistics (mean 0, variance 1) does not normalise anything: its
 activations grow from block to block.  So the statistics are measured once, on four crops of the slide, and then frozen,

@@ -65,15 +65,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.2, help="standard deviation of the noise, in those of the brain")
     parser.add_argument("--lr", type=float, default=1.5e-2, help="learning rate of AdamW, after a half cosine")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
-    found = parser.parse_args()
+    chosen = parser.parse_args()
     for name in ("steps", "width", "share", "every"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
-    return found
+        if not getattr(chosen, name) > 0:
+            parser.error(f"--{name} {getattr(chosen, name)}: give a number above 0")
+    return chosen
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do it.
+    """Run with parsed arguments.
 
     Raises:
         BudgetError: the share of plain's bytes is too small.
@@ -139,20 +139,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def class_weights(labels: Tensor) -> Tensor:
-    """Weights that let rare classes count: one over a class's share and the number of classes; one for a class that is nowhere."""
+    """Weights that balance rare classes: one over a class's share and the number of classes; one for an absent class."""
     counts = torch.stack([(labels == number).sum() for number in range(len(TISSUES))])
     return torch.where(counts > 0, counts.sum() / (len(TISSUES) * counts.clamp(min=1)), 1.0)
 
 
 def dice(predicted: Tensor, labels: Tensor) -> list[float]:
-    """The Dice coefficient of each tissue, of the voxels that have a label; nan where it is nowhere."""
+    """The Dice coefficient of each tissue, of the voxels that have a label; nan for an absent one."""
     counted = labels != IGNORED_LABEL
-    found = []
+    coefficients = []
     for number in range(len(TISSUES)):
         guess, true = (predicted == number) & counted, labels == number
         total = int(guess.sum() + true.sum())
-        found.append(2 * int((guess & true).sum()) / total if total else float("nan"))
-    return found
+        coefficients.append(2 * int((guess & true).sum()) / total if total else float("nan"))
+    return coefficients
 
 
 def _noisy(brain: Brain, deviation: float) -> Tensor:

@@ -361,7 +361,7 @@ def test_a_failing_forward_changes_nothing_and_a_failing_backward_leaves_gradien
         out.sum().backward()
     assert_unchanged()
     net.trace = None
-    with pytest.raises(RuntimeError, match=r"has failed before.*call the model again"):
+    with pytest.raises(RuntimeError, match=r"an earlier backward pass of this call failed.*call the model again"):
         out.sum().backward()
     assert_unchanged()
     net(x).sum().backward()  # it works again
@@ -450,8 +450,8 @@ class _Power(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: _Returns(lambda x: x[:, :2]), "returns what it takes"),
-        (lambda: _Returns(lambda x: x.float()), "returns what it takes"),
+        (lambda: _Returns(lambda x: x[:, :2]), "must return the shape and dtype of its input"),
+        (lambda: _Returns(lambda x: x.float()), "must return the shape and dtype of its input"),
         (lambda: _Returns(lambda x: (x, x)), "one tensor"),
         (lambda: _Returns(lambda x: x + torch.rand_like(x)), "rand_like"),
         (lambda: _Returns(lambda x: x if x.sum() > 0 else -x), "traced"),

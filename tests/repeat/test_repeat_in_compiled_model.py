@@ -358,7 +358,7 @@ def test_a_pass_that_fails_changes_nothing() -> None:
 
 
 def test_what_cannot_be_compiled_names_the_blocks_and_a_remedy() -> None:
-    with pytest.raises(sft.UnsupportedError, match=r"4: repeat: .*returns what it takes"):
+    with pytest.raises(sft.UnsupportedError, match=r"4: repeat: .*must return the shape and dtype of its input"):
         sft.compile(_model(2, block=lambda: nn.Conv2d(4, 5, 1)), _SHAPE)
     with pytest.raises(sft.BudgetError, match=r"4: repeat: 12 repeated blocks need .* Raise the budget to [\d.]+ \w+ \(\d+ bytes\)"):
         sft.compile(_model(12, "1KiB"), _SHAPE)

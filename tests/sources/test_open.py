@@ -57,7 +57,7 @@ def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.Monke
     ("name", "content", "message"),
     [
         ("empty.svs", b"", "0 bytes"),
-        ("note.svs", b"this is not a slide", r"note\.svs \(16 bytes\).*copy it again"),
+        ("note.svs", b"this is no slide", r"note\.svs \(16 bytes\).*copy it again"),
         ("head.tif", b"II*\0" + bytes(12), r"head\.tif"),
         ("photo.svs", b"\x89PNG\r\n\x1a\n" + bytes(20), "its PNG header is damaged"),
         ("page.svs", b"<html>404", "it is an HTML page"),
@@ -243,7 +243,7 @@ def test_a_zarr_store_that_goes_away_while_it_is_open(kind: str, tmp_path: Path)
     image = open_image(path)
     before = image.read(0, 0, 20, 10)
     path.rename(tmp_path / "elsewhere.zarr")
-    with pytest.raises(SourceError, match=r"is gone, and what is read is the fill value"):
+    with pytest.raises(SourceError, match=r"is missing, and its pixels would be the fill value"):
         image.read(0, 0, 20, 10)
     (tmp_path / "elsewhere.zarr").rename(path)
     assert np.array_equal(image.read(0, 0, 20, 10), before)

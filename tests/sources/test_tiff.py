@@ -245,7 +245,7 @@ def test_a_tile_whose_place_is_the_header(tmp_path: Path) -> None:
         offsets = list(tiff.pages[0].dataoffsets)
         offsets[1] = 0
         tiff.pages[0].tags["TileOffsets"].overwrite(offsets)  # type: ignore[union-attr]
-    with pytest.raises(SourceError, match="1 of 6 tiles of level 0 are outside the file, the first at column 32, row 0"):
+    with pytest.raises(SourceError, match="1 of 6 tiles of level 0 are outside its data, the first at column 32, row 0"):
         open_image(path)
     with pytest.raises(SourceError, match="its place in the file is given as 0, in the header"):
         TiffImage(path).read(0, 0, 96, 64)

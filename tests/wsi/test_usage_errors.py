@@ -50,8 +50,8 @@ def test_missing_arguments_name_their_options(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data:\n\tcsv: t.csv\n", "c.yaml, line 2, column 1: no valid YAML"),
-        ("data: {csv: t.csv}\n---\n{}\n", "c.yaml, line 2, column 1: no valid YAML"),
+        ("data:\n\tcsv: t.csv\n", "c.yaml, line 2, column 1: invalid YAML"),
+        ("data: {csv: t.csv}\n---\n{}\n", "c.yaml, line 2, column 1: invalid YAML"),
         ("- a\n", "c.yaml is a list; a configuration has settings by name"),
         ("hello", "c.yaml is a single value"),
         ("", "c.yaml is empty"),

@@ -376,7 +376,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
         (["train", "--config", config, "--run", run, "--data.mpp", "0.1"], 1, "no training slide can be read"),
         (["train", "--config", config, "--run", str(tmp_path / "file" / "run")], 1, "cannot write to the run folder"),
         (["train", "--config", config, "--run", "/proc/sft-run"], 1, "cannot write to the run folder"),
-        (["evaluate", str(tmp_path)], 1, "no folder of a run"),
+        (["evaluate", str(tmp_path)], 1, "is not a folder of a run"),
         (["heatmap", str(trained / "run"), "--names", "nobody"], 1, "--names nobody"),
         (["heatmap", str(trained / "run"), "--classes", "nothing"], 1, "the model's are plain, swapped"),
         (["slide-info", str(trained / "s0.tif"), str(tmp_path / "file")], 3, "file"),

@@ -147,8 +147,8 @@ class TiffImage(FileImage[_TiffHandle]):
                 beyond %= len(level.planes[0].offsets)
                 down, across = divmod(int(beyond[0]), level.num_across)
                 raise SourceError(
-                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} are outside the "
-                    f"file, the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
+                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} are outside its "
+                    f"data, the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
                     'damaged; compare its size with the original and copy it again, or read the intact tiles with on_error="fill".'
                 )
 

@@ -106,7 +106,7 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     if different:
         listed = ", ".join(different.values())
         warnings.warn(
-            f"the run was started with other settings: {listed}. It continues, but not to the same bits", RuntimeWarning, stacklevel=2
+            f"the run was started under other conditions: {listed}. It continues, but not to the same bits", RuntimeWarning, stacklevel=2
         )
 
 

@@ -76,9 +76,9 @@ def _count_in_the_class(model: Any, y: Tensor) -> Any:
     ("then", "said"),
     [
         (_count, r"\(an object _Box\): `forward` sets calls, to 1, so the next call computes other values"),
-        (_append, r"\(an object _Box\): `forward` sets seen, to \[1\], and computes something else"),
-        (_begin, r"\(an object _Box\): `forward` sets has_begun, to True, and computes something else"),
-        (_count_in_the_class, r"\(the class _Model\): `forward` sets steps, to 1, and computes something else"),
+        (_append, r"\(an object _Box\): `forward` sets seen, to \[1\], so the next call computes other values"),
+        (_begin, r"\(an object _Box\): `forward` sets has_begun, to True, so the next call computes other values"),
+        (_count_in_the_class, r"\(the class _Model\): `forward` sets steps, to 1, so the next call computes other values"),
     ],
 )
 def test_state_that_changes_the_next_call_is_refused(then: Any, said: str) -> None:

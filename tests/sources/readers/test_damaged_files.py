@@ -27,6 +27,7 @@ from tests.sources.test_pixel_types import numbers
 
 zarr = pytest.importorskip("zarr")
 shapely = pytest.importorskip("shapely")
+pytest.importorskip("rasterio.shutil")
 
 _PAGE = Path(__file__).with_name("damaged-files.md")
 _BOMB = '<!DOCTYPE a [<!ENTITY x "yyyyyyyyyy"><!ENTITY y "&x;&x;&x;&x;&x;&x;&x;&x;"><!ENTITY z "&y;&y;&y;&y;&y;&y;&y;&y;">]>'
@@ -375,7 +376,7 @@ def _labels_of_fractions(folder: Path) -> None:
 
 #: The refusal of each file, or ``None`` for a policy that the case asserts.
 CASES: dict[Callable[[Path], None], tuple[type[Exception], str] | None] = {
-    _truncated_cog: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside the file.*cut short"),
+    _truncated_cog: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside its data.*cut short"),
     _truncated_cog_by_gdal: (sft.SourceError, r"cannot read columns .* of .*a\.tif"),
     _other_byte_order: (sft.SourceError, r"cannot open .*a\.tif"),
     _loop_of_pages: (sft.SourceError, r"its list of images \(so far 1\) continues at byte 8"),
@@ -383,7 +384,7 @@ CASES: dict[Callable[[Path], None], tuple[type[Exception], str] | None] = {
     _huge_size: (sft.SftError, r"a\.tif"),
     _huge_tile: (sft.SftError, r"a\.tif"),
     _zero_width: (sft.SourceError, r"a\.tif"),
-    _tiles_in_the_header: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside the file"),
+    _tiles_in_the_header: (sft.SourceError, r"a\.tif .*tiles of level 0 are outside its data"),
     _ome_with_a_bomb: None,
     _gdal_metadata_with_a_bomb: None,
     _ome_of_another_size: (sft.InputError, r"a\.ome\.tif of IYX = \(3, 40, 50\): axis 'i' has 3 entries"),

@@ -111,7 +111,7 @@ def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path) -> None:
     [
         (b"", "empty"),
         (b"slide,label\n", "no slides"),
-        (b"slide,label\n\xff\xfe,x\n", "no UTF-8"),
+        (b"slide,label\n\xff\xfe,x\n", "not UTF-8"),
         (b"slide,label\na\0b,x\n", "zero bytes"),
         (b'slide,label\n"a.svs,x\n', "close the quotes"),
         (b"picture,thing\na,b\n", "no column slide"),

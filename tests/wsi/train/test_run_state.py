@@ -113,20 +113,24 @@ def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_
     check_same_run(tmp_path, state, config, table)
     older = {**state, "surroundings": {name: now[name] for name in ("torch", "num_threads")}}
     check_same_run(tmp_path, older, config, table)  # warnings are errors here
-    with pytest.warns(RuntimeWarning, match=r"with other settings: num_replicas \(was 1, is 2\). It continues, but not to the same bits"):
+    with pytest.warns(
+        RuntimeWarning, match=r"under other conditions: num_replicas \(was 1, is 2\). It continues, but not to the same bits"
+    ):
         check_same_run(tmp_path, older, config, table, MeshShape(num_replicas=2))
     other = {**state, "surroundings": {**now, "imagecodecs": "0", "gpu": "H200"}}
-    with pytest.warns(RuntimeWarning, match=r"otherwise: imagecodecs \(was '0', is '[^']+'\), gpu \(was 'H200', is None\). It"):
+    with pytest.warns(
+        RuntimeWarning, match=r"under other conditions: imagecodecs \(was '0', is '[^']+'\), gpu \(was 'H200', is None\). It"
+    ):
         check_same_run(tmp_path, other, config, table)
     full = read_table(config.data.csv, config.task)
     sizes = {"table": full.digest(), "file_bytes": file_bytes(full)}
     check_same_run(tmp_path, {**state, **sizes}, config, full)
     resized = {**state, **sizes, "file_bytes": {**file_bytes(full), full.records[0].name: 1}}
-    told = r"with other settings: 1 slide file\(s\) of another size, bytes of \w+ \(was 1, is \w+\). It continues"
+    told = r"under other conditions: 1 slide file\(s\) of another size, bytes of \w+ \(was 1, is \w+\). It continues"
     with pytest.warns(RuntimeWarning, match=told):
         check_same_run(tmp_path, resized, config, full)
     changed = replace(config, train=replace(config.train, lr=1.0, on_error="skip"))
-    with pytest.raises(RunFolderError, match=r"other settings: train.lr \(was 0.01, is 1.0\). Put"):
+    with pytest.raises(RunFolderError, match=r"other settings: train.lr \(was 0.01, is 1.0\)\. Restore"):
         check_same_run(tmp_path, state, changed, table)
 
 

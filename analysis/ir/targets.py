@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["CUMULATIVE_MOMENTUM", "ELEMENTWISE_LOSSES", "RANDOM_TARGETS"]
+__all__ = ["ATTENTION", "CAUSAL_ATTENTION", "CUMULATIVE_MOMENTUM", "ELEMENTWISE_LOSSES", "RANDOM_TARGETS"]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+#: Causal attention of consecutive queries, of which the first has a position.
+CAUSAL_ATTENTION = "sft.causal_attention"
 
 #: Momentum that marks a BatchNorm with ``momentum=None`` (cumulative average) in a captured program. Its factor is one over the number of
 #: batches so far, which a buffer counts. No user sets this value.

@@ -184,10 +184,10 @@ def unexpanded(tracker: LayoutTracker, name: str) -> str:
 def _align(tracker: LayoutTracker, name: str, layout: DimLayout, rank: int) -> str | None:
     """An operand that broadcasts to this layout, with its dimensions moved to those of the image; ``None`` if that needs a permutation."""
     shape = tracker.shape(name)
-    if all(extent == 1 for extent in shape):
-        return name if len(shape) <= 1 else None
     if len(shape) > len(layout.groups):
         return None
+    if shape in ((), (1,)):
+        return name
     full = (*[1] * (len(layout.groups) - len(shape)), *shape)
     image: list[Any] = [1] * rank
     dims: list[int] = []

@@ -10,6 +10,7 @@ from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops import ELEMENTWISE
 from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleTracker
 from sft.analysis.ir.ops.sample_rules import SAMPLE_RULES
+from sft.analysis.ir.targets import ATTENTION
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.common.interval import Interval
 
@@ -24,7 +25,6 @@ _POSITION_INDEPENDENT = frozenset(
         *(f"sft.{name}" for name in ("pixel_unshuffle", "im2col", "rearrange", "channel_norm")),
     }
 )
-_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def extents_read(phases: PhasedGraph, names: Collection[str], axis: int) -> Sequence[int]:
@@ -49,7 +49,7 @@ def num_windows_read(graph: Graph, names: Collection[str]) -> Sequence[int]:
 
 
 def _num_queries(graph: Graph, node: Node) -> Iterator[int]:
-    if node.target == _ATTENTION:
+    if node.target == ATTENTION:
         yield from (graph[name].shape[-2] for name in refs_in(node.argument("query")))
     elif node.target == "aten.softmax.int" and len(node.shape) > 1:
         yield from node.shape[-2:-1]

@@ -19,7 +19,6 @@ _WITHIN_REMEDY = "compute it within each of them, or on pooled values"
 #: Remedies by operator.
 _REMEDIES = {
     **dict.fromkeys(("roll", "flip"), "move the image as [N, C, H, W], before it is divided"),
-    "scaled_dot_product_attention": "pass a causal mask as attn_mask",
     **dict.fromkeys(("layer_norm", "group_norm", "batch_norm", "native_batch_norm"), "normalise each of them on its own"),
     "cat": "join values of a pixel or token, or after the pooling",
 }

@@ -14,6 +14,7 @@ from typing import Any
 from sft.analysis.ir.graph import Graph, Node, refs_in
 from sft.analysis.ir.ops.sample_axis import SampleAxis, SampleRule, SampleTracker
 from sft.analysis.ir.ops.table import DIMENSION_ARGUMENTS, ELEMENTWISE, DimensionArgument
+from sft.analysis.ir.targets import ATTENTION, CAUSAL_ATTENTION
 
 __all__ = ["PRODUCT_TARGETS", "SAMPLE_IMAGE_RULES", "SAMPLE_RULES", "graph_of_samples", "with_num_samples"]
 
@@ -261,12 +262,12 @@ def _attention(tracker: SampleTracker, node: Node) -> SampleAxis | None:
         return common
     (query,), (key,), (value,) = (tuple(refs_in(node.argument(name))) for name in ("query", "key", "value"))
     axis, masks = tracker.axes.get(query), tuple(refs_in(node.argument("attn_mask")))
-    is_causal = node.argument("is_causal", False)  # a query's keys then depend on its position
-    if axis is None or axis.dim != len(tracker.shape(query)) - 2 or query in (key, value, *masks) or is_causal:
+    if axis is None or axis.dim != len(tracker.shape(query)) - 2 or query in (key, value, *masks):
         return None
     if any(not tracker.take_all(name) for name in (key, value)) or not all(_has_queries(tracker, name, axis) for name in masks):
         return None
-    return replace(axis, dim=len(node.shape) - 2)
+    queries = replace(axis, dim=len(node.shape) - 2)
+    return queries if queries.has_positions or not node.argument("is_causal", False) else None
 
 
 def _has_queries(tracker: SampleTracker, mask: str, axis: SampleAxis) -> bool:
@@ -358,7 +359,7 @@ SAMPLE_RULES: dict[str, SampleRule] = {
     "aten.index_select.default": _index_select,
     "aten.index.Tensor": _index,
     **dict.fromkeys(("aten.matmul.default", "aten.mm.default", "aten.bmm.default"), _matmul),
-    "aten.scaled_dot_product_attention.default": _attention,
+    ATTENTION: _attention,
     "aten.einsum.default": _einsum,
     **dict.fromkeys(("sft.dropout", "sft.mask", "sft.noise"), _random),
 }
@@ -382,4 +383,6 @@ def with_num_samples(node: Node, axis: SampleAxis, num_samples: int) -> Node:
         arguments = tuple((name, tuple(split) if name == "split" else value) for name, value in arguments)
     if key is not None:
         arguments = tuple((name, shape if name == key else value) for name, value in arguments)
+    if node.target == ATTENTION and node.argument("is_causal", False) and axis.dim == len(shape) - 2:
+        node = replace(node, target=CAUSAL_ATTENTION)  # the keys of a query depend on its position
     return replace(node, arguments=arguments, shape=shape)

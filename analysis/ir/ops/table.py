@@ -66,7 +66,7 @@ from sft.analysis.ir.ops.transposed import OverlapAddSpec, TransposedConvolution
 from sft.analysis.ir.ops.unsupported import NO_STRIP_RULE, unsupported_reason
 from sft.analysis.ir.ops.windows import AvgPoolSpec, ChannelWindowSpec, ConvolutionSpec, MaxPoolSpec, Window, WindowedSpec
 from sft.analysis.ir.repeat_op import REPEAT_NEXT
-from sft.analysis.ir.targets import ELEMENTWISE_LOSSES, RANDOM_TARGETS
+from sft.analysis.ir.targets import ATTENTION, ELEMENTWISE_LOSSES, RANDOM_TARGETS
 
 __all__ = [
     "CASTS",
@@ -249,7 +249,7 @@ def _windows_cover_extent(node: Node) -> bool:
 
 def _is_random(node: Node) -> bool:
     """True if the operator draws random numbers in this use; attention and recurrent layers do only with a dropout probability."""
-    if node.target == "aten.scaled_dot_product_attention.default":
+    if node.target == ATTENTION:
         return bool(node.argument("dropout_p", 0.0))
     if node.target in _RECURRENT_OPS:
         return bool(node.argument("train") and node.argument("dropout") and node.argument("num_layers") > 1)

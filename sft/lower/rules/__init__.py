@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from sft.analysis.ir.graph import Node
 from sft.analysis.ir.ops import CASTS
+from sft.analysis.ir.targets import CAUSAL_ATTENTION
 from sft.lower.context import SegmentInfo
 from sft.lower.rules.axis_reductions import AxisMinMaxRule, AxisSumRule
 from sft.lower.rules.base import Rule
+from sft.lower.rules.causal_attention import CausalAttentionRule
 from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
 from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, SpatialSideInputRule
 from sft.lower.rules.max_pool import AdaptiveMaxPoolRule, MaxPoolIndicesRule, MaxPoolRule, MaxUnpoolRule
@@ -68,6 +70,7 @@ _STRIP_OR_WHOLE_RULES: dict[str, Rule] = {
     "sft.noise": NoiseRule(),
     "sft.running_mean": RunningStatisticRule(),
     "sft.running_var": RunningStatisticRule(),
+    CAUSAL_ATTENTION: CausalAttentionRule(),
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,23 +93,44 @@ class TracedPointwiseRule(_TracedRule):
 
 
 class TracedWholeRule(_TracedRule):
-    """Any operator on full tensors, and operators on the channels of each pixel of a strip."""
+    """Any operator on full tensors, and operators on the channels of each pixel of a strip.
+
+    Attributes:
+        is_foreign: True if the rule runs kernels of torch under a target of the library.
+    """
 
     saves_output = True
+    is_foreign: ClassVar[bool] = False
 
     def forward(self, ctx: NodeContext) -> Slot:
+        return self.replay_forward(ctx, ctx.node.target, ctx.node.arguments, self.operand_slots(ctx))
+
+    def operand_slots(self, ctx: NodeContext) -> dict[str, Slot]:
+        """The operands, by name, in the layouts of the trace."""
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.global_slot(name) for name in names]
         if self._is_foreign(ctx) and _MATRIX_OPS.search(ctx.node.target):
             slots = [ctx.builder.row_major(slot) for slot in slots]
         elif self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_computed(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
+        return dict(zip(names, slots, strict=True))
+
+    def replay_forward(self, ctx: NodeContext, target: str, arguments: Sequence[tuple[str, Any]], operands: Mapping[str, Slot]) -> Slot:
+        """Emit the calls of an operator on these operands.
+
+        Args:
+            ctx: the operator of the model.
+            target: the operator that is traced.
+            arguments: its arguments, with references to operands by name.
+            operands: slots of the operands.
+        """
+        names, slots = tuple(operands), tuple(operands.values())
         # Operands are named by position, so that equal operators of many blocks share one trace.
         positions = {name: str(position) for position, name in enumerate(names)}
-        arguments = tuple((key, map_refs(value, lambda name: Ref(positions[name]))) for key, value in ctx.node.arguments)
+        arguments = tuple((key, map_refs(value, lambda name: Ref(positions[name]))) for key, value in arguments)
         try:
             trace = trace_whole(
-                ctx.node.target,
+                target,
                 BitwiseKey(arguments),
                 tuple(
                     (positions[name], ArgumentSpec(slot.shape, slot.dtype, name in ctx.scope.requires_grad))
@@ -137,10 +158,9 @@ class TracedWholeRule(_TracedRule):
                 slot = values[gradient]
                 ctx.add_grad(Ref(name), slot, owned=slot.root == slot.number and slot is not grad)
 
-    @staticmethod
-    def _is_foreign(ctx: NodeContext) -> bool:
+    def _is_foreign(self, ctx: NodeContext) -> bool:
         """True for operators without a rule of their own; their kernels may require the memory layout of the trace."""
-        return ctx.scope.specs[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
+        return self.is_foreign or (ctx.scope.specs[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft."))
 
     @staticmethod
     def _is_computed(ctx: NodeContext, name: str) -> bool:

@@ -64,6 +64,7 @@ def test_chunks_of_tokens_equal_plain(name: str, monkeypatch: pytest.MonkeyPatch
     take_windows(monkeypatch, 4, height=1)
     report = assert_exact(make(), torch.randn(1, 3, *size), to_the_byte=True, steps=1)
     assert any(segment.takes_windows for segment in report.plan.segments)
+    assert not any("all tokens" in note for note in report.plan.notes)
     assert report.plan.redundancy < 1.36
 
 

@@ -129,6 +129,19 @@ class _Reversed(nn.Module):
         return self.after(F.scaled_dot_product_attention(q, k, v).flip(0)).mean((0, 1))  # type: ignore[no-any-return]
 
 
+class _RunningSum(nn.Module):
+    """Sum of each token and all tokens before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+def _with_running_sums() -> nn.Module:
+    model = ImageTransformer(8, 2, 1, 4, (8, 8))
+    model.blocks.append(_RunningSum())
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "line", "remedy"),
     [
@@ -139,9 +152,9 @@ class _Reversed(nn.Module):
         ),
         (_Reversed, "(the model itself): flip: reads all window rows at once, so", "move the image as [N, C, H, W]"),
         (
-            lambda: ImageTransformer(8, 2, 1, 4, (8, 8), "causal"),
-            "blocks.0.attention: scaled_dot_product_attention: reads all tokens at once, so 3 operators",
-            "pass a causal mask as attn_mask",
+            _with_running_sums,
+            "blocks.1: cumsum: reads all tokens at once, so",
+            "compute it within each of them",
         ),
     ],
 )

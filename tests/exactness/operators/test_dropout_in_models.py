@@ -102,6 +102,30 @@ def test_all_of_it_is_in_strips(kind: str) -> None:
     assert not report.whole_reasons, report
 
 
+class _Branch(nn.Module):
+    """A branch on pixels with channels last, in one list or in rows, with a learned scale and stochastic depth (Swin, MaxViT)."""
+
+    def __init__(self, *, is_list: bool) -> None:
+        super().__init__()
+        self.is_list, self.drop, self.scale = is_list, DropPath(0.5), nn.Parameter(torch.full((1, 1, 1), 0.7))
+        self.first, self.linear, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).permute(0, 2, 3, 1)
+        pixels = x.flatten(1, 2) if self.is_list else x
+        pixels = pixels + self.drop(self.scale * self.linear(pixels))
+        return self.last(pixels.reshape(x.shape).permute(0, 3, 1, 2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("is_list", "num_images"), [(False, 1), (True, 1), (True, 2)])
+def test_stochastic_depth_of_pixels_in_strips(is_list: bool, num_images: int) -> None:
+    """The mask of a single image has one element."""
+    torch.manual_seed(0)
+    model, x = _Branch(is_list=is_list), torch.randn(num_images, 3, 12, 10)
+    assert not sft.check(model, x.shape).whole_reasons
+    assert_exact(model, x, options=sft.Options(tile=(5, 4)), steps=1)
+
+
 class _Late(nn.Module):
     """Dropouts that are registered in another order than they run in, one of them twice."""
 

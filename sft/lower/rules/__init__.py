@@ -8,7 +8,6 @@ from sft.analysis.ir.targets import CAUSAL_ATTENTION
 from sft.lower.context import SegmentInfo
 from sft.lower.rules.axis_reductions import AxisMinMaxRule, AxisSumRule
 from sft.lower.rules.base import Rule
-from sft.lower.rules.causal_attention import CausalAttentionRule
 from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
 from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, SpatialSideInputRule
 from sft.lower.rules.max_pool import AdaptiveMaxPoolRule, MaxPoolIndicesRule, MaxPoolRule, MaxUnpoolRule
@@ -18,7 +17,7 @@ from sft.lower.rules.padding import AssignSliceRule, BorderRowsRule, CircularPad
 from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
 from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
-from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
+from sft.lower.rules.traced import CausalAttentionRule, TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
 from sft.lower.rules.unfold import Col2imRule, Im2colRule
 

@@ -1,7 +1,7 @@
 """Memory pool of a compiled model's steps on a GPU: segments of planned sizes, reserved before the first step.
 
 PyTorch's allocator requests a segment for each tensor that finds no free block. Segments of a step that were made one by one fragment; a
-plan knows in which segments its step fits (:mod:`sft.planner.measured.reserved_memory`). The pool requests them at once. It is the model's
+plan knows in which segments its step fits (:mod:`sft.planner.measured.segment_search`). The pool requests them at once. It is the model's
 own (``torch.cuda.MemPool``), so tensors of the training loop do not divide its blocks.
 
 The passes of one model share the pool, whatever the sizes of their images. For a plan with larger segments it is replaced; memory of the

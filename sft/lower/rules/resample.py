@@ -189,11 +189,10 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
         narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
         scratch_bytes = term + narrow + num_terms * (8 + dtype.itemsize)
     else:
-        # The strip in the wider type, and the tables of indices, weights and bags, of each plane.
+        # A copy of the strip, and the tables of indices, weights and bags, of each plane.
+        is_copied = value.dtype != dtype or _has_scattered_rows(ctx, value, dim)
         planes = math.prod(shape[:dim])
-        scratch_bytes = math.prod(value.shape) * dtype.itemsize * (value.dtype != dtype) + planes * num_terms * (
-            2 * (4 + dtype.itemsize) + 4
-        )
+        scratch_bytes = math.prod(value.shape) * dtype.itemsize * is_copied + planes * num_terms * (2 * (4 + dtype.itemsize) + 4)
     return ctx.builder.call(
         span,
         value,
@@ -203,6 +202,30 @@ def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: 
         keywords={"dim": dim, "dtype": dtype},
         scratch_bytes=scratch_bytes,
     )
+
+
+#: Ports whose tensors are dense in memory, except for slices along the rows or the samples.
+_DENSE_PORTS = frozenset({"source", "carry", "grad_carry"})
+
+
+def _has_scattered_rows(ctx: NodeContext, value: Slot, dim: int) -> bool:
+    """True if the rows of a slot along ``dim`` may be scattered in memory, so that their matrix is a copy.
+
+    That is so for slices along another axis, except columns of a single sample, for gradients of the caller, and for views that another
+    operator has made, such as some of the channels.
+    """
+    builder = ctx.builder
+    harmless = (0, dim, dim + 1) if value.shape[0] == 1 else (0, dim)
+    for instruction in reversed(builder.instructions):
+        if value.root == value.number or instruction.owner != builder.owner:
+            break
+        if all(out is None or out.number != value.number for out in instruction.outputs):
+            continue
+        if instruction.function is not aten.slice.Tensor or instruction.arguments[1] not in harmless:
+            return True
+        value = instruction.arguments[0]
+    port = next((port for port, slot in builder.ports.items() if slot.number == value.number), None)
+    return value.root != value.number or (port is not None and port.role not in _DENSE_PORTS)
 
 
 def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[ResampledRange]:

@@ -31,6 +31,8 @@ __all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "input_pass_bytes", "num_calls",
 _CALL_FLOPS = {"cpu": 5e5}
 _CALL_FLOPS_DEFAULT = 1e8
 #: FLOPs that the CPU could compute while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
+#: Steps on one machine gave 9 to 75 FLOPs, by the load of its memory. Smaller buffers are fresh, too, where the heap was trimmed, which
+#: depends on the order of all frees of the process. So a few per cent of cost between two plans are below the error of the estimate.
 _FRESH_BYTE_FLOPS = 15.0
 LARGE_BUFFER_BYTES = 32 * 2**20
 #: FLOPs per second, to the nearest power of ten: they only compete with the link to the host.

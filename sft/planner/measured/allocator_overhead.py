@@ -31,7 +31,8 @@ from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
 from sft.lower.program import Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import record_program, record_step
-from sft.planner.measured.reserved_memory import choose_segments, recording_sizes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 from sft.torch_runtime.pass_graphs import can_record_passes
@@ -97,7 +98,7 @@ class OverheadEstimator:
             resident += recording_sizes(problem)
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
-        segments = choose_segments(trace, self.allocator) if has_pool else None
+        segments = choose_segments(trace, self.allocator, resident) if has_pool else None
         if (self._multiplies or segments is not None) and self.device is not None:  # a pool is entered with a handle of cuBLAS
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)

@@ -1,15 +1,12 @@
-"""Reserved memory of a plan: the bytes that the caching allocator of a GPU takes for a step, and how they are divided into segments.
+"""Reserved memory of a plan: the bytes that the caching allocator of a GPU takes for a step.
 
 The projection of a plan counts the bytes of its tensors. A GPU runs out of the bytes that its allocator has *reserved*, and these depend on
 the order of allocations (:mod:`sft.runtime.caching_allocator`). Here the allocations and frees of a step
 (:mod:`sft.planner.measured.allocation_trace`) are replayed through a simulation of the allocator.
 
-A step allocates from a memory pool of its own (``torch.cuda.MemPool``), whose segments are reserved before the first step. Left alone, the
-allocator makes a segment for each tensor that finds no free block: strips of slightly different heights then leave segments that no later
-tensor fits. In one large segment, neighbouring free blocks merge. Some plans fit even better with separate segments for their largest
-tensors, or with the allocator's own, so several divisions are simulated and the smallest is used. ``benchmarks/gpu_plans.py`` compares.
-
-Inputs, gradients of outputs, and everything resident are allocated by the caller, outside of the pool.
+A step allocates from a memory pool of its own (``torch.cuda.MemPool``), whose segments are reserved before the first step
+(:mod:`sft.planner.measured.segment_search`). Inputs, gradients of outputs, and everything resident are allocated by the caller, outside of
+the pool.
 """
 
 from __future__ import annotations
@@ -20,19 +17,12 @@ from typing import Final
 
 from sft.planner.measured.allocation_trace import AllocationTrace
 from sft.planner.problem import PlanningProblem
-from sft.runtime.caching_allocator import MIN_SEGMENT_BYTES, AllocatorSettings, Block, CachingAllocator, segment_bytes
+from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
 
-__all__ = ["ReservedMemory", "choose_segments", "recording_sizes", "resident_sizes", "simulate_reserved_memory"]
+__all__ = ["NUM_STEPS", "ReservedMemory", "recording_sizes", "resident_sizes", "simulate_reserved_memory"]
 
 #: The second step starts with the segments of the first one, as all later steps do.
-_NUM_STEPS: Final = 2
-#: Segment that no step fills.
-_ENDLESS_BYTES: Final = 2**56
-#: Divisions that are tried, in order: number of the largest tensors with segments of their own, and size of the common segment relative to
-#: the bytes that it needs while its end is free.
-_DIVISIONS: Final = ((0, 1.0), (1, 1.0), (0, 1.02), (16, 1.0), (2, 1.0), (0, 1.05), (8, 1.0), (4, 1.0))
-#: Events that may be replayed to find a division; further divisions are not tried.
-_MAX_REPLAYED_EVENTS: Final = 150_000
+NUM_STEPS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +69,7 @@ def simulate_reserved_memory(
         pool = CachingAllocator(settings=settings, limit_bytes=None if limit_bytes is None else limit_bytes - outside.reserved_bytes)
         pool.reserve(segments)
     num_released = 0
-    for _ in range(_NUM_STEPS):
+    for _ in range(NUM_STEPS):
         num_released = pool.num_released
         _replay(trace, pool, outside)
     both = (pool,) if pool is outside else (pool, outside)
@@ -101,70 +91,6 @@ def _replay(trace: AllocationTrace, pool: CachingAllocator, outside: CachingAllo
         else:
             allocator, block = blocks.pop(number)
             allocator.free(block)
-
-
-def choose_segments(trace: AllocationTrace, settings: AllocatorSettings) -> tuple[int, ...] | None:
-    """Bytes of the segments in which a step reserves least memory: some for the largest live tensors, one for the others.
-
-    ``None`` if the step reserves less without a pool. Empty if it allocates no block of more than a mebibyte.
-    """
-    largest = _largest_at_peak(trace)
-    best: tuple[int, ...] | None = None
-    least_bytes = simulate_reserved_memory(trace, settings).reserved_bytes
-    common_bytes: dict[tuple[int, ...], int] = {}
-    num_replayed = 0
-    for count, spare in _DIVISIONS:
-        if num_replayed > _MAX_REPLAYED_EVENTS:
-            break
-        separate = tuple(segment_bytes(num_bytes) for num_bytes in largest[:count])
-        if separate not in common_bytes:
-            common_bytes[separate] = _common_segment_bytes(trace, settings, separate)
-            num_replayed += len(trace.events)
-        common = segment_bytes(max(int(spare * common_bytes[separate]), MIN_SEGMENT_BYTES))
-        segments = (*separate, common) if common_bytes[separate] else separate
-        reserved_bytes = simulate_reserved_memory(trace, settings, segments=segments).reserved_bytes
-        num_replayed += _NUM_STEPS * len(trace.events)
-        if reserved_bytes < least_bytes or (reserved_bytes == least_bytes and best is None):
-            least_bytes, best = reserved_bytes, segments
-    return best
-
-
-def _common_segment_bytes(trace: AllocationTrace, settings: AllocatorSettings, separate: tuple[int, ...]) -> int:
-    """Bytes of a segment for all tensors that find no free block in the separate ones, if its end is used last."""
-    pool = CachingAllocator(settings=settings)
-    pool.reserve((*separate, _ENDLESS_BYTES))
-    common = max(block.segment for block in pool.free_blocks)
-    end_bytes, blocks = 0, dict[int, Block | None]()
-    for number, num_bytes in trace.events:
-        if number in trace.caller_numbers:
-            continue
-        if num_bytes:
-            block = blocks[number] = pool.allocate(num_bytes)
-            if block is not None and block.segment == common:
-                end_bytes = max(end_bytes, block.offset_bytes + block.num_bytes)
-        else:
-            pool.free(blocks.pop(number))
-    return end_bytes
-
-
-def _largest_at_peak(trace: AllocationTrace) -> list[int]:
-    """Sizes of the tensors that are alive at the peak and can fill a segment, largest first."""
-    live: dict[int, int] = {}
-    live_bytes = peak_bytes = 0
-    at_peak: list[int] = []
-    for number, num_bytes in trace.events:
-        if number in trace.caller_numbers:
-            continue
-        if num_bytes:
-            live[number] = num_bytes
-            live_bytes += num_bytes
-            if live_bytes > peak_bytes:
-                peak_bytes, at_peak = live_bytes, []
-        else:
-            if live_bytes == peak_bytes and not at_peak:
-                at_peak = list(live.values())
-            live_bytes -= live.pop(number)
-    return sorted((num_bytes for num_bytes in at_peak if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)
 
 
 def resident_sizes(problem: PlanningProblem) -> list[int]:

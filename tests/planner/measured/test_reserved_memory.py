@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
-from sft.planner.measured.allocation_trace import _RecordingMachine, record_step
-from sft.planner.measured.reserved_memory import choose_segments, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
+from sft.planner.measured.reserved_memory import resident_sizes, simulate_reserved_memory
+from sft.planner.measured.segment_search import choose_segments
 from sft.runtime.caching_allocator import AllocatorSettings
 from tests.helpers.models import seeded
 from tests.helpers.planned_networks import PLANNED_NETWORKS
@@ -93,6 +95,49 @@ def test_planned_segments_of_a_large_network() -> None:
     without_pool = simulate_reserved_memory(trace, settings)
     assert pooled.reserved_bytes - trace.peak_bytes < 0.6 * (without_pool.reserved_bytes - trace.peak_bytes)
     assert without_pool.reserved_bytes > 1.15 * trace.peak_bytes
+
+
+def _random_trace(seed: int) -> AllocationTrace:
+    """Forty tensors of 10 to 60 MiB that live for up to twelve allocations."""
+    random = Random(seed)
+    events: list[tuple[int, int]] = []
+    frees: dict[int, list[int]] = {}
+    for number in range(40):
+        events += [(dead, 0) for dead in frees.pop(number, [])] + [(number, random.randint(10, 60) * _MIB)]
+        frees.setdefault(min(40, number + random.randint(1, 12)), []).append(number)
+    events += [(dead, 0) for dead in frees.pop(40)]
+    live_bytes, sizes = 0, dict[int, int]()
+    peak_bytes = 0
+    for number, num_bytes in events:
+        live_bytes += num_bytes - (sizes.pop(number) if not num_bytes else 0)
+        if num_bytes:
+            sizes[number] = num_bytes
+        peak_bytes = max(peak_bytes, live_bytes)
+    return AllocationTrace(events=tuple(events), caller_numbers=frozenset(), peak_bytes=peak_bytes)
+
+
+def test_the_local_search_reserves_less_than_the_first_divisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, traces = AllocatorSettings(), [_random_trace(seed) for seed in range(4)]
+
+    def excess_bytes() -> list[int]:
+        chosen = [choose_segments(trace, settings) for trace in traces]
+        assert chosen == [choose_segments(trace, settings) for trace in traces]
+        pooled = [simulate_reserved_memory(trace, settings, segments=each) for trace, each in zip(traces, chosen, strict=True)]
+        return [each.reserved_bytes - trace.peak_bytes for each, trace in zip(pooled, traces, strict=True)]
+
+    searched = excess_bytes()
+    monkeypatch.setattr("sft.planner.measured.segment_search._MAX_CHANGES", 0)
+    divided = excess_bytes()
+    assert all(0 <= after <= before for after, before in zip(searched, divided, strict=True))
+    assert sum(searched) < 0.8 * sum(divided)
+
+
+def test_a_step_that_fits_beside_the_resident_tensors_has_no_pool() -> None:
+    """A resident tensor leaves the rest of its segment to the step, which a pool would not use."""
+    trace = AllocationTrace(events=((1, 8 * _MIB), (1, 0)), caller_numbers=frozenset(), peak_bytes=8 * _MIB)
+    settings = AllocatorSettings()
+    assert choose_segments(trace, settings, [9 * _MIB]) is None
+    assert choose_segments(trace, settings) is not None
 
 
 def test_workspaces_are_requested_with_the_results_of_operators() -> None:

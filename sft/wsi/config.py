@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from math import inf, isfinite
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 from sft.common.errors import some_names
 from sft.common.legacy_names import restore_fields
-from sft.wsi.config_checks import byte_problems, mask_value_problems, refuse, refuse_nulls, tile_problems
+from sft.wsi.config_checks import byte_problems, channel_problems, mask_value_problems, refuse, refuse_nulls, tile_problems
+from sft.wsi.data_config import DataConfig
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
@@ -25,69 +26,11 @@ _MAX_HIDDEN = 2**20
 _TILE_PX = 224
 #: Epochs, and slides and steps between events, at most.
 _MAX_COUNT = 10**9
+#: Mean and standard deviation of the channels of ImageNet.
+_IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """Slides, resolution and splits.
-
-    Args:
-        csv: the table: columns slide, label, and optionally patient, split, mpp, mask, time, event.
-        slides: folder that slides are relative to (default: that of the table). Files outside of it are refused.
-        mpp: micrometres per pixel to train at, exactly; default: the slide's largest level.
-        tissue: none; crop (to the bounding box of the tissue, found by colour or by the column mask); mask (also paints the
-            background in the slide's background colour).
-        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass, and in the remainder, rows of
-            the next slide, or auto: a share of what the host has free; default: none.
-        num_folds: number of patient-disjoint folds for a table without splits; one is for testing, the next for validation.
-        fold: index of the test fold, from 0.
-        val_fraction: share of the patients for validation without splits and folds.
-        test_fraction: share of the patients for testing, likewise.
-        mask_values: for segmentation: index of the class for each value of the label maps, such as {0: 0, 255: 1} for masks of 0 and
-            255; 255 as index: ignored. Default: values are class indices, 255 is ignored.
-        mask_channel: for segmentation: number of the channel that holds the labels, in label maps of several (0 in PANDA).
-        background: colour of painted background, three numbers of 0 to 255; default: that of the slide's file (white for scanners, the
-            fill value of a Zarr array).
-    """
-
-    csv: Path
-    slides: Path | None = None
-    mpp: float | None = None
-    tissue: Literal["none", "crop", "mask"] = "none"
-    host_budget: int | str | None = None
-    num_folds: int | None = None
-    fold: int = 0
-    val_fraction: float = 0.2
-    test_fraction: float = 0.0
-    mask_values: dict[int, int] | None = None
-    background: list[int] | None = None
-    mask_channel: int | None = None
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
-        """Restore a pickle; one of an older release lacks the last fields."""
-        restore_fields(self, state)
-
-    def __post_init__(self) -> None:
-        refuse_nulls("data", self)
-        problems = []
-        if self.mpp is not None and not 0 < self.mpp < 1000:
-            problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
-        if self.host_budget is not None:
-            problems += byte_problems("data.host_budget", self.host_budget)
-        if self.background is not None and (len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background)):
-            problems.append(f"data.background {self.background}: give three numbers of 0 to 255, such as [255, 255, 255]")
-        if self.num_folds is not None and self.num_folds < 3:
-            problems.append(f"data.num_folds {self.num_folds}: give at least 3, one for testing, one for validation and one to train on")
-        if self.fold and self.num_folds is None:
-            problems.append(f"data.fold {self.fold} without data.num_folds: say how many folds there are")
-        elif not 0 <= self.fold < (self.num_folds or self.fold + 1):
-            problems.append(f"data.fold {self.fold}: folds are counted from 0 to {(self.num_folds or 1) - 1}")
-        if not (0 <= self.val_fraction < 1 and 0 <= self.test_fraction < 1 and self.val_fraction + self.test_fraction < 1):
-            problems.append(f"data.val_fraction {self.val_fraction} and data.test_fraction {self.test_fraction}: leave slides to train on")
-        refuse(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +90,8 @@ class ModelConfig:
         budget: bytes that the device may hold, or auto: what it has free when the run starts, less a margin. A resumed run keeps it.
         tile: rows and columns in px of a tile of the computation; default: the planner's choice. With columns, tiles of background
             need not run.
-        mean: of the pixels' channels, in 0..1.
-        std: of the pixels' channels, in 0..1.
+        mean: of each channel, in units of its range of values (0..1); default: that of ImageNet, with data.channels 0.
+        std: of each channel, likewise; default: that of ImageNet, with data.channels 1.
         encoder: slide (the backbone maps the whole slide to a feature map), or tiles (it maps each tile of the tissue to a vector; the
             head pools the vectors of all tiles of a slide).
         tile_px: with tiles: side of a tile, in px at data.mpp; default: 224.
@@ -169,8 +112,8 @@ class ModelConfig:
     norm: Literal["auto", "frozen", "calibrated", "train"] = "auto"
     budget: int | str = "11GiB"
     tile: list[int] | None = None
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    mean: list[float] | None = None
+    std: list[float] | None = None
     encoder: Literal["slide", "tiles"] = "slide"
     tile_px: int | None = None
     stride_px: int | None = None
@@ -204,11 +147,6 @@ class ModelConfig:
             problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MAX_HIDDEN}")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
-        is_normal = len(self.mean) == len(self.std) == 3 and all(map(isfinite, (*self.mean, *self.std))) and min(self.std) > 0
-        if not is_normal:
-            problems.append(
-                f"model.mean [{some_names(self.mean)}], model.std [{some_names(self.std)}]: give three finite numbers each, std above 0"
-            )
         if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
             problems.append(f"model.tile {self.tile}: give two positive numbers, rows and columns, such as [256, 2048]")
         problems += byte_problems("model.budget", self.budget)
@@ -366,6 +304,10 @@ class Config:
         if "\0" in str(self.run):
             problems.append(f"run {str(self.run)!r}: it has a zero byte, which no name of a folder has; leave it out")
         refuse(problems)
+        default_mean, default_std = _IMAGENET if self.data.channels is None else ([0.0] * self.num_channels, [1.0] * self.num_channels)
+        mean, std = self.model.mean or default_mean, self.model.std or default_std
+        object.__setattr__(self, "model", replace(self.model, mean=mean, std=std))
+        problems += channel_problems(self)
         if self.model.takes_tiles and "segmentation" in (self.model.head, self.task.kind):
             problems.append(
                 f"model.encoder tiles with model.head {self.model.head} and task.kind {self.task.kind}: tiles are pooled to one vector "
@@ -401,6 +343,11 @@ class Config:
         if self.task.label_smoothing and self.task.kind != "classification":
             problems.append(f"task.label_smoothing with task.kind {self.task.kind}: it is for classification")
         refuse(problems)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the network's input."""
+        return 3 if self.data.channels is None else len(self.data.channels)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to YAML."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,19 @@ from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError, first_problems, some_names
 
 if TYPE_CHECKING:
-    from sft.wsi.config import ModelConfig, TaskConfig
+    from sft.wsi.config import Config, ModelConfig, TaskConfig
+    from sft.wsi.data_config import DataConfig
 
-__all__ = ["byte_problems", "mask_value_problems", "refuse", "refuse_nulls", "tile_problems"]
+__all__ = [
+    "byte_problems",
+    "channel_problems",
+    "mask_value_problems",
+    "pixel_problems",
+    "refuse",
+    "refuse_nulls",
+    "tile_problems",
+    "value_pairs",
+]
 
 #: Index of values of a label map that count for nothing.
 _IGNORED_INDEX = 255
@@ -103,3 +114,74 @@ def mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list
     if unused:
         problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
     return problems
+
+
+def pixel_problems(data: DataConfig) -> list[str]:
+    """Problems of the settings of pixels: channels, ranges of values, axes, the colour of background."""
+    problems = []
+    num_channels = 3 if data.channels is None else len(data.channels)
+    if data.channels is not None:
+        wrong = [channel for channel in data.channels if channel == "" or (isinstance(channel, int) and channel < 0)]
+        if not data.channels or wrong or len(set(data.channels)) < num_channels:
+            problems.append(
+                f"data.channels {data.channels}: give each channel once, by its name or its number from 0, such as [0, 1, 2, 3]"
+            )
+    pairs = [] if data.value_range is None else value_pairs(data.value_range, num_channels)
+    if pairs is None:
+        problems.append(f"data.value_range {data.value_range}: give [low, high] with low < high, or one such pair for each channel")
+    elif data.value_range is not None and len(pairs) != num_channels:
+        problems.append(
+            f"data.value_range {data.value_range}: these are {len(pairs)} pairs for {num_channels} channels; give one a channel"
+        )
+    if data.percentiles is not None and not (len(data.percentiles) == 2 and 0 <= data.percentiles[0] < data.percentiles[1] <= 100):
+        problems.append(f"data.percentiles {data.percentiles}: give two numbers, 0 <= low < high <= 100, such as [1, 99]")
+    if data.percentiles is not None and data.value_range is not None:
+        problems.append("data.percentiles and data.value_range are two ways to give one range; leave one of them out")
+    if data.background is not None:
+        is_colour = data.channels is not None or all(0 <= value <= 255 for value in data.background)
+        if len(data.background) != num_channels or not is_colour:
+            numbers = "three numbers of 0 to 255, such as [255, 255, 255]" if data.channels is None else "a number for each channel"
+            problems.append(f"data.background {data.background}: give {numbers}")
+    if data.at is not None and (not data.at or min(data.at.values()) < 0):
+        problems.append(f"data.at {data.at}: give an index from 0 for each axis, such as {{z: 12}}")
+    if data.series is not None and data.series < 0:
+        problems.append(f"data.series {data.series}: images of a file are counted from 0")
+    if data.fill_value and data.invalid_pixels != "fill":
+        problems.append(f"data.fill_value {data.fill_value} is of data.invalid_pixels fill; give that, or leave it out")
+    return problems
+
+
+def channel_problems(config: Config) -> list[str]:
+    """Problems of the number of channels in settings of several groups."""
+    data, model, augment = config.data, config.model, config.augment
+    count = config.num_channels
+    problems = []
+    mean, std = model.mean or [], model.std or []
+    if not len(mean) == len(std) == count or not all(map(isfinite, (*mean, *std))) or min(std) <= 0:
+        told = "three finite numbers" if data.channels is None else f"{count} finite numbers, one for each of data.channels"
+        problems.append(f"model.mean [{some_names(mean)}], model.std [{some_names(std)}]: give {told} each, std above 0")
+    if data.channels is None:
+        return problems
+    colours = [name for name in ("brightness", "contrast", "saturation", "hed") if getattr(augment, name)]
+    colours += ["stain"] if augment.stain != "none" else []
+    if colours:
+        problems.append(
+            f"augment.{', augment.'.join(colours)} with data.channels: colours change in RGB slides of 8 bits; set "
+            "them to 0 (stain: none), or leave data.channels out"
+        )
+    return problems
+
+
+def value_pairs(value_range: list[float] | list[list[float]], num_channels: int) -> list[tuple[float, float]] | None:
+    """Pair of low and high of each channel, or each given pair; ``None`` for what is no range.
+
+    >>> value_pairs([0, 10], 2), value_pairs([[0, 10], [5, 6]], 2), value_pairs([3, 1], 1)
+    ([(0.0, 10.0), (0.0, 10.0)], [(0.0, 10.0), (5.0, 6.0)], None)
+    """
+    is_one = not any(isinstance(item, list) for item in value_range)
+    rows: list[Any] = [value_range] * num_channels if is_one else list(value_range)
+    try:
+        pairs = [(float(low), float(high)) for low, high in rows]
+    except (TypeError, ValueError):
+        return None
+    return pairs if all(isfinite(low) and isfinite(high) and low < high for low, high in pairs) else None

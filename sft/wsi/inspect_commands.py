@@ -21,7 +21,7 @@ from sft.common.terminal.progress_display import stages
 from sft.sources import open_image
 from sft.tissue import find_tissue, write_geojson
 from sft.wsi.commands import CommandResult
-from sft.wsi.data.slides import make_thumbnail, slide_info
+from sft.wsi.data.slides import SlideInfo, make_thumbnail, slide_info
 from sft.wsi.data.tissue import draw_tissue
 from sft.wsi.errors import RunFolderError
 from sft.wsi.run.files import atomic_write_with_parents, safe_name
@@ -87,12 +87,18 @@ def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
                 "background": info.background,
                 "mpp_note": info.mpp_note,
                 "nodata": _json_number(info.nodata),
+                "dtype": info.dtype,
+                "num_channels": info.num_channels,
+                "channel_names": info.channel_names,
                 "levels": levels,
             }
         )
         note = f" ({info.mpp_note}: give it in the column mpp of the table)" if info.mpp_note else ""
         console.print(
-            f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}", markup=False, highlight=False, soft_wrap=True
+            f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}{note}{_channels(info)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
         for number, level in enumerate(levels):
             text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
@@ -163,6 +169,14 @@ def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite
 
 def _resolution(mpp: float | None) -> str:
     return "resolution unknown" if mpp is None else f"{mpp:.4g} um/px"
+
+
+def _channels(info: SlideInfo) -> str:
+    """Channels and pixel type, unless they are RGB of 8 bits."""
+    if info.num_channels == 3 and info.dtype == "uint8":
+        return ""
+    names = f" ({', '.join(info.channel_names)})" if info.channel_names else ""
+    return f", {info.num_channels} channels of {info.dtype}{names}"
 
 
 def _json_number(value: float | None) -> float | str | None:

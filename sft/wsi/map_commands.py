@@ -20,6 +20,7 @@ from sft.prediction.prediction_head import Kind
 from sft.prediction.row_journal import default_journal_path
 from sft.wsi.commands import CommandResult
 from sft.wsi.data.table import SlideRecord
+from sft.wsi.data.table_files import SEPARATOR
 from sft.wsi.errors import RunFolderError
 from sft.wsi.eval.evaluate import newer_best, note_filled
 from sft.wsi.eval.predict import InferenceRequest, LoadedModel, Predictor, load_trained
@@ -167,7 +168,8 @@ def _table_of(slides: Sequence[Path]) -> Iterator[Path | None]:
     Raises:
         InputError: a file does not exist.
     """
-    missing = [str(path) for path in slides if not path.exists()]
+    several = {str(path): [path] if path.exists() else [Path(part) for part in str(path).split(SEPARATOR)] for path in slides}
+    missing = [str(path) for paths in several.values() for path in paths if not path.exists()]
     if missing:
         raise InputError(f"no such slides: {some_names(missing)}; check the paths")
     if not slides:
@@ -177,7 +179,7 @@ def _table_of(slides: Sequence[Path]) -> Iterator[Path | None]:
         table = Path(folder) / "slides.csv"
         with table.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerows([["slide"], *([os.path.abspath(path)] for path in slides)])
+            writer.writerows([["slide"], *([SEPARATOR.join(map(os.path.abspath, several[str(path)]))] for path in slides)])
         yield table
 
 

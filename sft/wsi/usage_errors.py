@@ -87,10 +87,21 @@ def _described(hint: Any) -> str:
     if origin is Literal:
         return _alternatives(map(str, get_args(hint)))
     if origin is list:
-        return _WORDS[get_args(hint)[0]][1]
+        return _described_items(get_args(hint)[0])
     if origin is dict and get_args(hint)[0] is int:
         return "pairs in braces, such as {0: 0, 255: 1}"
+    if origin is dict and get_args(hint)[1] is int:
+        return "whole numbers by name in braces, such as {z: 12}"
     return _WORDS.get(origin or hint, ("", ""))[0]
+
+
+def _described_items(item: Any) -> str:
+    """Words for a list of a type."""
+    if get_origin(item) is list:
+        return "lists in brackets, such as [[0, 1], [0, 2]]"
+    if get_origin(item) in (Union, UnionType):
+        return "texts or whole numbers in brackets, such as [DAPI, 3]"
+    return _WORDS[item][1]
 
 
 def _named_types(reason: str) -> str:

@@ -1149,10 +1149,19 @@ def wsi() -> Any:
     return sft.wsi
 
 
+def _groups(config: Any, model: Any) -> dict[str, Any]:
+    """Settings of a configuration with other ones of the model: a configuration completes its mean and its deviation."""
+    names = ("data", "task", "augment", "train", "ranks", "run")
+    return {**{name: getattr(config, name) for name in names}, "model": model}
+
+
 def test_configurations_and_tables(wsi: Any) -> None:
     config = _pickled("config")
     assert isinstance(config, wsi.Config) and config.data == wsi.DataConfig(csv=Path("slides.csv"), num_folds=5, fold=2)
-    assert config.model == wsi.ModelConfig(backbone="torchvision:resnet50", head="attention", tile=[256, 2048])
+    assert (
+        config.model
+        == wsi.Config(**_groups(config, wsi.ModelConfig(backbone="torchvision:resnet50", head="attention", tile=[256, 2048]))).model
+    )
     assert config.task == wsi.TaskConfig(kind="hazard", num_intervals=6) and config.augment == wsi.AugmentConfig(hed=0.05)
     assert config.train == wsi.TrainConfig(epochs=3, monitor="c_index") and config.ranks == wsi.RanksConfig(bands=2)
     assert config.run == Path("runs/first")

@@ -28,8 +28,9 @@ import torch
 from sft.common.errors import SftError
 from sft.common.interval import Interval
 from sft.sources import BadTile, Cached, Cropped, ImageLabels, Normalized, Raster, Source, Tiles
-from sft.sources.image import Image
+from sft.sources.image import Image, pixel_dtype
 from sft.sources.readers.label_images import open_label_image
+from sft.sources.value_range import ValueRange
 from sft.sources.views import RasterView
 from sft.tissue import AnnotationLabels, Masked, read_annotations
 from sft.tissue.annotations import is_annotation_file
@@ -38,6 +39,7 @@ from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.data.cache_budget import cache_budget
 from sft.wsi.data.label_maps import IGNORED_LABEL, align_labels, count_values, label_problem
+from sft.wsi.data.pixel_values import as_picture, fixed_range, measured_range
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
 from sft.wsi.data.table import SlideRecord
@@ -90,6 +92,7 @@ class SlideDataset:
         #: of the label maps that were checked: pixels of each value
         self.label_values: dict[str, dict[int, int]] = {}
         self._stains: dict[str, ColourAffine] = {}
+        self._ranges: dict[str, ValueRange] = {}
         self._masks: dict[str, PackedMask] = {}
         # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
         # its use, so that few files are open. The lock is for the thread that opens ahead.
@@ -128,7 +131,32 @@ class SlideDataset:
         image = augmentation.apply(normalised, stain=stain)
         if self._cache_bytes is not None:
             image = Cached(image, host_budget_bytes=self._cache_bytes)
-        return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.get_default_dtype())
+        return Normalized(image, **self.normalisation(record))
+
+    def normalisation(self, record: SlideRecord) -> dict[str, Any]:
+        """Arguments of `sft.sources.Normalized` for a slide: mean, std, type, and the range of values.
+
+        Raises:
+            InputError: a channel has one value, and its percentiles no range.
+            SourceError: the slide cannot be read.
+        """
+        data, settings = self._config.data, self._config.model
+        if data.percentiles is None:
+            value_range = fixed_range(data, self._config.num_channels)
+        else:
+            if record.name not in self._ranges:
+                self._ranges[record.name] = measured_range(data, self._open(record).whole)
+            value_range = self._ranges[record.name]
+        dtype = torch.get_default_dtype()
+        return {"mean": settings.mean, "std": settings.std, "dtype": dtype, "value_range": value_range, "clip": data.clip}
+
+    def picture(self, record: SlideRecord) -> Image:
+        """The slide as RGB of 8 bits, to look at.
+
+        Raises:
+            InputError, SourceError: as :meth:`image`.
+        """
+        return as_picture(self.coloured(record))
 
     def coloured(self, record: SlideRecord) -> Image:
         """The slide as the network sees it, before its pixels are normalised.
@@ -184,6 +212,7 @@ class SlideDataset:
         try:
             image = self.image(record)
             self._stain(record)
+            Normalized(image, **self.normalisation(record))  # channels without a range, types that have none
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)  # integers, of the slide's size
                 counts = count_values(self._label_map(record))
@@ -222,7 +251,8 @@ class SlideDataset:
 
     def _open(self, record: SlideRecord) -> OpenedSlide:
         policy = self._config.train.on_error
-        slide = open_slide(record.path, mpp=self._config.data.mpp, slide_mpp=record.mpp, on_error=policy)
+        data = self._config.data
+        slide = open_slide(record.paths, mpp=data.mpp, slide_mpp=record.mpp, on_error=policy, data=data)
         if policy == "fill":
             with self._lock:
                 self._note_bad_tiles()
@@ -395,7 +425,8 @@ def decode_ahead(inputs: Inputs, current: Inputs, num_bands: int = 1) -> Iterato
     """
     if num_bands > 1:
         return
-    used_bytes = sum(math.prod(source.shape) for source in current if _normalized_cache(source) is not None)  # a byte per channel
+    caches = [(source, _normalized_cache(source)) for source in current]
+    used_bytes = sum(math.prod(source.shape) * pixel_dtype(cache).itemsize for source, cache in caches if cache is not None)
     for source in inputs:
         cache = _normalized_cache(source)
         if cache is not None:

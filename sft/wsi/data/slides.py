@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sft.common.errors import InputError
+from sft.common.errors import InputError, some_names
 from sft.sources import OnError, Raster, at_mpp, open_image
 from sft.sources.image import Image, Pixels, pixel_dtype, read_strips
 from sft.sources.views import AtLevel, RasterView
+from sft.wsi.data_config import DataConfig
 
 __all__ = ["OpenedSlide", "SlideInfo", "make_thumbnail", "open_slide", "slide_info"]
 
@@ -29,6 +32,9 @@ class SlideInfo:
         background: colour of unscanned regions, one number a channel.
         mpp_note: reason against a resolution that the file states; empty otherwise.
         nodata: value of pixels without data; None if the file does not state it.
+        num_channels: numbers of a pixel.
+        dtype: element type of the pixels.
+        channel_names: names of the channels; empty if the file has none.
     """
 
     path: Path
@@ -39,6 +45,9 @@ class SlideInfo:
     background: tuple[float, ...]
     mpp_note: str = ""
     nodata: float | None = None
+    num_channels: int = 3
+    dtype: str = "uint8"
+    channel_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,32 +89,58 @@ def slide_info(path: Path) -> SlideInfo:
             background=slide.background,
             mpp_note=RasterView(slide).mpp_note,
             nodata=RasterView(slide).nodata,
+            num_channels=slide.num_channels,
+            dtype=pixel_dtype(slide).name,
+            channel_names=RasterView(slide).channel_names,
         )
     finally:
         slide.close()
 
 
-def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None = None, on_error: OnError = "raise") -> OpenedSlide:
+def open_slide(
+    paths: Path | Sequence[Path],
+    *,
+    mpp: float | None = None,
+    slide_mpp: float | None = None,
+    on_error: OnError = "raise",
+    data: DataConfig | None = None,
+) -> OpenedSlide:
     """Open a slide at a resolution, independent of its levels; see `sft.sources.open_image`.
 
     Args:
-        path: of the file.
+        paths: of the file, or of several files that are one image. Several are opened at the resolution: files of other resolutions have
+            no common largest level.
         mpp: micrometres per px. Default: `None` (the largest level)
         slide_mpp: micrometres per px of the largest level, if the file's value is wrong or missing. Default: `None`
         on_error: error policy; see `sft.sources.error_policy`. Default: ``"raise"``
+        data: settings of channels, axes and invalid pixels. Default: `None` (RGB of uint8)
 
     Raises:
-        InputError: the resolution is not available, or the image is not RGB.
+        InputError: the resolution is not available, a channel does not exist, or the image is not RGB where it must be.
         SourceError: it cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
-    whole = open_image(path, slide_mpp=slide_mpp, on_error=on_error)
-    if whole.num_channels != 3 or pixel_dtype(whole) != np.uint8:
-        raise InputError(f"cannot use {path}: it has {whole.num_channels} channels of {pixel_dtype(whole)}. Give RGB images of uint8.")
+    files = [paths] if isinstance(paths, Path) else list(paths)
+    options: dict[str, Any] = {}
+    if data is not None:
+        options = {"channels": data.channels, "at": data.at, "series": data.series}
+        options |= {"mask": data.invalid_pixels, "fill_value": data.fill_value}
+    if len(files) > 1:
+        whole = open_image(files, mpp=mpp, slide_mpp=slide_mpp, on_error=on_error, **options)
+    else:
+        whole = open_image(files[0], slide_mpp=slide_mpp, on_error=on_error, **options)
+    if (data is None or data.channels is None) and (whole.num_channels != 3 or pixel_dtype(whole) != np.uint8):
+        names = RasterView(whole).channel_names
+        listed = f" ({some_names(names)})" if names else ""
+        raise InputError(
+            f"cannot use {some_names(list(map(str, files)))}: it has {whole.num_channels} channels of {pixel_dtype(whole)}{listed}, and "
+            "slides are RGB of uint8. Give an RGB image, or say in data.channels which channels to use, such as "
+            f"{list(range(min(whole.num_channels, 4)))}."
+        )
     if mpp is not None and whole.mpp is None:
         note = RasterView(whole).mpp_note
         why = f"the file has no resolution ({note})" if note else "the file has no resolution"
-        raise InputError(f"cannot open {path} at {mpp} um/px: {why}. Give it in the column mpp of the table.")
-    return OpenedSlide(image=whole if mpp is None else at_mpp(whole, mpp), whole=whole)
+        raise InputError(f"cannot open {files[0]} at {mpp} um/px: {why}. Give it in the column mpp of the table.")
+    return OpenedSlide(image=whole if mpp is None or len(files) > 1 else at_mpp(whole, mpp), whole=whole)
 
 
 def make_thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:

@@ -2,7 +2,7 @@
 
 Columns have the names of published tables (`ALIASES`). Paths of slides are relative to the folder of the table, or to a root. With a root,
 files outside of it are refused; without one, ``..`` is refused: a foreign table must not choose files from the full disk. The extension of
-a slide may be left out if one file of the folder matches.
+a slide may be left out if one file of the folder matches. A cell of several paths, separated by semicolons, is one image.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sft.common.errors import some_names
+from sft.common.legacy_names import restore_fields
 from sft.common.process_lock import gc_paused
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.wsi.config import TaskConfig, TaskKind
 from sft.wsi.data.table_files import TableFiles
+from sft.wsi.data_config import MAX_MPP
 from sft.wsi.errors import DatasetError
 from sft.wsi.run.files import safe_name
 
@@ -83,7 +85,7 @@ class SlideRecord:
 
     Attributes:
         name: of the slide, once in a table, fit for a file name.
-        path: of its file.
+        path: of its file; of the first, where several files are one image.
         target: class index; a 0 or 1 for each class (multilabel); a value (regression); time and event (survival). None for segmentation
             and for rows without a target.
         patient: name of the patient; the slide's name if the table has none.
@@ -91,6 +93,7 @@ class SlideRecord:
         mpp: micrometres per px of the largest level, if the table has it; it overrides the file's value.
         mask: label map (segmentation) or tissue mask (other tasks).
         row: line of the file, for messages.
+        further_paths: further files of the image.
     """
 
     name: str
@@ -101,6 +104,16 @@ class SlideRecord:
     mpp: float | None
     mask: Path | None
     row: int
+    further_paths: tuple[Path, ...] = ()
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        """Restore a pickle; one of an older release lacks the last field."""
+        restore_fields(self, state)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the image."""
+        return (self.path, *self.further_paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +134,8 @@ def file_bytes(table: SlideTable) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for record in table.records:
         with suppress(OSError):
-            if record.path.is_file():
-                sizes[record.name] = record.path.stat().st_size
+            if all(path.is_file() for path in record.paths):
+                sizes[record.name] = sum(path.stat().st_size for path in record.paths)
     return sizes
 
 
@@ -273,9 +286,9 @@ def _record(
     def add(text: str) -> None:
         problems.append(f"line {number}: {text}")
 
-    slide = files.locate(cell["slide"], "slide")
+    slides = files.locate_all(cell["slide"], "slide")
     mask = files.locate(cell["mask"], "mask") if cell.get("mask") else None
-    for file in (slide, mask):
+    for file in (*slides, mask):
         if file is not None and file.problem:
             add(file.problem)
     if kind == "segmentation" and needs_targets and mask is None:
@@ -288,18 +301,19 @@ def _record(
     if cell.get("patient", "").lower() in _MISSING:
         add(f"patient {cell['patient']!r} is what programs write for one that is missing; leave the cell empty, or name the patient")
     mpp = _number(cell.get("mpp", ""), "mpp", add)
-    if mpp is not None and not 0 < mpp < 1000:
+    if mpp is not None and not 0 < mpp < MAX_MPP:
         add(f"mpp {cell['mpp']} is not a number of micrometres per pixel")
         mpp = None
     return SlideRecord(
         name=cell["slide"],
-        path=slide.path,
+        path=slides[0].path,
         target=_target(cell, kind, classes, needs_targets, add),
         patient=cell.get("patient") or "",
         split=split,
         mpp=mpp,
         mask=None if mask is None else mask.path,
         row=number,
+        further_paths=tuple(file.path for file in slides[1:]),
     )
 
 
@@ -354,14 +368,14 @@ def _number(text: str, what: str, add: _Add) -> float | None:
 
 def _check_files(cells: Sequence[tuple[int, Mapping[str, str]]], files: TableFiles, problems: list[str]) -> None:
     """Refuse duplicate files."""
-    lines: dict[tuple[int, int] | str, int] = {}
+    lines: dict[tuple[tuple[int, int] | str, ...], int] = {}
     for number, cell in cells:
         if not cell["slide"]:
             continue
-        file = files.locate(cell["slide"], "slide")
-        first = lines.setdefault(file.identity, number)
+        slides = files.locate_all(cell["slide"], "slide")
+        first = lines.setdefault(tuple(file.identity for file in slides), number)
         if first != number:
-            problems.append(f"line {number}: slide {file.path.name} is on line {first} already; leave one")
+            problems.append(f"line {number}: slide {slides[0].path.name} is on line {first} already; leave one")
 
 
 def _name_records(records: Sequence[SlideRecord]) -> list[SlideRecord]:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from sft.common.untrusted.foreign_files import shortened
 
-__all__ = ["TableFile", "TableFiles"]
+__all__ = ["SEPARATOR", "TableFile", "TableFiles"]
 
+#: Separator of the files of one image.
+SEPARATOR = ";"
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
 
 
@@ -49,6 +51,12 @@ class TableFiles:
         if located is None:
             located = self._located[key] = self._look_up(text, column)
         return located
+
+    def locate_all(self, text: str, column: str) -> tuple[TableFile, ...]:
+        """Files named by a cell of a column: one, or several that are separated by semicolons and are one image."""
+        whole = self.locate(text, column)
+        parts = [part.strip() for part in text.split(SEPARATOR)]
+        return (whole,) if not whole.problem or len(parts) < 2 else tuple(self.locate(part, column) for part in parts)
 
     def _look_up(self, text: str, column: str) -> TableFile:
         def refused(problem: str) -> TableFile:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sft.sources import Raster, Tiles
 from sft.tissue.mask import Box
@@ -55,9 +54,7 @@ class TileDataset(SlideDataset):
         tiles = SlideTiles(
             changed,
             settings.side_px,
-            mean=settings.mean,
-            std=settings.std,
-            dtype=torch.get_default_dtype(),
+            **self.normalisation(record),
             host_budget_bytes=_HOST_BYTES if self._cache_bytes is None else self._cache_bytes,
         )
         positions = self.positions(record)

@@ -136,7 +136,7 @@ class HeatmapMaker:
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
         output_name = safe_names(names)[output] if output < len(names) else name
-        image, frame = experiment.feed.coloured(record), experiment.feed.frame(record)
+        image, frame = experiment.feed.picture(record), experiment.feed.frame(record)
         small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
         title = f"{record.name}, {name}: score {score:.3f}{self._label}"

@@ -195,7 +195,7 @@ class MapWriter:
 
     def _key(self, record: SlideRecord) -> dict[str, Any]:
         """Identity of a map: the weights, the settings and the slide's file."""
-        status = record.path.stat()
+        files = {str(path): path.stat() for path in record.paths}
         mask = None if record.mask is None or self._experiment.task.kind == "segmentation" else record.mask.stat()
         tissue = {} if mask is None else {"mask": str(record.mask), "mask_bytes": mask.st_size, "mask_modified_ns": mask.st_mtime_ns}
         return {
@@ -203,9 +203,9 @@ class MapWriter:
             "kind": self.kind,
             "formats": list(self.formats),
             "dtype": self._dtype,
-            "path": str(record.path),
-            "file_bytes": status.st_size,
-            "modified_ns": status.st_mtime_ns,
+            "path": ";".join(files),
+            "file_bytes": sum(status.st_size for status in files.values()),
+            "modified_ns": max(status.st_mtime_ns for status in files.values()),
             **tissue,
             **({} if record.mpp is None else {"mpp": record.mpp}),
         }

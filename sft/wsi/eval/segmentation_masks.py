@@ -97,7 +97,7 @@ class MaskMaker:
         counts = count_values(classes)
         shares = [counts.get(number, 0) / classes.size for number in range(len(names))]
         note = ", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True))
-        small, factor = make_thumbnail(experiment.feed.coloured(record), _PICTURE_PX)
+        small, factor = make_thumbnail(experiment.feed.picture(record), _PICTURE_PX)
         reduced = _reduced(classes, small.shape[:2], factor)
         _draw(files[1], small, reduced, names, title=f"{record.name}: {note}{self._label}")
         frame = experiment.feed.frame(record)

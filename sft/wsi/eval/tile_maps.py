@@ -53,7 +53,7 @@ class TileHeatmapMaker(HeatmapMaker):
         files = [folder / f"map-{name.replace(' ', '_')}{suffix}" for suffix in (".npy", ".png")]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, maps.weights)
-        small, factor = make_thumbnail(experiment.feed.coloured(record), _OVERLAY_PX)
+        small, factor = make_thumbnail(experiment.feed.picture(record), _OVERLAY_PX)
         title = f"{record.name}: attention{self._label}"
         draw_overlay(files[1], small, maps.weights, maps.grids, factor, title=title, label="share of the slide's vector", centred=False)
         highest = float(np.nanmax(maps.weights))

@@ -24,6 +24,7 @@ from sft.common.model_zoo import ModelName
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.tensor_files import load_tensor_file
 from sft.common.untrusted.trusted_code import Trust, TrustedCode
+from sft.wsi.model.input_channels import fit_input_weights, timm_channels, with_input_channels
 from sft.wsi.model.position_resize import AxisResize, axis_resizes
 
 __all__ = [
@@ -44,13 +45,14 @@ _MAX_DEPTH = 3
 _UNLIMITED_BYTES = 2**62
 
 
-def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> nn.Module:
+def load_backbone(name: str, options: dict[str, Any], *, num_channels: int = 3, trust: Trust = ()) -> nn.Module:
     """A network from an image to a feature map.
 
     Args:
         name: "timm:NAME", "torchvision:NAME", "torch.nn:LAYER", the bare name of a timm or torchvision model, or
             "package.module:name", a class or function of a trusted module.
         options: keyword arguments of its constructor.
+        num_channels: of an image. Default: 3
         trust: modules, files or folders whose code may be run (`sft.common.untrusted.trusted_code`). Default: none
 
     Raises:
@@ -58,11 +60,11 @@ def load_backbone(name: str, options: dict[str, Any], *, trust: Trust = ()) -> n
     """
     maker = model_name(name, trust).factory()
     if maker.library == "timm":
-        return maker.make({"num_classes": 0, "global_pool": "", **options})
+        return maker.make({"num_classes": 0, "global_pool": "", **timm_channels(num_channels), **options})
     options = dict(options)
     if maker.library == "torchvision" and options.pop("pretrained", False):
         options.setdefault("weights", "DEFAULT")
-    return cut_before_pooling(maker.make(options), name)
+    return cut_before_pooling(with_input_channels(maker.make(options), num_channels), name, num_channels)
 
 
 def backbone_library(name: str) -> str:
@@ -94,22 +96,22 @@ def model_name(name: str, trust: Trust = ()) -> ModelName:
     )
 
 
-def num_features(backbone: nn.Module, name: str) -> int:
+def num_features(backbone: nn.Module, name: str, num_channels: int = 3) -> int:
     """Channels of the feature map.
 
     Raises:
         InputError: the backbone does not give one.
     """
-    return feature_shapes(backbone, name)[0][0]
+    return feature_shapes(backbone, name, num_channels)[0][0]
 
 
-def feature_shapes(backbone: nn.Module, name: str) -> tuple[tuple[int, ...], ...]:
+def feature_shapes(backbone: nn.Module, name: str, num_channels: int = 3) -> tuple[tuple[int, ...], ...]:
     """Channels, height and width of the feature map at two image sizes, which determine the output stride.
 
     Raises:
         InputError: the backbone does not give a feature map.
     """
-    features = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
+    features = [_run(backbone, size_px, name, num_channels) for size_px in _SIZES_PX]
     shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in features]
     small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in features)
     if small is None or large is None or small[1] != large[1] or not (small[2] < large[2] and small[3] < large[3]):
@@ -121,7 +123,7 @@ def feature_shapes(backbone: nn.Module, name: str) -> tuple[tuple[int, ...], ...
     return tuple(small[1:]), tuple(large[1:])
 
 
-def feature_resizes(backbone: nn.Module) -> tuple[AxisResize, ...] | None:
+def feature_resizes(backbone: nn.Module, num_channels: int = 3) -> tuple[AxisResize, ...] | None:
     """Resizes of the rows and columns of the feature map to the pixels of the image, by the grid of its positions.
 
     Returns:
@@ -129,15 +131,15 @@ def feature_resizes(backbone: nn.Module) -> tuple[AxisResize, ...] | None:
     """
     with _EvalMode(backbone):
         try:
-            net = sft.compile(backbone, (1, 3, None, None), budget=_UNLIMITED_BYTES)
-            grids = [sft.position_grids(net, (1, 3, size_px, size_px))[0] for size_px in _SIZES_PX]
+            net = sft.compile(backbone, (1, num_channels, None, None), budget=_UNLIMITED_BYTES)
+            grids = [sft.position_grids(net, (1, num_channels, size_px, size_px))[0] for size_px in _SIZES_PX]
         except SftError:  # of operators without an exact rule, which the compilation of the whole model reports
             return None
     axes = []
     for size_px, of_size in zip(_SIZES_PX, grids, strict=True):
         if of_size is None or len(of_size) != 2:
             return None
-        axes.append(axis_resizes(of_size, size_px, tuple(_run(backbone, size_px, type(backbone).__name__).shape[2:])))
+        axes.append(axis_resizes(of_size, size_px, tuple(_run(backbone, size_px, type(backbone).__name__, num_channels).shape[2:])))
     small, large = axes
     return large if small == large else None
 
@@ -172,6 +174,7 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
         if any(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
     expected = backbone.state_dict()
+    state = fit_input_weights(backbone, state)
     missing = [key for key in expected if key not in state]
     misfit = [
         f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
@@ -184,19 +187,19 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
     backbone.load_state_dict({key: state[key] for key in expected})
 
 
-def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
+def cut_before_pooling(network: nn.Module, name: str, num_channels: int = 3) -> nn.Module:
     """The part of a network up to its last feature map; the network itself where that is all of it.
 
     Raises:
         InputError: none is found.
     """
-    results = [_run(network, size, name) for size in _SIZES_PX]
+    results = [_run(network, size, name, num_channels) for size in _SIZES_PX]
     if all(isinstance(result, Tensor) and result.dim() == 4 for result in results) and results[0].shape[2:] != results[1].shape[2:]:
         return network
     reasons = []
     for depth in range(1, _MAX_DEPTH + 1):
         try:
-            feature_network = _cut(network, depth)
+            feature_network = _cut(network, depth, num_channels)
         except Exception as error:  # tracing runs the network's own code, which may raise anything
             reasons.append(f"{type(error).__name__}: {error}".split("\n")[0])
             continue
@@ -233,7 +236,7 @@ class _ShapeRecorder(fx.Interpreter):
         return value
 
 
-def _cut(network: nn.Module, depth: int) -> nn.Module | None:
+def _cut(network: nn.Module, depth: int, num_channels: int) -> nn.Module | None:
     with _EvalMode(network):
         graph = _ShallowTracer(depth).trace(network)
     traced = fx.GraphModule(network, graph, type(network).__name__)
@@ -241,7 +244,7 @@ def _cut(network: nn.Module, depth: int) -> nn.Module | None:
     with torch.no_grad(), _EvalMode(traced):
         for size in _SIZES_PX:
             shapes = _ShapeRecorder(traced)
-            shapes.run(torch.zeros(1, 3, size, size))
+            shapes.run(torch.zeros(1, num_channels, size, size))
             sizes.append(shapes.sizes)
     output = next(node for node in graph.nodes if node.op == "output")
     needed = _ancestors(output)
@@ -313,12 +316,12 @@ class _EvalMode:
             module.training = flag
 
 
-def _run(network: nn.Module, size_px: int, name: str) -> Any:
+def _run(network: nn.Module, size_px: int, name: str, num_channels: int) -> Any:
     with torch.no_grad(), _EvalMode(network):
         try:
-            return network(torch.zeros(1, 3, size_px, size_px))
+            return network(torch.zeros(1, num_channels, size_px, size_px))
         except Exception as error:
             raise InputError(
-                f"model.backbone {name!r} does not take an image of {size_px} x {size_px} px ({type(error).__name__}: {error}). Name a "
-                "convolutional network for images of any size with three channels."
+                f"model.backbone {name!r} does not take an image of {size_px} x {size_px} px with {num_channels} channels "
+                f"({type(error).__name__}: {error}). Name a convolutional network for images of any size with {num_channels} channels."
             ) from error

@@ -20,6 +20,7 @@ from sft.common.errors import InputError, some_names
 from sft.common.installation import install_command
 from sft.common.untrusted.trusted_code import Trust
 from sft.wsi.model.backbones import cut_before_pooling, load_weights, model_name
+from sft.wsi.model.input_channels import timm_channels, with_input_channels
 
 __all__ = ["add_adapters", "load_tile_encoder", "num_tile_features"]
 
@@ -27,13 +28,22 @@ __all__ = ["add_adapters", "load_tile_encoder", "num_tile_features"]
 _CLASSIFIERS = ("heads", "head", "classifier", "fc")
 
 
-def load_tile_encoder(name: str, options: Mapping[str, Any], *, tile_px: int, weights: Path | None = None, trust: Trust = ()) -> nn.Module:
+def load_tile_encoder(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    tile_px: int,
+    num_channels: int = 3,
+    weights: Path | None = None,
+    trust: Trust = (),
+) -> nn.Module:
     """A network from tiles to vectors, or to feature maps.
 
     Args:
         name: as of `sft.wsi.model.backbones.load_backbone`.
         options: keyword arguments of its constructor.
         tile_px: side of a tile.
+        num_channels: of a tile. Default: 3
         weights: file of weights, of the network before it is resized. Default: none
         trust: modules, files or folders whose code may be run. Default: none
 
@@ -44,13 +54,13 @@ def load_tile_encoder(name: str, options: Mapping[str, Any], *, tile_px: int, we
     maker = model_name(name, trust).factory()
     settings = dict(options)
     if maker.library == "timm":
-        network = maker.make({"num_classes": 0, **settings})
+        network = maker.make({"num_classes": 0, **timm_channels(num_channels), **settings})
     elif maker.library == "torchvision":
         if settings.pop("pretrained", False):
             settings.setdefault("weights", "DEFAULT")
-        network = _without_classifier(maker.make(settings), name)
+        network = _without_classifier(with_input_channels(maker.make(settings), num_channels), name, num_channels)
     else:
-        network = maker.make(settings)
+        network = with_input_channels(maker.make(settings), num_channels)
     if weights is not None:
         load_weights(network, weights)
     if maker.library == "timm":
@@ -80,7 +90,7 @@ def _fit_to_tiles(network: nn.Module, name: str, tile_px: int) -> None:
         raise InputError(f"{place}: {' '.join(str(error).split())}. Give another size of tiles.") from error
 
 
-def num_tile_features(encoder: nn.Module, name: str, tile_px: int) -> int:
+def num_tile_features(encoder: nn.Module, name: str, tile_px: int, num_channels: int = 3) -> int:
     """Length of the vector of a tile.
 
     Raises:
@@ -91,11 +101,11 @@ def num_tile_features(encoder: nn.Module, name: str, tile_px: int) -> int:
     try:
         encoder.eval()
         with torch.no_grad():
-            features = encoder(torch.zeros(2, 3, tile_px, tile_px, device=device))
+            features = encoder(torch.zeros(2, num_channels, tile_px, tile_px, device=device))
     except Exception as error:  # of the network's own code
         raise InputError(
-            f"model.backbone {name!r} does not take tiles of {tile_px} x {tile_px} px ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). Change model.tile_px or model.options, or name another network."
+            f"model.backbone {name!r} does not take tiles of {tile_px} x {tile_px} px with {num_channels} channels "
+            f"({type(error).__name__}: {' '.join(str(error).split())}). Change model.tile_px or model.options, or name another network."
         ) from error
     finally:
         for module, flag in flags:
@@ -162,10 +172,10 @@ def _adapted_layers(encoder: nn.Module, rank: int, patterns: Sequence[str] | Non
     return tuple(dict.fromkeys(chosen))
 
 
-def _without_classifier(network: nn.Module, name: str) -> nn.Module:
+def _without_classifier(network: nn.Module, name: str, num_channels: int) -> nn.Module:
     """A network of torchvision up to its last feature map; one without a feature map with the identity in place of its classifier."""
     try:
-        return cut_before_pooling(network, name)
+        return cut_before_pooling(network, name, num_channels)
     except InputError:
         for attribute in _CLASSIFIERS:
             if isinstance(getattr(network, attribute, None), nn.Module):

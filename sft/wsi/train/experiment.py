@@ -15,7 +15,9 @@ from torch.nn import functional as F
 import sft
 from sft.api.weight_placement import resident_bytes
 from sft.common.errors import InputError, SourceError, some_names
+from sft.common.interval import Interval
 from sft.common.untrusted.trusted_code import Trust
+from sft.sources import ArrayImage, Normalized
 from sft.sources.image import Image
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.data.dataset import SlideDataset
@@ -119,7 +121,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     settings = config.model
     torch.manual_seed(counter_seed(config.train.seed, "weights"))
     make = _tile_model if settings.takes_tiles else _whole_slide_model
-    model, shapes = make(settings, task.num_outputs, trust)
+    model, shapes = make(settings, config.num_channels, task.num_outputs, trust)
     _freeze(model, config)
     return Experiment(
         config=config,
@@ -132,12 +134,14 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     )
 
 
-def _whole_slide_model(settings: ModelConfig, num_outputs: int, trust: Trust) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
+def _whole_slide_model(
+    settings: ModelConfig, num_channels: int, num_outputs: int, trust: Trust
+) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
     """Network of whole slides with its initial weights, and its feature map at two image sizes."""
-    backbone = load_backbone(settings.backbone, settings.options, trust=trust)
+    backbone = load_backbone(settings.backbone, settings.options, num_channels=num_channels, trust=trust)
     if settings.weights is not None:
         load_weights(backbone, settings.weights)
-    shapes = feature_shapes(backbone, settings.backbone)
+    shapes = feature_shapes(backbone, settings.backbone, num_channels)
     model = build_model(
         backbone,
         shapes[0][0],
@@ -145,16 +149,23 @@ def _whole_slide_model(settings: ModelConfig, num_outputs: int, trust: Trust) ->
         head=settings.head,
         attention_dim=settings.attention_dim,
         dropout=settings.dropout,
-        axes=feature_resizes(backbone) if settings.head == "segmentation" else None,
+        axes=feature_resizes(backbone, num_channels) if settings.head == "segmentation" else None,
     )
     return model, shapes
 
 
-def _tile_model(settings: ModelConfig, num_outputs: int, trust: Trust) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
+def _tile_model(settings: ModelConfig, num_channels: int, num_outputs: int, trust: Trust) -> tuple[SlideModel, tuple[tuple[int, ...], ...]]:
     """Encoder of tiles and head over them with initial weights, and the length of the vector of a tile."""
     assert settings.head != "segmentation"
-    encoder = load_tile_encoder(settings.backbone, settings.options, tile_px=settings.side_px, weights=settings.weights, trust=trust)
-    num_features = num_tile_features(encoder, settings.backbone, settings.side_px)
+    encoder = load_tile_encoder(
+        settings.backbone,
+        settings.options,
+        tile_px=settings.side_px,
+        num_channels=num_channels,
+        weights=settings.weights,
+        trust=trust,
+    )
+    num_features = num_tile_features(encoder, settings.backbone, settings.side_px, num_channels)
     if settings.lora_rank is not None:
         add_adapters(encoder, settings.lora_rank, settings.lora_layers)
     dim, dropout = settings.attention_dim, settings.dropout
@@ -277,9 +288,12 @@ def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator
     for _ in range(4):
         left, top = int(draw.integers(image.width_px - width_px + 1)), int(draw.integers(image.height_px - height_px + 1))
         crops.append(image.read(left, top, width_px, height_px))
-    pixels = max(crops, key=lambda crop: float(crop.std()))
-    mean, std = (torch.tensor(values, device="cpu").view(1, 3, 1, 1) for values in (settings.mean, settings.std))
-    return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
+    pixels = max(crops, key=lambda crop: float(np.nan_to_num(crop.astype(np.float64)).std()))
+    crop = ArrayImage(pixels, layout="HWC")
+    source = Normalized(crop, **experiment.feed.normalisation(record))
+    out = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    source.rows(Interval(0, height_px), out)
+    return out
 
 
 def compile_model(
@@ -311,9 +325,10 @@ def compile_model(
     """
     state_bytes = resident_bytes(model, optimizer) - resident_bytes(model, None)
     settings = config.model
-    shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
+    channels = config.num_channels
+    shapes: list[tuple[int | None, ...]] = [(1, channels, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
     if settings.takes_tiles:
-        shapes = [(None, 3, settings.side_px, settings.side_px)]
+        shapes = [(None, channels, settings.side_px, settings.side_px)]
     return sft.compile(
         model,
         shapes if num_inputs > 1 else shapes[0],

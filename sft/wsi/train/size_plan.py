@@ -91,11 +91,11 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
     """
     if min(size_px) < 1:
         raise InputError(f"--size {size_px[1]}x{size_px[0]}: give two positive numbers")
-    settings, dtype = experiment.config.model, torch.get_default_dtype()
+    settings, dtype, channels = experiment.config.model, torch.get_default_dtype(), experiment.config.num_channels
     if settings.takes_tiles:
-        inputs = [_PlaceholderSlide((tiles_of_size(settings, size_px), 3, settings.side_px, settings.side_px), dtype)]
+        inputs = [_PlaceholderSlide((tiles_of_size(settings, size_px), channels, settings.side_px, settings.side_px), dtype)]
     else:
-        inputs = [_PlaceholderSlide((1, 3, *size_px), dtype)]
+        inputs = [_PlaceholderSlide((1, channels, *size_px), dtype)]
         if experiment.task.kind == "segmentation":
             inputs.append(_PlaceholderSlide((1, 1, *size_px), torch.int64))
     net = compile_slide_net(experiment, optimizer=make_optimizer(experiment.model, experiment.config.train), ranks=ranks)

@@ -173,7 +173,7 @@ _TILES = partial(ModelConfig, encoder="tiles")
                 ("task", TaskConfig, "kind"),
                 ("task", TaskConfig, "class_weights"),
                 ("model", ModelConfig, "norm"),
-                ("model", ModelConfig, "mean"),
+                ("model", ModelConfig, "budget"),
                 ("augment", AugmentConfig, "flips"),
                 ("augment", AugmentConfig, "stain"),
                 ("train", TrainConfig, "precision"),

@@ -94,6 +94,7 @@ def test_encoders_of_libraries() -> None:
     with pytest.raises(InputError, match=r"with model.tile_px 70: patches of 16 px do not divide a tile. Give a multiple, such as 64."):
         load_tile_encoder("timm:vit_tiny_patch16_224", {"depth": 1}, tile_px=70)
     assert num_tile_features(load_tile_encoder("timm:resnet10t", {}, tile_px=64), "n", 64) == 512
+    assert num_tile_features(load_tile_encoder("timm:resnet10t", {}, tile_px=64, num_channels=5), "n", 64, 5) == 512
     for name, width in (("resnet18", 512), ("vit_b_32", 768), ("mobilenet_v3_small", 576)):
         options = {"image_size": 64} if name == "vit_b_32" else {}
         assert num_tile_features(load_tile_encoder(f"torchvision:{name}", options, tile_px=64), name, 64) == width

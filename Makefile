@@ -71,7 +71,7 @@ bench: $(READY) ## Run the benchmarks
 
 $(ZOO_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-zoo
-	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo,frameworks]'
+	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo,frameworks,peft]'
 	touch $@
 
 test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) times the instances; traces of hundreds of random plans
@@ -82,6 +82,7 @@ test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) time
 		-k "test_any_"
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, and their memory floors, in an environment of their own (hours)
+	$(ZOO_BIN)/pytest tests/exactness/networks/test_bag_encoders.py -k timm
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 	$(ZOO_BIN)/python -P tests/floors/__main__.py --set zoo
 

@@ -1,11 +1,13 @@
 """Bags of tiles with the encoders and heads that pathology uses, for any number of tiles and any chunk.
 
-EVA-02 and DINOv2 with registers are small copies of their blocks; those of timm run where it is installed (`make test-zoo`).
+EVA-02 and DINOv2 with registers are small copies of their blocks; encoders of timm run where it is installed (`make test-zoo`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.helpers.bags import take_samples
+from sft.common.model_zoo import import_library
+from tests.helpers.bags import take_samples, take_windows
 from tests.helpers.exactness import assert_exact
 from tests.helpers.positional_rng import DropPath
 
@@ -25,10 +28,10 @@ _WIDTH = 8
 class _GatedAttention(nn.Module):
     """Gated attention as in CLAM: scores are transposed, and vectors are summed by a product of matrices (Ilse et al. 2018)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.content, self.gate, self.score = nn.Linear(_WIDTH, 4), nn.Linear(_WIDTH, 4), nn.Linear(4, 1)
-        self.dropout, self.head = nn.Dropout(0.25), nn.Linear(_WIDTH, 2)
+        self.content, self.gate, self.score = nn.Linear(width, 4), nn.Linear(width, 4), nn.Linear(4, 1)
+        self.dropout, self.head = nn.Dropout(0.25), nn.Linear(width, 2)
 
     def forward(self, vectors: Tensor) -> Tensor:
         scores = self.score(self.dropout(torch.tanh(self.content(vectors))) * torch.sigmoid(self.gate(vectors)))
@@ -39,9 +42,9 @@ class _GatedAttention(nn.Module):
 class _TopTiles(nn.Module):
     """Mean over the tiles of largest score (Campanella et al. 2019), which are gathered."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.score, self.head = nn.Linear(_WIDTH, 1), nn.Linear(_WIDTH, 2)
+        self.score, self.head = nn.Linear(width, 1), nn.Linear(width, 2)
 
     def forward(self, vectors: Tensor) -> Tensor:
         scores, places = self.score(vectors).squeeze(1).topk(2)
@@ -140,10 +143,33 @@ def _adapted() -> nn.Module:
     return encoder
 
 
-def _of_timm(name: str) -> nn.Module:
-    timm = pytest.importorskip("timm")
-    model: nn.Module = timm.create_model(name, img_size=28, embed_dim=_WIDTH, depth=2, num_heads=2, num_classes=0, drop_path_rate=0.2)
-    return model
+_SMALL_VIT: dict[str, Any] = {"embed_dim": _WIDTH, "depth": 2, "num_heads": 2}
+_SMALL_SWIN: dict[str, Any] = {"embed_dim": _WIDTH, "depths": (2, 1), "num_heads": (2, 2)}
+#: Encoders of timm in small: side of a tile, and arguments.
+_OF_TIMM: dict[str, tuple[int, dict[str, Any]]] = {
+    "vit_tiny_patch16_224": (32, {"img_size": 32, **_SMALL_VIT, "proj_drop_rate": 0.1}),
+    "vit_small_patch14_reg4_dinov2": (28, {"img_size": 28, **_SMALL_VIT}),
+    "eva02_tiny_patch14_224": (28, {"img_size": 28, **_SMALL_VIT}),
+    "swin_tiny_patch4_window7_224": (56, {"img_size": 56, **_SMALL_SWIN}),
+    "swinv2_tiny_window8_256": (64, {"img_size": 64, **_SMALL_SWIN}),
+    "maxvit_rmlp_pico_rw_256": (
+        64,
+        {"img_size": 64, "embed_dim": (8, 16), "depths": (1, 1), "stem_width": 8, "transformer_dim_head": 4},
+    ),
+    "resnet18": (32, {}),
+    "convnext_atto": (32, {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1)}),
+}
+
+
+def _of_timm(name: str, **arguments: Any) -> tuple[nn.Module, int]:
+    """A small encoder, and the length of its vectors."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    model: Any = import_library("timm").create_model(name, num_classes=0, drop_path_rate=0.2, **{**_OF_TIMM[name][1], **arguments})
+    for parameter in model.parameters():
+        if len(parameter.unique()) == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)  # a layer scale, a bias of a norm: constants hide errors
+    return model, int(model.num_features)
 
 
 _ENCODERS: dict[str, Callable[[], nn.Module]] = {
@@ -152,15 +178,15 @@ _ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "convnext": _convnext,
     "lora": _adapted,
 }
-_HEADS: dict[str, Callable[[], nn.Module]] = {"gated": _GatedAttention, "top": _TopTiles}
+_HEADS: dict[str, Callable[[int], nn.Module]] = {"gated": _GatedAttention, "top": _TopTiles}
 
 
-def _assert_exact_in_chunks(encoder: nn.Module, head: str, num_tiles: int, taken: int, tile_px: int = 8) -> None:
+def _assert_exact_in_chunks(encoder: nn.Module, head: str, num_tiles: int, taken: int, tile_px: int = 8, width: int = _WIDTH) -> None:
     """Compare a bag in chunks of so many tiles with eager PyTorch."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         take_samples(monkeypatch, min(taken, num_tiles - 1))
         report = assert_exact(
-            nn.Sequential(encoder, _HEADS[head]()), torch.randn(num_tiles, 3, tile_px, tile_px), steps=1, to_the_byte=True
+            nn.Sequential(encoder, _HEADS[head](width)), torch.randn(num_tiles, 3, tile_px, tile_px), steps=1, to_the_byte=True
         )
     assert any(segment.takes_samples for segment in report.plan.segments)
 
@@ -188,9 +214,35 @@ def test_any_chunk_of_any_encoder(encoder: str, num_tiles: int, taken: int, head
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch14_reg4_dinov2"])
-@settings(max_examples=5)
+@pytest.mark.parametrize("name", _OF_TIMM)
+@settings(max_examples=3)
 @given(num_tiles=st.integers(2, 7), taken=st.integers(1, 6), head=st.sampled_from(sorted(_HEADS)))
 def test_any_chunk_of_an_encoder_of_timm(name: str, num_tiles: int, taken: int, head: str) -> None:
     torch.manual_seed(0)
-    _assert_exact_in_chunks(_of_timm(name), head, num_tiles, taken, tile_px=28)
+    encoder, width = _of_timm(name)
+    _assert_exact_in_chunks(encoder, head, num_tiles, taken, _OF_TIMM[name][0], width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in _OF_TIMM if name not in ("resnet18", "convnext_atto")])
+def test_one_image_through_an_encoder_of_timm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows or tokens of one image, some at a time, in training mode."""
+    torch.manual_seed(0)
+    tile_px = _OF_TIMM[name][0]
+    size = tile_px if "win" in name else 2 * tile_px
+    encoder, _ = _of_timm(name, img_size=size)
+    take_windows(monkeypatch, 2, height=1)
+    report = assert_exact(encoder, torch.randn(1, 3, size, size), to_the_byte=True, steps=1)
+    assert any(segment.takes_windows for segment in report.plan.segments)
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_in_a_transformer_of_timm() -> None:
+    """Low-rank adapters with dropout of all linear layers of attention; the weights of timm are frozen."""
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    torch.manual_seed(0)
+    encoder, width = _of_timm("vit_small_patch14_reg4_dinov2")
+    peft: Any = import_library("peft")
+    config = peft.LoraConfig(r=2, target_modules=["qkv", "proj"], lora_dropout=0.1, init_lora_weights=False)
+    _assert_exact_in_chunks(peft.get_peft_model(encoder, config), "gated", 5, 2, 28, width)

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.memory import available_bytes
-from harness.peer_measure import Question, check_outcome, measure_peer, save_reference, start_peer
+from harness.peer_measure import REFERENCES, Question, check_outcome, measure_peer, save_reference, start_peer
 from harness.peer_report import SITUATIONS, PeerRecord, all_tables, peers_figure, write_page
 from harness.peers import METHODS, NETWORKS, PeerCase
 from harness.report import Table, add_common_arguments, environment, positive_int, result_stem, write_results
@@ -33,6 +33,8 @@ _UNCHECKED = ("plain", "plain, channels last", "torch.compile, budget 1.0", "tor
 _DISTINCT = 0.05
 #: Trials to stay below the memory of another method.
 _MOST_TRIALS = 2
+#: Budget of `sft` for the float64 step.
+_REFERENCE_BUDGET = 4 * 2**30
 #: Share of the free memory that one process may allocate.
 _MEMORY_SHARE = 0.8
 
@@ -45,6 +47,7 @@ class Bench:
         self.console = console
         self.records: list[PeerRecord] = []
         self.outcomes: dict[str, dict[str, str]] = {}
+        self.references: dict[str, str] = {}
         free_bytes = available_bytes()
         self.limit_bytes = None if free_bytes is None else round(_MEMORY_SHARE * free_bytes)
         self.stem = result_stem(args.out, "peers-quick" if args.quick else "peers")
@@ -52,6 +55,7 @@ class Bench:
             raw = json.loads(args.resume.read_text())
             self.records = [PeerRecord.from_json(record) for record in raw["records"]]
             self.outcomes = raw["outcomes"]
+            self.references = raw.get("references", {})
 
     def cells(self) -> Iterator[PeerCase]:
         """Plain cases of all networks and sizes, from the smallest."""
@@ -84,13 +88,27 @@ class Bench:
         if not wanted and owned:
             return
         reference = folder / f"{cell.network}-{cell.height}.pt"
-        call_in_process(save_reference, Question(case=replace(cell, limit_bytes=None), reference=reference))
+        self.save_reference(cell, reference)
         for name in wanted:
             self.records.append(self.read(replace(cell, method=name, budget_bytes=self._tiles_budget(cell)), reference))
             self.write()
         if not owned:
             self.measure_own(cell, reference)
         reference.unlink()
+
+    def save_reference(self, cell: PeerCase, reference: Path) -> None:
+        """Take the float64 step by the first method that fits, and note which one it was."""
+        for method in REFERENCES:
+            self.console.print("reference", cell.network, cell.height, method, markup=False)
+            case = replace(cell, method=method, budget_bytes=_REFERENCE_BUDGET)
+            try:
+                call_in_process(save_reference, Question(case=case, reference=reference))
+            except WorkerError as error:
+                if error.kind != "does not fit" or method == REFERENCES[-1]:
+                    raise
+            else:
+                self.references[f"{cell.network}, {cell.height}"] = method
+                return
 
     def _tiles_budget(self, cell: PeerCase) -> int:
         """Budget of the paper's tiles: what is resident, old and new gradients, and a fifth of plain's memory."""
@@ -206,6 +224,7 @@ class Bench:
             "settings": settings,
             "records": [asdict(record) for record in self.records],
             "outcomes": self.outcomes,
+            "references": self.references,
         }
         self.written = write_results(self.stem, raw, self.tables(), _NOTES, peers_figure(self.records))
 
@@ -219,8 +238,9 @@ def _same_plan(one: PeerRecord, other: PeerRecord) -> bool:
 _NOTES = """\
 One training step of the body, batch 1, float32, norm statistics frozen. *Process*: high-water mark of a warm step above the process with
 libraries, model and input; *metered*: `sft.measure_peak`. *Error*: largest difference from float64, output and all gradients, over the
-largest value of the same module. Seconds: median [least, most] of rounds in which the methods take turns. The last columns have the fastest
-plan of `sft` whose process takes no more memory than the method of the row, and its time over the method's: below 1, `sft` is faster.
+largest value of the same module. The float64 step is PyTorch's, or that of `sft` for images for which PyTorch's does not fit
+(`references`). Seconds: median [least, most] of rounds in which the methods take turns. The last columns have the fastest plan of `sft`
+whose process takes no more memory than the method of the row, and its time over the method's: below 1, `sft` is faster.
 
 *budget* of `torch.compile` is `activation_memory_budget`. lightstream runs as its documentation requires, with the weights of norms
 frozen."""
@@ -262,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.time_all()
     bench.write()
     if args.page is not None:
-        write_page(args.page, bench.stem.name, bench.tables())
+        write_page(args.page, bench.stem.name, bench.records, bench.outcomes)
     for table in bench.tables():
         console.print(table.terminal())
     console.print(bench.written)

@@ -17,7 +17,17 @@ from harness.peers import NETWORKS, PeerCase
 from harness.report import Table, mib
 from sft.common.atomic_files import atomic_write
 
-__all__ = ["SITUATIONS", "PeerRecord", "Situation", "all_tables", "comparison_tables", "outcome_table", "peers_figure", "write_page"]
+__all__ = [
+    "SITUATIONS",
+    "PeerRecord",
+    "Situation",
+    "all_tables",
+    "comparison_tables",
+    "outcome_table",
+    "page_tables",
+    "peers_figure",
+    "write_page",
+]
 
 _REGION = re.compile(r"(<!-- tables -->\n).*?(<!-- end of tables -->\n)", re.DOTALL)
 _COLORS = {"plain": "#24292f", "checkpoint": "#8250df", "torch.compile": "#bf8700", "lightstream": "#1a7f37", "tiles": "#d0495c"}
@@ -123,6 +133,20 @@ def _ratio(record: PeerRecord, own: PeerRecord) -> str:
     return "" if mine is None or theirs is None else f"{mine / theirs:.2f}"
 
 
+def _compact_row(record: PeerRecord, own: Sequence[PeerRecord]) -> list[str]:
+    reading, best = record.reading, best_own(record, own)
+    if reading is None:
+        return [record.label, f"{record.status}: {record.note}", *[""] * 5]
+    cells = [record.label, mib(reading.process_bytes), f"{reading.error:.1e}", _median(record)]
+    if best is None or best.reading is None:
+        return [*cells, "no smaller plan measured", "", ""]
+    return [*cells, mib(best.reading.process_bytes), _median(best), _ratio(record, best)]
+
+
+def _median(record: PeerRecord) -> str:
+    return "" if record.median is None else f"{record.median:.2f}"
+
+
 def _row(record: PeerRecord, own: Sequence[PeerRecord]) -> list[str]:
     reading = record.reading
     if reading is None:
@@ -206,19 +230,28 @@ def _panel(axes: Any, records: Sequence[PeerRecord]) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def page_tables(stem: str, tables: Sequence[Table]) -> str:
-    """Tables of a page, with a link to the result."""
-    texts = [f"From [{stem}](../../benchmarks/results/{stem}.md)."]
+def page_tables(stem: str, records: Sequence[PeerRecord], outcomes: Mapping[str, Mapping[str, str]]) -> str:
+    """Tables of a page: medians of the other methods next to `sft`, with a link to the result."""
+    headers = ("method", "process MiB", "error", "step, s", "sft: process MiB", "sft: step, s", "sft / method")
+    tables = []
+    for network, size in _cells(records):
+        here = [record for record in records if (record.case.network, record.case.height) == (network, size)]
+        own = [record for record in here if record.is_own]
+        rows = [_compact_row(record, own) for record in here if not record.is_own]
+        tables.append(Table(title=f"{network}, {size} x {size} px", headers=headers, rows=rows))
+    if any(outcomes.values()):
+        tables.append(outcome_table(outcomes))
+    texts = [f"From [{stem}](../../benchmarks/results/{stem}.md), which also has ranges, metered bytes and all plans of `sft`."]
     for table in tables:
         texts += [f"### {table.title}", table.markdown()]
     return "\n\n".join(texts) + "\n"
 
 
-def write_page(page: Path, stem: str, tables: Sequence[Table]) -> None:
+def write_page(page: Path, stem: str, records: Sequence[PeerRecord], outcomes: Mapping[str, Mapping[str, str]]) -> None:
     """Replace the tables of a page."""
     text = page.read_text(encoding="utf-8")
     if not _REGION.search(text):
         raise SystemExit(f"{page.name} has no lines `<!-- tables -->` and `<!-- end of tables -->`")
-    region = page_tables(stem, tables)
+    region = page_tables(stem, records, outcomes)
     with atomic_write(page) as temporary:
         temporary.write_text(_REGION.sub(lambda match: f"{match[1]}\n{region}\n{match[2]}", text), encoding="utf-8")

@@ -13,16 +13,15 @@ from harness.peer_measure import EXACT, PeerReading, Question, check_outcome, me
 from harness.peer_report import (
     PeerRecord,
     Situation,
-    all_tables,
     best_own,
     comparison_tables,
-    outcome_table,
     page_tables,
     peers_figure,
     write_page,
 )
 from harness.peers import METHODS, NETWORKS, PeerCase, _chosen_tile_px, build_peer, prepare_peer
-from harness.workers import Refused
+from harness.workers import Refused, WorkerError
+from rich.console import Console
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY = PeerCase(network="VGG-like", height=64, width=64, method="plain", threads=1, channels=4)
@@ -33,7 +32,7 @@ _EAGER = ("plain", "plain, channels last", "checkpoint_sequential", "checkpoint 
 def reference(tmp_path: Path) -> Path:
     """The float64 step of the tiny case."""
     path = tmp_path / "reference.pt"
-    save_reference(Question(case=_TINY, reference=path))
+    save_reference(Question(case=replace(_TINY, method="checkpoint each block"), reference=path))
     return path
 
 
@@ -43,6 +42,20 @@ def test_every_method_takes_the_same_step(method: str, reference: Path) -> None:
     assert reading.error < 1e-4 and reading.num_untrained == 0 and reading.num_parameters == 26
     assert reading.metered_bytes is not None and reading.metered_bytes > 0
     assert (reading.plan is not None) == METHODS[method].is_budgeted
+
+
+def test_a_reference_that_does_not_fit_is_taken_in_strips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def call(function: object, question: Question) -> None:
+        tried.append(question.case.method)
+        if question.case.method == tried[0]:
+            raise WorkerError("does not fit", "22 GiB")
+
+    monkeypatch.setattr(peers, "call_in_process", call)
+    bench = peers.Bench(peers.parse_arguments(["--out", str(tmp_path)]), Console())
+    bench.save_reference(_TINY, tmp_path / "reference.pt")
+    assert bench.references == {"VGG-like, 64": "sft"} and len(tried) == 2
 
 
 def test_running_statistics_of_checkpointed_norms_are_wrong() -> None:
@@ -92,18 +105,19 @@ def test_each_row_names_the_fastest_plan_in_its_memory() -> None:
 def test_a_page_gets_its_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n<!-- tables -->\nold\n<!-- end of tables -->\n\nend\n")
-    table = outcome_table({"VGG-like, 1024²": {"sft": "exact"}})
+    records = [_record("plain", 100 * 2**20, [2.0, 2.5, 3.0]), _record("sft", 90 * 2**20, [1.5])]
     for _ in range(2):
-        write_page(page, "2026-01-01-cpu-peers", [table])
+        write_page(page, "2026-01-01-cpu-peers", records, {"VGG-like, 1024²": {"sft": "exact"}})
     text = page.read_text()
     assert "old" not in text and text.count("| sft | exact |") == 1 and text.endswith("\nend\n")
+    assert "| plain | 100.0 | 1.0e-06 | 2.50 | 90.0 | 1.50 | 0.60 |" in text
 
 
 def test_the_page_has_the_newest_result() -> None:
     newest = max((_ROOT / "benchmarks" / "results").glob("*-cpu-peers.json"))
     raw = json.loads(newest.read_text())
-    tables = all_tables([PeerRecord.from_json(record) for record in raw["records"]], raw["outcomes"])
-    assert page_tables(newest.stem, tables) in (_ROOT / "docs" / "benchmarks" / "peers.md").read_text()
+    records = [PeerRecord.from_json(record) for record in raw["records"]]
+    assert page_tables(newest.stem, records, raw["outcomes"]) in (_ROOT / "docs" / "benchmarks" / "peers.md").read_text()
 
 
 def test_situations_and_arguments() -> None:

@@ -120,9 +120,10 @@ class Bench:
 
     def read(self, case: PeerCase, reference: Path) -> PeerRecord:
         """Measure one case in a process of its own."""
+        question = Question(case=case, reference=reference)
         self.console.print("memory", case.network, case.height, case.method, markup=False)
         try:
-            return PeerRecord(case=case, reading=call_in_process(measure_peer, Question(case=case, reference=reference)))
+            return PeerRecord(case=case, reading=call_in_process(measure_peer, question, timeout_seconds=self.args.timeout))
         except WorkerError as error:
             return PeerRecord(case=case, status=error.kind, note=str(error).splitlines()[0])
 
@@ -254,6 +255,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rounds", type=positive_int, default=7, help="most rounds of each method (default 7)")
     parser.add_argument("--minutes", type=float, default=20, help="minutes for all rounds; 0 measures memory alone (default 20)")
+    parser.add_argument("--timeout", type=float, default=1200, help="most seconds of a method's two steps for its memory (default 1200)")
     parser.add_argument("--workers", type=int, default=10, help="most processes at the same time (default 10)")
     parser.add_argument("--resume", type=Path, help="result to add to")
     parser.add_argument("--no-checks", action="store_true", help="leave out the comparison in float64")

@@ -9,7 +9,8 @@ Padding is needed only where the read interval leaves the image. Three mechanism
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from sft.analysis.tiling.strips import OperandRead
 from sft.lower.context import NodeContext, SegmentInfo, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
+from sft.lower.rules.row_pieces import RowWindow, divide_rows, is_divided
 
 __all__ = ["AvgPoolRule", "ConvolutionRule", "PoolRule", "as_own_axes", "as_two_axes", "column_padding", "kernel_windows"]
 
@@ -147,22 +149,37 @@ class ConvolutionRule(_WindowedRule):
             total = builder.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
             ctx.add_grad(bias, total, owned=True)
             mask[2] = False
-        calls = [(padded, self._geometry(ctx), mask)]
-        if mask[1] and self._gathers_few_channels(ctx):
-            calls = [(padded, self._geometry(ctx), [mask[0], False, False]), (*self._gathered(ctx), [False, *mask[1:]])]
+        whole = (grad, padded, self._geometry(ctx))
+        calls: Iterable[tuple[Slot, Slot, tuple[Any, ...], list[bool]]] = [(*whole, mask)]
+        summed = (grad, *self._gathered(ctx)) if mask[1] and self._gathers_few_channels(ctx) else whole
+        terms = self._in_pieces(ctx, *summed) if mask[1] else None
+        if summed is not whole or terms is not None:
+            calls = chain([(*whole, [mask[0], False, False])], ((*term, [False, *mask[1:]]) for term in terms or [summed]))
         sizes = None if bias is None else [weight_slot.shape[0]]
-        for read, geometry, output_mask in calls:
+        for out_grad, read, geometry, output_mask in calls:
             if not any(output_mask):
                 continue
             shapes = (read.shape, weight_slot.shape, (weight_slot.shape[0],))
             out = tuple(builder.slot(shape) if needed else None for needed, shape in zip(output_mask, shapes, strict=True))
-            builder.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, output_mask), out)
+            builder.call_many(aten.convolution_backward.default, (out_grad, read, weight_slot, sizes, *geometry, output_mask), out)
             if out[0] is not None:
                 ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
             if out[1] is not None:
                 ctx.add_grad(weight, out[1], owned=True)
             if out[2] is not None:
                 ctx.add_grad(bias, out[2], owned=True)
+
+    @staticmethod
+    def _in_pieces(
+        ctx: NodeContext, grad: Slot, read: Slot, geometry: tuple[Any, ...]
+    ) -> Iterator[tuple[Slot, Slot, tuple[Any, ...]]] | None:
+        """The terms of a large weight gradient: output's gradient, image and geometry of each piece of rows; ``None`` for one call."""
+        window, ((stride, *strides), (padding, *paddings), *others) = kernel_windows(ctx)[0], geometry
+        rows = RowWindow(kernel_rows=(window.kernel - 1) * window.dilation + 1, stride=stride, padding=padding)
+        if not is_divided(ctx.scope, read, grad, rows):
+            return None
+        inner = ([stride, *strides], [0, *paddings], *others)
+        return ((out, image, inner) for image, out in divide_rows(ctx.builder, read, grad, rows, num_axes=1 + len(strides)))
 
     @staticmethod
     def _gathers_few_channels(ctx: NodeContext) -> bool:

@@ -7,7 +7,9 @@ a convolution with all rows of the kernel and an overlap-add.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from sft.analysis.ir.ops.transposed import OverlapAddSpec, TransposedWindow, tra
 from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
+from sft.lower.rules.row_pieces import RowWindow, divide_rows, is_divided
 
 __all__ = ["OverlapAddRule", "TransposedConvolutionRule"]
 
@@ -107,11 +110,31 @@ class TransposedConvolutionRule(Rule):
             extents = (n + crop.before + crop.after for n, crop in zip(grad.shape[2:], crops, strict=True))
             grad = builder.call(aten.constant_pad_nd.default, grad, flat, 0.0, shape=(*grad.shape[:2], *extents), dtype=grad.dtype)
         strip, kernel = ctx.saved["strip"], ctx.operand_slot(weight)
-        out = tuple(builder.slot(slot.shape) if needed else None for slot, needed in zip((strip, kernel), mask[:2], strict=True))
-        builder.call_many(aten.convolution_backward.default, (grad, strip, kernel, None, *self._geometry(ctx), mask), (*out, None))
-        for value, slot in zip((image, weight), out, strict=True):
-            if slot is not None:
-                ctx.add_grad(value, slot, owned=True)
+        whole = (grad, strip, self._geometry(ctx))
+        calls: Iterable[tuple[Slot, Slot, tuple[Any, ...], list[bool]]] = [(*whole, mask)]
+        terms = self._in_pieces(ctx, *whole) if mask[1] else None
+        if terms is not None:
+            calls = chain([(*whole, [mask[0], False, False])], ((*term, [False, True, False]) for term in terms))
+        for out_grad, read, geometry, output_mask in calls:
+            if not any(output_mask):
+                continue
+            out = tuple(builder.slot(slot.shape) if needed else None for slot, needed in zip((read, kernel), output_mask[:2], strict=True))
+            builder.call_many(aten.convolution_backward.default, (out_grad, read, kernel, None, *geometry, output_mask), (*out, None))
+            for value, slot in zip((image, weight), out, strict=True):
+                if slot is not None:
+                    ctx.add_grad(value, slot, owned=True)
+
+    @staticmethod
+    def _in_pieces(
+        ctx: NodeContext, grad: Slot, strip: Slot, geometry: tuple[Any, ...]
+    ) -> Iterator[tuple[Slot, Slot, tuple[Any, ...]]] | None:
+        """The terms of a large weight gradient: output's gradient, image and geometry of each piece of rows; ``None`` for one call."""
+        strides, (padding, *paddings), dilations, is_transposed, (_, *output_paddings), groups = geometry
+        rows = RowWindow(kernel_rows=transposed_window_of(ctx.node, 0).span, stride=strides[0], padding=padding)
+        if not is_divided(ctx.scope, grad, strip, rows):
+            return None
+        inner = (strides, [0, *paddings], dilations, is_transposed, [0, *output_paddings], groups)
+        return ((image, out, inner) for image, out in divide_rows(ctx.builder, grad, strip, rows, num_axes=len(strides)))
 
 
 @dataclass(frozen=True, slots=True)

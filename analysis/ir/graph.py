@@ -16,7 +16,7 @@ import sympy as sp
 
 from sft.analysis.ir.axes import Axes
 
-__all__ = ["Graph", "Node", "NodeKind", "Ref", "SideEffect", "SymbolicNumber", "map_refs", "refs_in"]
+__all__ = ["Graph", "Node", "NodeKind", "Ref", "SideEffect", "SymbolicNumber", "label_range", "map_refs", "refs_in"]
 
 NodeKind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
 SideEffect = Literal["", "draws", "writes"]
@@ -124,6 +124,11 @@ class Node:
         """Module path and operator, for messages."""
         operator = self.target.removeprefix("aten.").removeprefix("sft.").split(".")[0]
         return f"{self.module_path or '(the model itself)'}: {operator}"
+
+
+def label_range(first: str, last: str) -> str:
+    """Labels of the first and the last operator of a run, one label if they are the same."""
+    return first if first == last else f"{first} .. {last}"
 
 
 def refs_in(value: Any) -> Iterator[str]:

@@ -32,7 +32,7 @@ import networkx as nx
 from networkx.utils import UnionFind
 
 from sft.analysis.ir.axes import Axes
-from sft.analysis.ir.graph import Graph
+from sft.analysis.ir.graph import Graph, label_range
 from sft.analysis.ir.ops import Operator
 from sft.analysis.tiling.independent_tiles import tile_lengths
 from sft.common.interval import Interval
@@ -336,7 +336,7 @@ def _tiled_segment(
     if tile_bytes is None:
         tile_bytes = cache.tile_bytes[names] = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
     result_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.live_out(names)}
-    span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
+    span = label_range(graph[names[0]].label, graph[names[-1]].label)
     problem = ""
     if max(result_bytes.values()) >= limit_bytes:
         problem = f"{span}: the result holds {max(result_bytes.values())} bytes, not below {limit_bytes}, and no smaller value follows"

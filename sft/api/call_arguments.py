@@ -108,7 +108,8 @@ def bind_arguments(model: nn.Module, args: Sequence[Any], keywords: Mapping[str,
     inputs = tuple(leaf for leaf in leaves if _is_input(leaf))
     if not inputs and leaves:
         types = ", ".join(type(value).__name__ for value in (*bound.args, *bound.kwargs.values()))
-        raise InputError(f"the call has no input, only arguments of type {types}; give a tensor, an array, an image or a source")
+        opened = ", such as sft.sources.open_image(path)" if any(isinstance(leaf, str) for leaf in leaves) else ""
+        raise InputError(f"the call has no input, only arguments of type {types}; give a tensor, an array, an image or a source{opened}")
     return CallArguments(inputs, CallStructure(spec, tuple(_INPUT if _is_input(leaf) else leaf for leaf in leaves)))
 
 
@@ -170,8 +171,9 @@ def _refuse_unknown_leaves(spec: pytree.TreeSpec, leaves: Sequence[Any]) -> None
     """
     paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(leaves))), spec))[0]]
     problems = [
-        f"{pytree.keystr(path[1:])} is a {type(leaf).__module__}.{type(leaf).__qualname__}; give tensors, arrays, sources, and constants "
-        "(numbers, texts, flags), in lists, tuples, dictionaries, or classes registered with torch.export.register_dataclass"
+        f"argument {pytree.keystr(path[1:])} is a {type(leaf).__module__}.{type(leaf).__qualname__}"
+        f"{' (numpy.asarray makes it an array)' if hasattr(leaf, '__array_interface__') else ''}; give tensors, arrays, sources, and "
+        "constants (numbers, texts, flags), in lists, tuples, dictionaries, or classes registered with torch.export.register_dataclass"
         for path, leaf in zip(paths, leaves, strict=True)
         if not _is_input(leaf) and not isinstance(leaf, (*PLAIN_TYPES, Enum))
     ]

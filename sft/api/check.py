@@ -108,6 +108,10 @@ def check_capturable(model: nn.Module) -> None:
         raise InputError(
             f"(the model itself): {type(model).__name__} has no `forward`, so it computes nothing; compile the module that calls its parts"
         )
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise InputError(
+            f"(the model itself): {type(model).__name__} is a result of torch.compile; compile the original model, model._orig_mod"
+        )
     if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise InputError(
             f"(the model itself): {type(model).__name__} overrides `__call__`, which would run twice: around the compiled model and "

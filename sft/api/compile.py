@@ -84,7 +84,7 @@ def compile(
     """
     destination = resolve_output(output)
     if not isinstance(model, nn.Module):
-        raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise InputError(f"model must be an nn.Module, got {_kind(model)}")
     if isinstance(model, CompiledModule):
         raise InputError("the model is compiled already; compile the original")
     check_capturable(model)
@@ -161,6 +161,11 @@ def plan(
     if result is None:
         raise InputError(f"a plan needs every extent, got input_shape {input_shape!r}")
     return result
+
+
+def _kind(model: object) -> str:
+    """Type of an object that is no module, for a message."""
+    return f"the class {model.__name__}; give an instance" if isinstance(model, type) else type(model).__name__
 
 
 def _move_to_device(model: nn.Module, device: torch.device, options: Options) -> None:

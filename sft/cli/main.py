@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sft.cli.parser import EXAMPLES, UsageError, build_parser
+from sft.cli.parser import EXAMPLES, UsageError, parse_command_line
 from sft.common.errors import BudgetError, SftError, UnsupportedError
 from sft.common.untrusted.foreign_files import escape_control_characters
 from sft.planner.remedies import COMMAND_LINE, message_for
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(EXAMPLES)
         return 0
     try:
-        args = build_parser().parse_args(arguments)
+        args = parse_command_line(arguments)
     except UsageError as error:
         if "--json" in arguments:
             print(json.dumps({"error": str(error), "type": "UsageError"}))

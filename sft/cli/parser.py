@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import sft
 from sft.planner.options import STRATEGIES, WEIGHT_MODES
 
-__all__ = ["DEFAULT_TUNED_DTYPES", "EXAMPLES", "TUNED_DTYPES", "UsageError", "build_parser"]
+__all__ = ["DEFAULT_TUNED_DTYPES", "EXAMPLES", "TUNED_DTYPES", "UsageError", "build_parser", "parse_command_line"]
 
 #: Element types that most layers are trained in.
 TUNED_DTYPES = ("bfloat16", "float16", "float32")
@@ -45,7 +46,21 @@ class _Parser(argparse.ArgumentParser):
     """Parser with errors of one line, as all errors of the commands."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; {self.prog} --help lists all options")
+        example = f". {self.epilog}" if self.epilog and message.startswith("the following arguments are required") else ""
+        raise UsageError(f"{message}{example}; {self.prog} --help lists all options")
+
+
+def parse_command_line(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of ``python -m sft``.
+
+    Raises:
+        UsageError: they are invalid.
+    """
+    args, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        json_note = "--json prints to standard output and takes no file; " if args.json and not unknown[0].startswith("-") else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {json_note}python -m sft {args.command} --help lists all options")
+    return args
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,10 +73,18 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="installed versions, devices, and a self-check of a step in strips")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    check = commands.add_parser("check", help="operators of a model that run in strips, operators that cannot, and remedies")
+    check = commands.add_parser(
+        "check",
+        help="operators of a model that run in strips, operators that cannot, and remedies",
+        epilog="Example: python -m sft check resnet18 --input 1x3x4096x4096",
+    )
     _add_model(check)
 
-    plan = commands.add_parser("plan", help="memory, time and schedule of a step, without running it")
+    plan = commands.add_parser(
+        "plan",
+        help="memory, time and schedule of a step, without running it",
+        epilog="Example: python -m sft plan resnet18 --input 1x3x4096x4096 --budget 2GiB --frozen-norms",
+    )
     _add_model(plan)
     budget = "device memory, such as 11GiB (default: auto, what the device has free, less a margin)"
     plan.add_argument("--budget", default="auto", metavar="BYTES", help=budget)

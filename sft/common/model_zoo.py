@@ -14,10 +14,13 @@ them twice is an error.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -112,7 +115,8 @@ class ModelName:
             remedy = f'pip install {library}, or name another model as "package.module:callable"'
             function = _FACTORIES[library](self._import(library, remedy), member)
             if function is None:
-                raise self.error(f": {library} has no model {member!r}. Check the name; {library}.list_models() has them all.")
+                names = _NAMES[library](sys.modules[library])
+                raise self.error(f": {library} has no model {member!r}.{_suggestion(member, names)} {_LISTS[library]} has all names.")
             return ModelFactory(name=self, library=library, function=function)
         if not library:
             return self._search_libraries()
@@ -122,7 +126,10 @@ class ModelName:
         for attribute in member.split("."):
             value = getattr(value, attribute, None)
         if not callable(value):
-            raise self.error(f": module {library} has no callable {member!r}. Name a class or function that makes a network.")
+            raise self.error(
+                f": module {library} has no callable {member!r}.{_suggestion(member, dir(sys.modules[library]))} "
+                "Name a class or function that makes a network."
+            )
         return ModelFactory(name=self, library=library, function=(lambda: value) if isinstance(value, nn.Module) else value)
 
     def error(self, problem: str) -> InputError:
@@ -143,17 +150,26 @@ class ModelName:
         return function
 
     def _search_libraries(self) -> ModelFactory:
-        reasons = []
+        if self.text.endswith(".py") or "/" in self.text:
+            raise self.error(f": it is a file. Write its module and the callable that makes the network, {Path(self.text).stem}:NAME")
+        reasons, names, num_missing = [], set[str](), 0
         for library in self.libraries:
             try:
-                function = _FACTORIES[library](import_library(library), self.text)
+                package = import_library(library)
+                function = _FACTORIES[library](package, self.text)
+            except ModuleNotFoundError as error:
+                reasons.append(f"{library} is not installed" if error.name == library else f"{library}: {error}")
+                num_missing += error.name == library
+                continue
             except (Exception, SystemExit) as error:  # importing runs foreign code; the other library may have the model
                 reasons.append(f"{library}: {type(error).__name__}: {error}")
                 continue
             if function is not None:
                 return ModelFactory(name=self, library=library, function=function)
             reasons.append(f"{library} has no such model")
-        raise self.error(f": not found ({'; '.join(reasons)}). Check the name, or write package.module:callable")
+            names.update(_NAMES[library](package))
+        remedy = f"pip install {self.libraries[0]}" if num_missing == len(self.libraries) else "Check the name"
+        raise self.error(f": not found ({'; '.join(reasons)}).{_suggestion(self.text, names)} {remedy}, or write package.module:callable")
 
     def _import(self, module: str, remedy: str) -> ModuleType:
         try:
@@ -161,7 +177,9 @@ class ModelName:
         except (Exception, SystemExit) as error:  # importing runs foreign code, which may also be a script that ends the process
             if module.endswith(".py"):
                 remedy = f"Write a module without its ending: {module.removesuffix('.py')}:{self.text.rpartition(':')[2]}"
-            raise self.error(f": cannot import {module} ({type(error).__name__}: {error}). {remedy}.") from error
+            elif isinstance(error, ModuleNotFoundError) and error.name == module and _is_in_unsearched_folder(module):
+                remedy = "It is in the current folder, which is not on Python's path: set PYTHONPATH=."
+            raise self.error(f": cannot import {module} ({type(error).__name__}: {error}). {remedy.removesuffix('.')}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,4 +230,22 @@ def _timm_factory(timm: Any, name: str) -> Callable[..., Any] | None:
     return (lambda **options: timm.create_model(name, **options)) if timm.is_model(name) else None
 
 
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    """The name that was probably meant, after a blank; empty if none is similar."""
+    close = get_close_matches(name, sorted(names), n=1, cutoff=0.75)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _is_in_unsearched_folder(module: str) -> bool:
+    """A module of the current folder that Python does not search, as with its option ``-P``."""
+    name = module.partition(".")[0]
+    return (Path(f"{name}.py").is_file() or Path(name).is_dir()) and not {"", os.getcwd()} & set(sys.path)
+
+
+#: Names of all models of a library, and the call that lists them.
+_NAMES: dict[str, Callable[[Any], list[str]]] = {
+    "torchvision": lambda torchvision: list(torchvision.models.list_models()),
+    "timm": lambda timm: list(timm.list_models()),
+}
+_LISTS = {"torchvision": "torchvision.models.list_models()", "timm": "timm.list_models()"}
 _FACTORIES: dict[str, Callable[[Any, str], Callable[..., Any] | None]] = {"torchvision": _torchvision_factory, "timm": _timm_factory}

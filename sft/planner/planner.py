@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sft.analysis.ir.graph import label_range
 from sft.analysis.ir.repeat_op import REPEAT
 from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError, UnsupportedError
@@ -169,7 +170,8 @@ def _budget_error(problem: PlanningProblem, smallest: ProjectedPlan, budget_byte
     needed = problem.resources.occupied_bytes + smallest.projection.peak_bytes
     scopes = [segment.scope for segment in smallest.region.segments]
     worst = max(scopes, key=lambda s: sum(problem.sized.value_bytes(n) for n in s.outputs + s.sources), default=None)
-    between = f"; segment {problem.sized.graph[worst.names[0]].label} .. {problem.sized.graph[worst.names[-1]].label}" if worst else ""
+    labels = [problem.sized.graph[worst.names[index]].label for index in (0, -1)] if worst else []
+    between = f"; segment {label_range(*labels)}" if labels else ""
     return budget_error(
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({_occupied_text(problem)}, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "

@@ -169,5 +169,7 @@ def test_what_is_neither_an_input_nor_a_constant_is_refused() -> None:
         net({"image": [image(*_SHAPE), object()]})
     with pytest.raises(sft.InputError, match="the call has no input, only arguments of type dict"):
         net({"image": 3})
+    with pytest.raises(sft.InputError, match=r"only arguments of type str; .* such as sft\.sources\.open_image\(path\)"):
+        net("slide.svs")
     with pytest.raises(sft.InputError, match="forward takes"):
         net(image(*_SHAPE), 2, 3)

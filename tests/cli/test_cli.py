@@ -252,6 +252,9 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "words"),
     [
         (["plan", "no_such_model", "--input", "1x3x64x64"], ["no_such_model", "package.module:callable"]),
+        (["plan", "./my_net.py", "--input", "1x3x64x64"], ["it is a file", "my_net:NAME"]),
+        (["plan", "torch.nn:Conv2D", "--input", "1x3x64x64"], ["Did you mean Conv2d?"]),
+        (["plan", "torch.nn:Conv2d", "--model-args", "in_channels=3", "out_channels=4", "kernel_size=3", "--input", "9x8"], ["1x3x9x8"]),
         (["plan", "no_such_module:net", "--input", "1x3x64x64"], ["no_such_module", "PYTHONPATH"]),
         (["plan", "torch.nn:NoSuch", "--input", "1x3x64x64"], ["NoSuch"]),
         (["plan", "torch.nn:Conv2d", "--input", "1x3x64x64"], ["TypeError", "--model-args"]),
@@ -298,6 +301,21 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], capsys: pytest.C
         main(arguments)
     out, err = _lines(capsys)
     assert ended.value.code == 2 and not out and err.startswith("error: ") and len(err.splitlines()) == 1 and "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["plan"], "Example: python -m sft plan resnet18 --input 1x3x4096x4096 --budget 2GiB --frozen-norms"),
+        (["check"], "Example: python -m sft check resnet18 --input 1x3x4096x4096"),
+        (["plan", "x", "--input", "1x3x8x8", "--json", "plan.json"], "--json prints to standard output and takes no file"),
+        (["plan", "x", "--input", "1x3x8x8", "--nope"], "python -m sft plan --help"),
+    ],
+)
+def test_a_wrong_command_line_names_its_remedy(arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert remedy in _lines(capsys)[1]
 
 
 @pytest.mark.parametrize("text", ["raise SystemExit(7)", "import sys\ndef net(): sys.exit('bye')"])

@@ -33,7 +33,8 @@ _TORCHVISION = {
     "timm/__init__.py": (
         "import torchvision\n"
         "from torch import nn\n"
-        "def is_model(name): return name in ('both', 'theirs')\n"
+        "def list_models(): return ['both', 'theirs']\n"
+        "def is_model(name): return name in list_models()\n"
         "def create_model(name, **options): return nn.ReLU(**options)\n"
     ),
     "mine.py": "import torchvision, torch\ndef net(): return torch.nn.Tanh()\nready = torch.nn.Sigmoid()\n",
@@ -82,7 +83,8 @@ def test_a_torchvision_for_another_torch_is_imported(tmp_path: Path) -> None:
         "assert maker('mine:ready').make({}) is importlib.import_module('mine').ready\n"
         "import torchvision\n"
         "assert not torchvision.extension.IS_COMPILED\n"
-        "for text, words in (('neither', 'torchvision has no such model; timm has no such model'), ('timm:ours', \"no model 'ours'\")):\n"
+        "for text, words in (('neither', 'torchvision has no such model; timm has no such model'), ('timm:ours', \"no model 'ours'\"),\n"
+        "    ('thiers', 'Did you mean theirs?'), ('torchvision:bot', 'Did you mean both? torchvision.models.list_models()')):\n"
         "    try:\n"
         "        maker(text)\n"
         "    except ValueError as error:\n"
@@ -111,6 +113,20 @@ def test_other_import_failures_are_reported(tmp_path: Path, monkeypatch: pytest.
         import_library("sft_test_broken")
     with pytest.raises(InputError, match=r"model.backbone 'sft_test_broken:net': cannot import .*roi_align.*PYTHONPATH"):
         _name("sft_test_broken:net").factory()
+
+
+def test_a_library_that_is_not_installed_is_the_one_to_install() -> None:
+    with pytest.raises(
+        InputError, match=r"'net18': not found \(no_such_library is not installed\)\. pip install no_such_library, or write"
+    ):
+        _name("net18").factory()
+
+
+def test_a_module_of_an_unsearched_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sft_test_near.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"current folder, which is not on Python's path: set PYTHONPATH=\.$"):
+        _name("sft_test_near:net").factory()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     assert _run("tutorial.md", {}) == 9
     assert (tmp_path / "runs" / "first" / "summary.md").exists()
+    metrics = json.loads((tmp_path / "runs" / "first" / "test" / "metrics.json").read_text())
+    assert metrics["slides"]["auc"]["value"] == 1, metrics
     assert list((tmp_path / "runs" / "first" / "heatmaps").rglob("*.png"))
 
 

@@ -85,12 +85,31 @@ def test_wrong_input_shape_at_compile(shape: tuple[int, ...]) -> None:
     [
         ((1, 3, 2**24 + 1, 12), "no extent may be more than 16777216"),
         ((2**25, 3, 16, 12), "no extent may be more than 16777216"),
+        ((16, 12), "got input of size: .*; write batch, channels and extents in this order: 1x3x16x12"),
+        ((2, 16, 12, 3), "got 16 channels instead; write batch, channels and extents in this order: 2x3x16x12"),
+        (torch.zeros(_SHAPE, dtype=torch.uint8), r"; convert pixels to floating point \(x\.float\(\) / 255\)"),
         ([_SHAPE, _SHAPE], "the model refuses an input of shape .*takes 2 positional arguments but 3 were given"),
     ],
 )
 def test_shapes_that_nobody_has(shape: Any, refusal: str) -> None:
     with pytest.raises(sft.InputError, match=refusal):
         sft.plan(nn.Conv2d(3, 4, 3), shape)
+
+
+@pytest.mark.parametrize(
+    ("model", "refusal"),
+    [
+        (nn.ReLU, "model must be an nn.Module, got the class ReLU; give an instance"),
+        ("resnet18", "model must be an nn.Module, got str"),
+        (
+            torch.compile(nn.ReLU(), backend="eager"),
+            "is a result of torch.compile; compile the original model, model._orig_mod",
+        ),
+    ],
+)
+def test_models_that_are_none(model: Any, refusal: str) -> None:
+    with pytest.raises(sft.InputError, match=refusal):
+        sft.compile(model, _SHAPE)
 
 
 def test_what_the_model_itself_refuses_is_no_limit_of_the_exporter() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import os
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,7 +113,8 @@ def model_error(error: Exception, model: nn.Module, shapes: Sequence[tuple[int, 
     first_line = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
     line = error_line(error)
     cause = RuntimeError if isinstance(error, AssertionError) else type(error)  # operators assert in traces only
-    reason = first_line + _detector_hint(model, first_line) + (f" (at {line})" if line else "")
+    hint = _detector_hint(model, first_line) or _layout_hint(model, shapes) or _integer_hint(first_line)
+    reason = first_line + hint + (f" (at {line})" if line else "")
     return input_error_of(cause, f"the model refuses an input of shape {sizes}: {reason}")
 
 
@@ -121,3 +123,25 @@ def _detector_hint(model: nn.Module, reason: str) -> str:
     if "targets" not in reason or not isinstance(getattr(model, "backbone", None), nn.Module):
         return ""
     return "; of a detector compile the backbone alone: model.backbone = sft.compile(model.backbone, input_shape)"
+
+
+def _layout_hint(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> str:
+    """Remedy for an image without a batch or channels, or with channels last, by the first convolution of the model."""
+    first = next((module for module in model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    if first is None or len(shapes) != 1:
+        return ""
+    (shape,), num_axes = shapes, len(first.kernel_size)
+    is_channels_last = len(shape) == num_axes + 2 and shape[1] != first.in_channels == shape[-1]
+    if len(shape) == num_axes + 2 and not is_channels_last:
+        return ""
+    batch, extents = (shape[0], shape[1:-1]) if is_channels_last else (1, shape[-num_axes:])
+    if len(extents) < num_axes:
+        return ""
+    return f"; write batch, channels and extents in this order: {'x'.join(map(str, (batch, first.in_channels, *extents)))}"
+
+
+def _integer_hint(reason: str) -> str:
+    """Remedy for pixels that are integers."""
+    if not re.search(r"Input type \((unsigned char|char|short|int|long)", reason):
+        return ""
+    return "; convert pixels to floating point (x.float() / 255), or give a NumPy array, of which integers become 0..1"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from sft.analysis.ir.graph import label_range
 from sft.common.atomic_files import atomic_write
 from sft.common.byte_units import format_bytes, format_seconds
 from sft.common.errors import InputError
@@ -102,7 +103,7 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
             seconds = (cost.forward_seconds, cost.recompute_seconds, cost.backward_seconds)
             times = (*map(format_seconds, seconds), f"{100 * cost.share:.1f} %")
         sizes = map(format_bytes, (segment.output_bytes, segment.working_bytes, segment.state_bytes))
-        layers = f"{segment.layers[0]} .. {segment.layers[1]}"
+        layers = label_range(*segment.layers)
         rows.append((str(number), layers, strips + again, str(segment.num_panels), *sizes, f"{segment.flops:.3g}", *times))
     return rows
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sft.analysis.ir.graph import label_range
 from sft.common.byte_units import format_bytes, format_seconds
 from sft.planner.cost.gpu_time import H100
 from sft.planner.cost.roofline import DeviceRates
@@ -283,7 +284,7 @@ def _states_text(segment: SegmentPlan) -> str:
     sweeps = ", of one sweep at a time: each runs forward once more" if segment.restart else ""
     if segment.state_slots:
         return f"{segment.state_slots} at most, the remaining ones restored{sweeps}"
-    return f"kept every {segment.state_every} strip(s){sweeps}"
+    return f"kept after {'each strip' if segment.state_every == 1 else f'every {segment.state_every} strips'}{sweeps}"
 
 
 def _pieces(segment: SegmentPlan) -> str:
@@ -298,10 +299,10 @@ def _pieces(segment: SegmentPlan) -> str:
 
 
 def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
-    first, last = segment.layers
+    number_text = "1 operator" if len(segment.nodes) == 1 else f"{len(segment.nodes)} operators"
     runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
     lines = [
-        *_wrapped(f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}"),
+        *_wrapped(f"Segment {number}: {segment.mode}, {number_text}, {label_range(*segment.layers)}{runs}"),
         *_row("outputs", format_bytes(segment.output_bytes), f"on the {segment.placement}"),
     ]
     if segment.takes_samples:
@@ -312,10 +313,11 @@ def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
         name = "tokens" if segment.chunk_unit == "tokens" else "windows"
         lines += _row(name, segment.strip_rows if is_row else segment.panel_cols, kind + times)
     if segment.mode == "tiled":
+        halo = f"halo of strips {_HALO[segment.halo]}"
         size = f"of {segment.strip_rows} rows, {segment.panel_cols} columns, batch {segment.batch_tile}"
         lines += [
             *_row("strips", segment.num_steps, size),
-            *_row("panels", segment.num_panels, f"halo recomputed, that of strips {_HALO[segment.halo]}"),
+            *_row("panels", segment.num_panels, f"{'of all columns' if segment.num_panels == 1 else 'halo recomputed'}; {halo}"),
             *_row("states", format_bytes(segment.state_bytes), _states_text(segment)),
         ]
     lines += [*_row("working set", format_bytes(segment.working_bytes)), *_row("FLOPs", f"{segment.flops:.4g}")]

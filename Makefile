@@ -16,6 +16,8 @@ TORCH_READY := .venv-torch-$(VERSION)/.ready
 # One more than there are cores: some tests wait for processes that they have started.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 INPUTS := pyproject.toml constraints.txt
+# Each process of the tests would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

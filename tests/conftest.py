@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from sft.api import memory_limits
 from sft.common.free_memory import FreeMemory
+from tests.helpers.capture_cache import share_captures
 from tests.slow import SAMPLED, SLOW, THINNED
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
@@ -27,8 +29,8 @@ from tests.slow import SAMPLED, SLOW, THINNED
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]
 
-#: The zoo imports models of other packages, which are not in this environment.
-collect_ignore = ["zoo"]
+#: The zoo imports models of other packages, which are not in this environment. The module of forks freezes all objects of its process.
+collect_ignore = ["zoo", "helpers/forked_state.py"]
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 
@@ -38,12 +40,17 @@ os.environ["SFT_CACHE_DIR"] = ""
 # budget="auto", the default, is 11 GiB on every machine; tests of it replace this again.
 patch.object(memory_limits, "free_host_memory", lambda: FreeMemory(free_bytes=25 * 2**29, total_bytes=2**34)).start()
 
+share_captures()
+
 # Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine. Also in processes of tests.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Full collections take half a second or more, for the objects in caches of torch and SymPy: fewer of them.
-gc.set_threshold(700, 10, 60)
+# Full collections take half a second or more, for the objects in caches of torch and SymPy: they run where memory has grown.
+_MAX_GARBAGE_BYTES = 1 << 30
+_STATM = Path("/proc/self/statm")
+_limit_bytes = [_MAX_GARBAGE_BYTES]
+gc.set_threshold(10_000, 10, 1000 if _STATM.exists() else 10)
 
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -79,6 +86,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is not a test: {', '.join(unknown)}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Collect garbage where the process has grown: graphs of captures refer to themselves."""
+    if _resident_bytes() > _limit_bytes[0]:
+        gc.collect()
+        _limit_bytes[0] = _resident_bytes() + _MAX_GARBAGE_BYTES
+
+
+def pytest_unconfigure() -> None:
+    """Collect the last garbage of a worker, whose errors pytest reports; pytest and the interpreter would visit all objects again."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.collect()
+        gc.freeze()
+
+
+def _resident_bytes() -> int:
+    """Bytes of memory of this process; 0 where the system has no ``/proc``."""
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 @pytest.fixture

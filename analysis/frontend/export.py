@@ -41,7 +41,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 #: Rows of the patch table that hold while the exporter decomposes a program, and while it traces one.
 _DECOMPOSITION_PATCHES = (
-    *("stack_traces", "tracer_stack_traces", "node_metadata"),
+    *("stack_traces", "tracer_stack_traces", "mode_stacks", "node_metadata", "generated_code", "composite_operators"),
     *("rnn_state_shapes", "bincount_dtype", "pooling_sizes", "buffer_hooks"),
 )
 _EXPORT_PATCHES = (
@@ -56,6 +56,7 @@ _EXPORT_PATCHES = (
         "deterministic_algorithms",
         "fake_tensor_cache",
         "module_stack",
+        "ranges_of_sizes",
     ),
 )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy as sp
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from sft.common.torch_internals import FakeTensor
@@ -28,6 +28,8 @@ __all__ = [
     "balanced_module_stack",
     "batch_norm_shapes",
     "bincount_with_dtype",
+    "code_on_demand",
+    "first_call_only",
     "floor_quotient",
     "gaussian_nll_loss_unchecked",
     "grid_sample_shapes",
@@ -37,6 +39,7 @@ __all__ = [
     "no_tensor_metadata",
     "pointwise_shapes",
     "rnn_state_shapes",
+    "solve_specializations",
     "upsample_shapes",
 ]
 
@@ -92,6 +95,19 @@ def minmax_by_comparison(exporter_minmax: Function) -> Function:
 def floor_quotient(rounded_quotient: Function) -> Function:
     """``//``, which rounds down; the original also looks at the remainder, which becomes a guard on the size."""
     return lambda x, y: x // y
+
+
+def solve_specializations(solve: Function) -> Function:
+    """``DimConstraints.solve`` that leaves out ranges of sizes, which only the text of an error has.
+
+    Equalities fix sizes, and the exporter refuses some of these; they are solved as before.
+    """
+
+    def solve_equalities(constraints: Any) -> None:
+        if constraints._symbols_with_equalities or constraints._inconsistencies:
+            solve(constraints)
+
+    return solve_equalities
 
 
 # -- shape functions --------------------------------------------------------------------------------------------------
@@ -256,6 +272,34 @@ def no_stack_traces(make_tracer: Function) -> Function:
         tracer.record_stack_traces = False
 
     return make
+
+
+def first_call_only(function: Function) -> Function:
+    """A function without a result that runs at its first call and does nothing at later ones."""
+    calls: list[Any] = []
+
+    def run_once() -> None:
+        if not calls:
+            calls.append(function())
+
+    return run_once
+
+
+def code_on_demand(recompile: Function) -> Function:
+    """``GraphModule.recompile`` that generates Python code when the module is called, and not each time that its graph changes."""
+
+    def recompile_later(module: Any) -> Any:
+        if type(module.graph._codegen) is not fx.graph.CodeGen:
+            return recompile(module)
+
+        def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            recompile(self)
+            return type(self).forward(self, *arguments, **keywords)
+
+        type(module).forward = forward
+        return None
+
+    return recompile_later
 
 
 def gaussian_nll_loss_unchecked(

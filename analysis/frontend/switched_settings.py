@@ -10,10 +10,13 @@ import logging
 import pkgutil
 import sys
 import threading
+import traceback
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -28,6 +31,7 @@ __all__ = [
     "with_pointwise_shapes",
     "without_deterministic_algorithms",
     "without_global_module_hooks",
+    "without_mode_stacks",
 ]
 
 
@@ -84,6 +88,16 @@ def quiet_loggers() -> Iterator[None]:
 def muted_output() -> Iterator[None]:
     """Drop what this thread prints."""
     with contextlib.redirect_stdout(_MutedStream(sys.stdout)), contextlib.redirect_stderr(_MutedStream(sys.stderr)):
+        yield
+
+
+@contextmanager
+def without_mode_stacks() -> Iterator[None]:
+    """Create modes of fake tensors without a record of the Python stack."""
+    module = pkgutil.resolve_name("torch._subclasses.fake_tensor")
+    functions = types.SimpleNamespace(**vars(traceback))
+    functions.extract_stack = traceback.StackSummary
+    with mock.patch.object(module, "traceback", functions):
         yield
 
 

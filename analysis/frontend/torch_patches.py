@@ -90,10 +90,15 @@ class Patch:
             return None
         if self.parameters is None:
             return owner, name
-        names = tuple(inspect.signature(function).parameters)
-        if self.parameters[-1] == "...":
+        names = _parameter_names(inspect.unwrap(function))
+        if self.parameters[-1:] == ("...",):
             names = (*names[: len(self.parameters) - 1], "...")
         return (owner, name) if names == self.parameters else None
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_names(function: Function) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -291,6 +296,34 @@ PATCHES: dict[str, Patch] = {
         why="Before there was a setting for it (row `stack_traces`), the exporter's tracer recorded Python stacks always.",
         without="Deep networks are captured more slowly.",
         replacement=functions.no_stack_traces,
+    ),
+    "mode_stacks": Patch(
+        target="torch._subclasses.fake_tensor.traceback",
+        why="Each mode of fake tensors records the Python stack of its creation, with lines of source. Nothing here reads it.",
+        without="A capture takes some milliseconds more in programs of deep stacks.",
+        switch=switches.without_mode_stacks,
+    ),
+    "generated_code": Patch(
+        target="torch.fx.graph_module.GraphModule.recompile",
+        parameters=("self",),
+        why="The exporter generates Python code of a graph six times, after each of its passes. The graph is read and not called.",
+        without="A capture takes a twentieth more time.",
+        replacement=functions.code_on_demand,
+    ),
+    "composite_operators": Patch(
+        target="torch._export.utils._materialize_cpp_cia_ops",
+        parameters=(),
+        why="Each decomposition of a program looks up a thousand composite operators, again for each of two dozen namespaces.",
+        without="A capture whose program is decomposed takes some 20 milliseconds more.",
+        replacement=functions.first_call_only,
+    ),
+    "ranges_of_sizes": Patch(
+        target="torch.fx.experimental.symbolic_shapes.DimConstraints.solve",
+        parameters=("self",),
+        why="The exporter solves inequalities of sizes for the text of an error; ranges and guards of a capture come from its shape "
+        "environment.",
+        without="A capture takes a twentieth more time.",
+        replacement=functions.solve_specializations,
     ),
     "fake_tensor_cache": Patch(
         target="torch._dynamo.config.fake_tensor_cache_enabled",

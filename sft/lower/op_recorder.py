@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sft.analysis.frontend.torch_patches import apply_patches
 from sft.common.errors import InputError
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 
@@ -136,7 +137,7 @@ def record_ops(function: Callable[..., torch.Tensor], arguments: Sequence[Argume
         by_shape: True if the function makes the same calls on every device. It then runs on meta tensors, which take a fraction of the
             time of fake CPU tensors.
     """
-    with contextlib.nullcontext() if by_shape else FakeTensorMode(allow_non_fake_inputs=True):
+    with contextlib.nullcontext() if by_shape else _fake_tensors():
         device = "meta" if by_shape else "cpu"
         inputs = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in arguments)
         leaves = []
@@ -152,3 +153,8 @@ def record_ops(function: Callable[..., torch.Tensor], arguments: Sequence[Argume
             with recorder:
                 gradients = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad, allow_unused=True), strict=True))
     return OpRecording(inputs, grad, tuple(recorder.calls), output, tuple(gradients.get(id(tensor)) for tensor in inputs))
+
+
+def _fake_tensors() -> FakeTensorMode:
+    with apply_patches("mode_stacks"):
+        return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,16 +1,24 @@
 """Captures that are made once: tests that plan one model in many ways would spend their time on it.
 
-A capture serves every size that it holds for, as it does inside a compiled module, so a model that is drawn at many sizes is captured
-once, too. What tells two models apart is what they print, their flags, and what the test says of them (``about``): a module that holds a
-function prints nothing of it.
+All tests of a process share captures of equal calls of equal models (:func:`share_captures`), except those of ``tests/analysis/frontend``,
+which are about captures. Equal are models whose code would run the same way, by the fingerprint that compiled modules compare at each
+call; the shapes of the inputs and all modes are the same, so that the exporter would do the same work again.
+
+Inside of :func:`remembered_captures` fewer properties tell models apart. A capture serves every size that it holds for, as it does inside
+compiled modules, so a model that is drawn at many sizes is captured once, too. What tells two models apart is what they print, their
+flags, and what the test says of them (``about``): a module that holds a function prints nothing of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +26,73 @@ from torch import nn
 
 from sft.analysis.frontend.call_mode_guards import CallModes
 from sft.analysis.frontend.capture import Capture, capture
+from sft.analysis.frontend.fingerprint import module_fingerprint
+from sft.analysis.frontend.module_state import PLAIN_TYPES
+from sft.analysis.frontend.state_snapshot import user_attributes
 from sft.analysis.ir.graph import Graph
+from sft.api import capture_cache
+from sft.common.module_snapshot import ModuleSnapshot
 
-__all__ = ["numbered", "one_capture_a_model", "remembered_captures"]
+__all__ = ["numbered", "one_capture_a_model", "remembered_captures", "separate_captures", "share_captures"]
 
 _KNOWN: dict[str, list[Capture]] = {}
+
+#: Captures by call, the most recent last, and their maximal number: a key keeps the classes of its model alive.
+_SHARED: OrderedDict[Hashable, Capture] = OrderedDict()
+_MAX_SHARED = 256
+
+_PLAIN = (*PLAIN_TYPES, Enum, type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def share_captures() -> None:
+    """Let all compiled modules of this process share captures of equal calls of equal models."""
+    mock.patch.object(capture_cache, "capture", _shared).start()
+
+
+@contextmanager
+def separate_captures() -> Iterator[None]:
+    """Capture each model anew until the block ends."""
+    with mock.patch.object(capture_cache, "capture", capture):
+        yield
+
+
+def _shared(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, modes: CallModes, **keywords: Any) -> Capture:
+    key = _call_key(model, shapes, arguments, modes, keywords)
+    known = None if key is None else _SHARED.get(key)
+    if known is None:
+        known = capture(model, shapes, *arguments, modes=modes, **keywords)
+        if key is None or known.reads or known.differentiable_constants:  # values of tensors, which the key does not have
+            return known
+        _SHARED[key] = known
+        if len(_SHARED) > _MAX_SHARED:
+            _SHARED.popitem(last=False)
+    else:
+        _SHARED.move_to_end(key)
+    return known
+
+
+def _call_key(model: nn.Module, shapes: Sequence[tuple[int, ...]], arguments: Any, modes: CallModes, keywords: Any) -> Hashable:
+    """All that a capture depends on; ``None`` for a model whose attributes or hooks a fingerprint does not have."""
+    is_known = all(_is_plain(value) for module in model.modules() for _, value in user_attributes(module))
+    has_hooks = any(value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks"))
+    if not is_known or has_hooks or torch.overrides._get_current_function_mode_stack():
+        return None
+    snapshot = ModuleSnapshot(model)
+    tensors = [
+        (name, type(value), value.requires_grad, value.device, value.layout, value.stride()) for name, value in snapshot.tensors.items()
+    ]
+    flags = [module.training for module in snapshot.modules.values()]
+    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    call = tuple(shapes), tuple(map(repr, arguments)), modes, tuple(sorted(keywords.items()))
+    return module_fingerprint(snapshot), tuple(tensors), tuple(flags), state, call
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 @contextmanager
@@ -37,7 +107,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         known = _KNOWN.setdefault(key, [])
         found = next((one for one in known if modes.satisfies(one.guard_values) and one.bind(shapes) is not None), None)
         if found is None:
-            found = capture(model, shapes, *arguments, modes=modes, **keywords)
+            found = _shared(model, shapes, *arguments, modes=modes, **keywords)
             known.append(found)
         return found
 

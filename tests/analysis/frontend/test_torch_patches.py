@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import pkgutil
 import sys
 import threading
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._decomp import decomposition_table, decompositions
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -145,17 +146,27 @@ def _exported(model: nn.Module, is_symbolic: bool = False) -> torch.export.Expor
     return torch.export.export(model, (torch.zeros(_SHAPE),), dynamic_shapes=dynamic, strict=False)
 
 
-def _runs_decomposition(name: str, model: nn.Module) -> bool:
-    original, calls = getattr(decompositions, name), []
+def _export_calls(target: str, model: nn.Module, *, times: int = 1, is_decomposed: bool = False) -> bool:
+    path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original, calls = getattr(owner, name), []
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         calls.append(1)
         return original(*arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(decompositions, name, counted)
-        _exported(model, is_symbolic=True)
-    return bool(calls)
+        patching.setattr(owner, name, counted)
+        exported = _exported(model, is_symbolic=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecated functions in the namespaces of operators
+            if is_decomposed:
+                exported.run_decompositions({})
+    return len(calls) >= times
+
+
+def _runs_decomposition(name: str, model: nn.Module) -> bool:
+    return _export_calls(f"torch._decomp.decompositions.{name}", model)
 
 
 def _modes_see_no_queries() -> bool:
@@ -431,6 +442,10 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "stack_traces": lambda: _nodes_have("stack_trace"),
     "tracer_stack_traces": _tracers_know_no_setting,
     "fake_tensor_cache": lambda: _is_switched(lambda: bool(torch._dynamo.config.fake_tensor_cache_enabled), "fake_tensor_cache"),
+    "generated_code": lambda: _export_calls("torch.fx.graph.Graph.python_code", nn.ReLU()),
+    "composite_operators": lambda: _export_calls("torch._export.utils._materialize_cpp_cia_ops", nn.ReLU(), times=2, is_decomposed=True),
+    "ranges_of_sizes": lambda: _export_calls("sympy.solvers.inequalities.reduce_inequalities", nn.Conv2d(3, 4, 3)),
+    "mode_stacks": lambda: _is_switched(lambda: bool(FakeTensorMode()._stack_trace), "mode_stacks"),
     "buffer_hooks": _failed_exports_leave_a_hook,
     "module_stack": _caught_errors_of_modules_fail,
     "anomaly_mode": _switches_anomaly_mode,

@@ -76,7 +76,7 @@ class StepNumbers:
     file_bytes: int
     """Of the rows used, as uint8."""
     tensor_bytes: int
-    """Of the same rows as a float32 tensor, which nobody makes."""
+    """Of the same rows as a float32 tensor, which is never allocated."""
     plan: PlanNumbers
     prepare_seconds: float
     """Capture and planning."""

@@ -55,7 +55,7 @@ class StepNumbers:
     size: int
     file_bytes: int
     first_activation_bytes: int
-    """Of the first convolution's result, which nobody makes."""
+    """Of the first convolution's result, which is never allocated."""
     plain_bytes: int
     """What plain PyTorch would hold, projected."""
     plan: PlanNumbers
@@ -220,7 +220,7 @@ def report(args: argparse.Namespace, stem: Path, checked: Check, results: list[S
 def main() -> int:
     """Run the benchmark; 1 when gradients are wrong, a step has no result, or a process held more than the limit."""
     args = parse_arguments()
-    # Threads that spin for each other burn the time of a core that somebody else holds: 64 CPU seconds instead of 15 at 2,000 px
+    # Threads that spin for each other burn the time of a core that another process uses: 64 CPU seconds instead of 15 at 2,000 px
     # on a busy machine. Read by the OpenMP library of the processes to come.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     console = Console()

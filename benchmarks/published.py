@@ -138,7 +138,7 @@ def table_2_row(row: Published, num_tries: int) -> dict[str, Any]:
 
 
 def table_2(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people."""
+    """The rows as text."""
 
     def cells(row: dict[str, Any]) -> list[str]:
         ours = row["least_bytes"] + row["input_bytes"]
@@ -220,7 +220,7 @@ def trade_off_rows() -> list[dict[str, Any]]:
 
 
 def trade_off(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people, with what the thesis reads from its plot."""
+    """The rows as text, with the values that the thesis reads from its plot."""
 
     def pair(row: dict[str, Any], kind: str) -> list[str]:
         more, less = row[f"more_{kind}seconds"], row[f"less_{kind}seconds"]
@@ -265,7 +265,7 @@ def solver_rows(chain: StageChain) -> list[dict[str, Any]]:
 
 
 def solver_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people."""
+    """The rows as text."""
     published = {1: "26 min", 5: "7 min", 25: "under 1 min"}
     cells = [
         [
@@ -334,7 +334,7 @@ def joint_rows(name: str, chain: StageChain) -> list[dict[str, Any]]:
 
 
 def joint_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people."""
+    """The rows as text."""
     names = [name for name in SOLVERS if name != "none"]
     cells = [
         [

@@ -64,7 +64,7 @@ def without_global_module_hooks() -> Iterator[None]:
             hooks.update(content)
 
 
-#: Loggers that also report what is raised.
+#: Loggers that repeat the messages of exceptions.
 _NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
 
 

@@ -331,7 +331,7 @@ PATCHES: dict[str, Patch] = {
         without="Captures are slower.",
         switch=lambda: pkgutil.resolve_name("torch._dynamo.config").patch(fake_tensor_cache_enabled=False),
     ),
-    # -- what a failed export leaves
+    # -- state that a failed export leaves
     "buffer_hooks": Patch(
         target="torch.nn.modules.module.register_module_buffer_registration_hook",
         until="2.13",

@@ -43,7 +43,7 @@ class ModelCase:
 
     @property
     def label(self) -> str:
-        """The case for people."""
+        """Text of the case."""
         return f"{self.name} {'x'.join(map(str, self.shape))}{', frozen statistics' if self.frozen else ''}"
 
 

@@ -32,7 +32,7 @@ from sft.distributed.transport import TOPICS, Message, RankGroup, RankTraffic, T
 
 __all__ = ["ProcessTransport"]
 
-#: Transports made so far for a purpose and ranks. All ranks count alike, since they make their transports in the same order.
+#: Transports made so far for a purpose and ranks. All ranks have the same numbers, since they make their transports in the same order.
 _num_transports: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 #: Time to wait for the cause of a failure to appear in the store.

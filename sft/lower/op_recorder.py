@@ -102,7 +102,7 @@ class _OpRecorder(TorchDispatchMode):
         first_shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         try:
             output = func(*args, **keywords)
-        except AssertionError as error:  # a decomposition of torch checks what its operator's shape function did not
+        except AssertionError as error:  # a check in torch's decomposition that the operator's shape function lacks
             raise InputError(f"{func}: {error}; its operands have shapes {_shapes_of(args)}; give inputs of matching shapes") from error
         if func not in _METADATA_OPS:
             shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in _as_tuple(output))

@@ -42,7 +42,7 @@ class MemoryCounter:
         return None
 
     def free(self, num_bytes: int, address: Any) -> None:
-        """Count a buffer no longer."""
+        """Stop counting a buffer."""
         self.live_bytes -= num_bytes if self.block is None else self.block(num_bytes)
 
     def record_peak(self, num_bytes: int) -> None:

@@ -36,7 +36,7 @@ class BadTile:
     y: int  #: row of its upper edge, in px of the level
     width_px: int
     height_px: int
-    reason: str  #: what the reader said
+    reason: str  #: message of the reader
 
     def __str__(self) -> str:
         return f"level {self.level}, columns [{self.x}, {self.x + self.width_px}), rows [{self.y}, {self.y + self.height_px})"

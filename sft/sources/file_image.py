@@ -51,7 +51,7 @@ class FileImage(LevelledImage, Generic[Handle]):
         self.path: Path = source_path(path)
         self._facts: ImageFacts | None = None
         # The process that opened the handle, and the handle: one attribute, so that threads see both or neither. No lock: it could be
-        # inherited, held for ever, by a process forked at the wrong moment.
+        # inherited, held forever, by a process forked at the wrong moment.
         self._opened: tuple[int, Handle] | None = None
         if not self.path.exists():
             raise SourceError(f"cannot open {self.path}: there is no such file. Check the path.")

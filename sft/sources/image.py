@@ -205,7 +205,7 @@ class ImageFacts:
     georeference: Georeference | None = None  #: of level 0
     dtype: str = "uint8"  #: element type of the pixels
     channel_names: tuple[str, ...] = ()  #: one name a channel, where the file has names
-    cost_note: str = ""  #: what a read costs, where that is more than its pixels
+    cost_note: str = ""  #: cost of a read, if it is more than decoding its pixels
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

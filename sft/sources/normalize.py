@@ -234,7 +234,7 @@ class PixelRows:
         """Read rows, and ``fill`` their places in the tensor of the interval with them."""
 
 
-#: Some formats have tiles of eight rows. A block is a multiple of the tile height of at least so many rows, since each read costs.
+#: Some formats have tiles of eight rows. A block is a multiple of the tile height with at least this number of rows, since each read costs.
 _MIN_BLOCK_ROWS = 64
 _NUM_CHANNELS = 3
 
@@ -289,7 +289,7 @@ class Normalized(PixelRows):
         #: rows of an aligned block; None: rows are read exactly as requested
         self.block_rows: int | None = None if tile_rows is None else tile_rows * -(-_MIN_BLOCK_ROWS // tile_rows)
         # Replaced as a whole, never changed: threads that race here decode a block twice and nothing worse. A lock could be
-        # inherited, held for ever, by a process forked at the wrong moment.
+        # inherited, held forever, by a process forked at the wrong moment.
         self._blocks: Mapping[int, Pixels] = {}
 
     def __repr__(self) -> str:

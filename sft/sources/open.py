@@ -330,5 +330,5 @@ def _vendor(path: Path) -> Any:
         return None
     try:
         return openslide.OpenSlide.detect_format(path)
-    except Exception:  # whatever is wrong with the file, the reader that opens it will say so
+    except Exception:  # the reader that opens the file reports the problem
         return None

@@ -21,7 +21,7 @@ from sft.sources.image import Image, Pixels
 
 __all__ = ["RowBlocks"]
 
-#: Some formats have tiles of eight rows. A block is a multiple of the tile height of at least so many rows, since each read costs.
+#: Some formats have tiles of eight rows. A block is a multiple of the tile height with at least this number of rows, since each read costs.
 _MIN_BLOCK_ROWS = 64
 
 
@@ -52,7 +52,7 @@ class RowBlocks:
         #: blocks that were read from the image, and that were found among those kept
         self.num_blocks_read = self.num_blocks_reused = 0
         # The edges are replaced as a whole, never changed: threads that race here decode a block twice and nothing worse. A lock could be
-        # inherited, held for ever, by a process forked at the wrong moment.
+        # inherited, held forever, by a process forked at the wrong moment.
         self._edges: Mapping[int, Pixels] = {}
         self._kept: dict[int, Pixels] = {}
 

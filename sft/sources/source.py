@@ -162,7 +162,7 @@ def select_samples(source: _Batched, batch: Interval) -> _Batched:
     return part
 
 
-#: Rows of arrays are compared in pieces of so many bytes.
+#: Bytes of the pieces in which rows of arrays are compared.
 _PIECE_BYTES = 1 << 20
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

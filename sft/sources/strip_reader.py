@@ -203,7 +203,7 @@ def prefetch_strips(shared: PrefetchState) -> None:
                 carried = _read_strip(shared, shared.strip_bytes(index, interval), interval, carried, following)
                 shared.read_seconds += time.perf_counter() - started
                 shared.filled.put(index)
-    except BaseException as error:  # whatever it is, the consumer must not wait for ever
+    except BaseException as error:  # any error: the consumer must not wait forever
         shared.filled.put(PrefetchFailure(error=error, interval=interval))
 
 
@@ -350,7 +350,7 @@ class StripReader:
                 (num, channels, 0, width_px), dtype=self._shared.source.dtype, device="cpu", memory_format=torch.channels_last
             )
         self._lent = [view for view in self._lent if view() is not None]
-        if len(self._lent) >= len(self._shared.buffers):  # waiting would be for ever
+        if len(self._lent) >= len(self._shared.buffers):  # waiting would never end
             raise InputError(
                 f"cannot take {rows}: all {len(self._lent)} buffers are held as earlier strips. Drop those, or raise num_buffers."
             )

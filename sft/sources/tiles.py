@@ -250,7 +250,7 @@ class _Cells:
         self._cell_px = _cell_px(image)
         self.num_decoded = 0
         # Least recently used first. Replaced as a whole, never changed: threads that race here decode a cell twice and nothing worse. A
-        # lock could be inherited, locked for ever, by a process forked at the wrong moment.
+        # lock could be inherited, locked forever, by a process forked at the wrong moment.
         self._known: Mapping[_Cell, Pixels] = {}
 
     def __getstate__(self) -> dict[str, Any]:

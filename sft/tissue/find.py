@@ -22,7 +22,7 @@ from sft.tissue.mask import TissueMask
 __all__ = ["find_tissue", "saturation"]
 
 _STRIP_ROWS = 64
-#: Specks and holes are less than one of so many parts of the mask.
+#: Specks and holes are smaller than the mask's area divided by this number.
 _SMALL_SHARE = 16
 #: Saturation below which nothing is tissue, of 255: the noise of glass, which Otsu would split on a slide without tissue.
 _MIN_SATURATION = 8

@@ -43,7 +43,7 @@ __all__ = ["import_shapely", "in_pixels", "mask_outline", "polygons_of", "read_f
 _MAX_LISTED = 20
 #: Between a class and the class derived from it.
 _SEPARATOR = ": "
-#: What JSON of another structure raises.
+#: Exceptions of reading JSON of another structure.
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 
 

@@ -42,7 +42,7 @@ class Regions:
         self.polygons: tuple[Polygon, ...] = tuple(tuple(_ring(ring) for ring in polygon) for polygon in polygons)
         # For each polygon the edges of all its rings: x and y at the upper end, x and y at the lower end.
         self._edges = [np.concatenate([_edges(ring) for ring in polygon]) for polygon in self.polygons if polygon]
-        # Left, top, right and bottom of each, so that a strip looks at what is near it.
+        # Left, top, right and bottom of each, so that a strip tests only polygons near it.
         corners = [np.concatenate(polygon) for polygon in self.polygons if polygon]
         self._bounds = np.array([[*each.min(axis=0), *each.max(axis=0)] for each in corners]).reshape(-1, 4)
 

@@ -358,7 +358,7 @@ class StreamPass:
                         return
                     slot = claimed
                 self._load(slot, slot.block)
-        except BaseException as error:  # the reader must never wait for ever
+        except BaseException as error:  # the reader must never wait forever
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()

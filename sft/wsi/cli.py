@@ -87,12 +87,12 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
         print(_EXAMPLES)
         return 0
     is_debug, is_json = "--debug" in command_line, "--json" in command_line
-    # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
+    # Of several ranks the first one reports progress, and the first of each machine reports errors.
     try:
         world = World.here()
     except InputError as error:
         return _complain(error, EXIT_ERROR, is_debug=is_debug, is_json=is_json, is_quiet=False)
-    # What people read goes to stderr when a program reads stdout.
+    # Messages go to stderr when a program reads stdout.
     console = Console(stderr=is_json, quiet=world.rank > 0)
     if console.width < 20:  # COLUMNS=0 would print nothing
         console.width = 80
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None, *, trust: Trust = ()) -> int:
     if is_json and world.rank == 0:
         print(json.dumps(result.value, allow_nan=False))
     if result.num_failed and world.num_ranks > 1:
-        # What starts ranks takes any other code for a failure, and would start them again.
+        # torchrun takes any other code for a failure, and would start the ranks again.
         left_out = "1 slide was" if result.num_failed == 1 else f"{result.num_failed} slides were"
         console.print(f"{left_out} left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
         return 0

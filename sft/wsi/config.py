@@ -28,7 +28,7 @@ _TILE_PX = 224
 _MAX_COUNT = 10**9
 #: Mean and standard deviation of the channels of ImageNet.
 _IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-_LARGEST = 2.0**128  # what float32 is infinite from
+_LARGEST = 2.0**128  # numbers from here on are infinite in float32
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
 

@@ -39,7 +39,7 @@ _LEAST = {"NonNegativeInt": "an integer of at least 0", "PositiveInt": "an integ
 
 
 def usage_text(error: ArgumentError | str) -> str:
-    """The message of a usage error for people."""
+    """The text of a usage error."""
     text = " ".join(str(error).split())
     if match := _KEY.fullmatch(text):
         return _wrong_value(match[1], match[2])

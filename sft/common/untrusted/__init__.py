@@ -1,1 +1,1 @@
-"""Files and names that may be of another person, used without running code that the caller does not trust."""
+"""Files and names of unknown origin, used without running code that the caller does not trust."""

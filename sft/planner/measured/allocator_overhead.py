@@ -42,7 +42,7 @@ __all__ = ["GraphScope", "OverheadEstimator", "blas_workspace_bytes", "warn_abou
 
 #: Operators that cuBLAS computes; other matrix products are decomposed into these.
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
-#: What is recorded as CUDA graphs.
+#: Unit that is recorded as a CUDA graph.
 GraphScope = Literal["passes", "strips"]
 _KIB = 2**10
 _MIB = 2**20

@@ -51,7 +51,7 @@ __all__ = ["TimingMachine", "time_step"]
 
 #: Timed runs of a short program; their median counts.
 _NUM_RUNS = 3
-#: A program of at least so many seconds runs only twice: once to warm up (kernels are selected, memory is mapped), once to be timed.
+#: A program of at least these seconds runs only twice: once to warm up (kernels are selected, memory is mapped), once to be timed.
 _LONG_SECONDS = 0.25
 #: Size of the buffer on which the price of pages is measured.
 _PAGES_BYTES = 64 * 2**20

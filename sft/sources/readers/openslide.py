@@ -58,7 +58,7 @@ class _OpenSlideHandle(Protocol):
 
 
 #: Handles that a forked process got from its parent.  They are never closed: a thread of the parent may have held one
-#: of their locks at the fork, and closing would wait for it for ever.
+#: of their locks at the fork, and closing would wait for it forever.
 _inherited: list[_OpenSlideHandle] = []
 
 
@@ -218,7 +218,7 @@ class Slide(LevelledImage):
 
     def _open(self) -> _OpenSlideHandle:
         # No lock: threads that race here open the file twice and one handle is dropped.  A lock could be inherited,
-        # held for ever, by a process forked at the wrong moment.
+        # held forever, by a process forked at the wrong moment.
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             if opened is not None:

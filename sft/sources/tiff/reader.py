@@ -45,7 +45,7 @@ from sft.sources.tiff.segments import TiffLevel, TiffPlane, build_level
 
 __all__ = ["TiffImage"]
 
-#: the header of a TIFF has so many bytes
+#: bytes of the header of a TIFF
 _MIN_OFFSET = 8
 _SILENT = logging.NullHandler()
 

@@ -15,7 +15,7 @@ from sft.wsi.train.optim import philox_generator
 __all__ = ["IDENTITY_AUGMENTATION", "Augmentation", "draw_augmentation"]
 
 _LUMA = np.array([0.299, 0.587, 0.114])
-_GREY = 0.5  # what contrast leaves as it is
+_GREY = 0.5  # fixed point of the change of contrast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

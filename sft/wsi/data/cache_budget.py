@@ -16,7 +16,7 @@ _SHARE, _SHARE_ON_CPU = 1 / 2, 1 / 4
 
 
 def cache_budget(config: Config) -> tuple[int | None, str]:
-    """Bytes of ``data.host_budget``, ``None`` for none, and the origin of an automatic one, for people."""
+    """Bytes of ``data.host_budget``, ``None`` for none, and a text about the origin of an automatic one."""
     budget = config.data.host_budget
     if budget is None:
         return None, ""

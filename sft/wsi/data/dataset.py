@@ -73,7 +73,7 @@ class SlideFrame:
         return self.origin_px[0] + x_px * self.scale[0], self.origin_px[1] + y_px * self.scale[1]
 
 
-#: Class of QuPath for what counts for nothing.
+#: Class of QuPath for regions that are ignored.
 _IGNORED_CLASS = "Ignore*"
 
 
@@ -301,7 +301,7 @@ class SlideDataset:
             self._bad_tiles.setdefault(name, set()).update(RasterView(image).bad_tiles)
 
 
-#: What a network is called with.
+#: Input of a network's call.
 Inputs = tuple[Any, ...]
 
 THREAD_NAME = "sft-next-slide"
@@ -385,12 +385,12 @@ def _open_inputs(
 ) -> None:
     try:
         inputs = opened()
-    except BaseException as error:  # it belongs to whoever takes the slide
+    except BaseException as error:  # raised again by the reader of the slide
         result.set_exception(error)
         return
     result.set_result(inputs)
     if further is not None:
-        # What cannot be read now raises again where somebody reads it for use.
+        # A region that cannot be read now raises again at its use.
         with contextlib.suppress(Exception):
             for _ in further(inputs):
                 if enough.is_set():

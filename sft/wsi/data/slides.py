@@ -165,7 +165,7 @@ def _nearest_level(image: Image, factor: int) -> tuple[Image, int]:
     for level in view.exact_levels:
         downsample = view.level_downsamples[level]
         whole = round(downsample)
-        # 4.0001 is what becomes of 4 where the last tile of a level is cut; 4.3 would shift everything.
+        # A downsample of 4 becomes 4.0001 if the last tile of a level is cut; 4.3 would shift all pixels.
         if abs(downsample / whole - 1) < 1e-3 and best[1] < whole <= factor:
             best = (level, whole)
     return (AtLevel(image, best[0]) if best[0] else image), best[1]

@@ -27,14 +27,14 @@ _Float32s = npt.NDArray[np.float32]
 _CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
 #: Logarithms of these to l-alpha-beta (equation 6).
 _ROTATION = np.diag(1 / np.sqrt([3.0, 6.0, 2.0])) @ np.array([[1.0, 1.0, 1.0], [1.0, 1.0, -2.0], [1.0, -1.0, 0.0]])
-#: What slides are brought to: the tissue of the example slide (H&E, Aperio).
+#: Target of the normalisation: the tissue of the example slide (H&E, Aperio).
 _REFERENCE_MEAN = np.array([-0.643, -0.064, 0.025])
 _REFERENCE_DEVIATION = np.array([0.330, 0.057, 0.015])
 _MIN_DENSITY = 0.15  # lighter pixels are background
 _MIN_TISSUE_PX = 256
 _MIN_DEVIATION = 1e-3
 
-#: A response is looked up among so many; the darkest pixel's is the 256th part of the largest.
+#: Entries of the table of responses; the darkest pixel's is the 256th part of the largest.
 _RESPONSES = 1 << 16
 #: Steps of the table of logarithms to responses, per unit of the logarithm.
 _LOG_STEPS = 8192
@@ -96,13 +96,13 @@ def _nearest_entries(numbers: _Float32s, last: int) -> npt.NDArray[np.int32]:
 _TO_CONES, _FROM_CONES = ColourAffine.of(_CONES), ColourAffine.of(np.linalg.inv(_CONES))
 _SHARES: _Float32s = ((np.arange(256) + 1) / 256).astype(np.float32)
 _LOGS: _Float32s = np.log10(np.maximum(np.arange(_RESPONSES + 1), 1) / _RESPONSES).astype(np.float32)
-#: Up to ten times the largest response: what is brighter is white anyway.
+#: Up to ten times the largest response; brighter pixels are white.
 _POWERS: _Float32s = (10 ** (_MIN_LOG + np.arange(int((1 - _MIN_LOG) * _LOG_STEPS) + 1) / _LOG_STEPS)).astype(np.float32)
 
 
 #: Densities of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston, 2001).
 _HED: FloatArray = np.array([[0.650, 0.704, 0.286], [0.072, 0.990, 0.105], [0.268, 0.570, 0.776]])
-#: What slides are brought to: directions of haematoxylin and eosin, and the 99th percentile of their amounts (Macenko et al., 2009).
+#: Target of the normalisation: directions of haematoxylin and eosin, and the 99th percentile of their amounts (Macenko et al., 2009).
 _REFERENCE: FloatArray = np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]])
 _REFERENCE_MAX: FloatArray = np.array([1.9705, 1.0308])
 

@@ -75,7 +75,7 @@ _MAX_CLASSES = 10_000
 _WHOLE = re.compile("-?[0-9]+")
 #: Sums of squares of numbers below this are numbers, too.
 _LARGEST = 1e100
-#: What pandas, R and spreadsheets write for a value that is missing.
+#: Texts of pandas, R and spreadsheets for a missing value.
 _MISSING = frozenset({"nan", "na", "n/a", "<na>", "#n/a", "null"})
 
 
@@ -357,7 +357,7 @@ def _number(text: str, what: str, add: _Add) -> float | None:
     if not text:
         return None
     try:
-        value = math.nan if "_" in text else float(text)  # Python reads 1_000, which nobody means
+        value = math.nan if "_" in text else float(text)  # Python also reads 1_000
     except ValueError:
         value = math.nan
     if not abs(value) < _LARGEST:

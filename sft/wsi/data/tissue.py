@@ -37,7 +37,7 @@ __all__ = [
     "rescale_area",
 ]
 
-#: What is tissue, in px of some image.
+#: Area of tissue, in px of some image.
 TissueArea: TypeAlias = TissueMask | Regions
 _GEOJSON = (".geojson", ".json")
 _MASK_MPP = 8.0

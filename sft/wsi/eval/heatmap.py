@@ -50,7 +50,7 @@ __all__ = [
     "write_map_table",
 ]
 
-#: The longest side of an overlay: viewers and JPEG end at 65,500 px, people long before.
+#: The longest side of an overlay; viewers and JPEG end at 65,500 px.
 _OVERLAY_PX = 2048
 
 
@@ -143,7 +143,7 @@ class HeatmapMaker:
         files = [folder / f"map-{output_name}.npy", folder / f"map-{output_name}.png"]
         with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
-        # A map is for a class; its sum is what the class gets, so that colours compare positions and the bar tells the scale.
+        # A map is for a class; its sum is the score of the class. Colours compare positions, and the bar shows the scale.
         draw_overlay(files[1], small, evidence, grids, factor, title=title, label="contribution to the score", centred=True)
         if saliency:
             files += self._draw_saliency(record, output, name, folder / f"saliency-{output_name}", small, factor)

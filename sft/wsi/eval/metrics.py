@@ -79,7 +79,7 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
     draws = _bootstrap_rows([prediction.patient for prediction in labelled], seed, num_draws)
     for name, metric in _metrics(task).items():
         value = metric(targets, outputs)
-        with warnings.catch_warnings():  # of what a draw lacks sklearn warns for each, and few slides have many that lack something
+        with warnings.catch_warnings():  # sklearn warns of each draw without some class; with few slides these are many
             warnings.simplefilter("ignore", UserWarning)
             drawn = [metric(targets[rows], outputs[rows]) for rows in draws]
         drawn = [number for number in drawn if not math.isnan(number)]

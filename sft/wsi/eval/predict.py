@@ -158,7 +158,7 @@ class Predictor:
         except SlideFailed as failure:
             raise failure.error from None
         finally:
-            self._ahead.drop()  # what was begun when the last slide failed
+            self._ahead.drop()  # reading that began before the last slide failed
         merged: dict[str, Prediction] = {}
         problems: dict[str, str] = {}
         for predictions, unreadable in parts:
@@ -277,7 +277,7 @@ def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) ->
         InputError: there are no such slides, or they cannot be used.
     """
     run = selection.run
-    check_backbone(selection.config.model.backbone, trust=selection.trust)  # before anything else of a folder that may be from anybody
+    check_backbone(selection.config.model.backbone, trust=selection.trust)  # first: the folder may be of unknown origin
     checkpoint = ranks.from_first(lambda: RunFolder(run).checkpoints.load(selection.checkpoint))
     if checkpoint is None:
         raise RunFolderError(f"{run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last.")
@@ -353,7 +353,7 @@ def _evaluation_config(selection: InferenceRequest) -> Config:
     )
 
 
-#: What torchvision's builders set where weights are given.
+#: Options that torchvision's builders set if weights are given.
 _BUILT_WITH_WEIGHTS: dict[str, dict[str, Any]] = {
     "googlenet": {"transform_input": True, "aux_logits": False},
     "inception_v3": {"transform_input": True},

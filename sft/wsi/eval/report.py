@@ -31,7 +31,7 @@ _MAX_LABEL = 24
 #: Of fewer patients the draws of a bootstrap are nearly the same, and its interval is too narrow.
 MIN_INTERVAL_PATIENTS = 10
 
-#: Of matplotlib: names of classes are anybody's, and ``$`` in them is not a formula.
+#: Settings of matplotlib: names of classes may have any characters, and ``$`` in them is not a formula.
 PLAIN_TEXT: Any = {"text.parse_math": False}
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "write_text",
 ]
 
-#: File systems end at 255 bytes; four for a character, and room for what stands around it.
+#: File systems end at 255 bytes; four for a character, and room for a prefix and a suffix.
 _MAX_NAME_CHARACTERS = 50
 
 
@@ -59,7 +59,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON for people."""
+    """Write indented JSON."""
     write_text(path, json.dumps(value, indent=2, allow_nan=True) + "\n")
 
 

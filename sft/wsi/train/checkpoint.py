@@ -35,7 +35,7 @@ __all__ = ["Checkpoint", "CheckpointFolder", "WeightsId", "get_random_state", "r
 
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _FORMAT = 1
-#: Types of what other modules read from a state.
+#: Types of the entries of a state that other modules read.
 _STATE_TYPES: dict[str, type] = {"weights_sha256": str, "settings": dict, "task": dict, "table": str, "feature_shapes": list}
 #: A run that saves while its folder is read removes old checkpoints; the reader then looks again.
 _MAX_READS = 100
@@ -59,7 +59,7 @@ class WeightsId:
 
     @property
     def text(self) -> str:
-        """Epoch and short hash, for people.
+        """Text of the epoch and the short hash.
 
         >>> WeightsId(checkpoint="best", epoch=3, step=12, sha256="0123456789abcdef").text
         'epoch 3, weights 0123456789ab'

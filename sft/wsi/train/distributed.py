@@ -235,7 +235,7 @@ class _MultiRank:
             if any(theirs[number] for theirs in present):
                 if parameter.grad is None:  # this rank had no slide, or no tile
                     parameter.grad = torch.zeros_like(parameter)
-                # In the order of the indices, whatever layout each rank's gradient has.
+                # Contiguous: the ranks' gradients may have different layouts.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
         sums = [DenseBuffer(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
         with self._rank_context.transport.propagate_failures():

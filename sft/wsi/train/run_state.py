@@ -37,7 +37,7 @@ CHANGEABLE_SETTINGS = frozenset({"model.budget", "model.tile", "train.on_error",
 #: Groups with settings that decide the numbers of a run.
 _FINGERPRINT_GROUPS = ("data", "task", "model", "augment", "train")
 
-#: What decodes slides, where it is installed.
+#: Packages that decode slides, if installed.
 _PACKAGES = (DISTRIBUTION, "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
 
 _SINGLE_RANK = MeshShape()

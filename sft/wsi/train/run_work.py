@@ -41,7 +41,7 @@ def run_work(experiment: Experiment, plan: Plan, ranks: Ranks) -> RunWork:
 
 
 def step_text(plan: Plan, config: Config) -> str:
-    """Duration and memory of a training step on one slide, for people."""
+    """Text of the duration and memory of a training step on one slide."""
     seconds = _seconds(plan)
     return (
         f"a training step on such a slide: {about_text(seconds)} ({_source(plan, config.train.device)}); "
@@ -64,7 +64,7 @@ def _host_bytes(config: Config, plan: Plan) -> int:
 
 
 def estimate_text(work: RunWork, plan: Plan, device: str) -> str:
-    """Duration and memory of a run, for people.
+    """Text of the duration and memory of a run.
 
     Args:
         work: of the run.
@@ -90,7 +90,7 @@ def plain_estimate(work: RunWork, plan: Plan) -> dict[str, Any]:
 
 
 def training_text(experiment: Experiment) -> list[str]:
-    """Lines about frozen modules and layer-wise learning rates, for people; none where all parameters train at one rate."""
+    """Lines of text about frozen modules and layer-wise learning rates; none if all parameters train at one rate."""
     facts, config = plain_training(experiment), experiment.config.train
     lines = []
     if facts["frozen"]:

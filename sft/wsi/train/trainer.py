@@ -184,7 +184,7 @@ class Trainer:
         except EndRequested as request:
             if self.progress != self._saved:
                 self._save()
-            # A rank that has left makes torchrun end the others: nobody leaves before the first has saved.
+            # A rank that has left makes torchrun end the others: no rank leaves before the first has saved.
             self._ranks.gathered(None)
             raise RunInterrupted(
                 f"{request.signal.name}: saved at step {self.progress.step}, epoch {self.progress.epoch + 1}. Start the same "
@@ -349,7 +349,7 @@ class Trainer:
             "file_bytes": self._file_bytes,
             "surroundings": run_environment(self._ranks.shape, self._config.train.device),
         }
-        # Before the checkpoint: what is computed again is noted again.
+        # Before the checkpoint: steps that run again are also recorded again.
         if self._config.train.on_error == "fill":
             for tiles in self._ranks.gathered(self.experiment.feed.bad_tiles):
                 self._folder.add_damage(tiles)

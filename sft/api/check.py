@@ -52,7 +52,7 @@ class CheckReport:
             "  phase: ends at a barrier, a value that needs the whole image, such as the mean of a norm in training",
         ]
         if self.whole_reasons:
-            lines += ["on whole tensors, where they fit:", *(f"  - {reason}" for reason in self.whole_reasons)]
+            lines += ["on full tensors, if they fit:", *(f"  - {reason}" for reason in self.whole_reasons)]
         return "\n".join(lines)
 
 

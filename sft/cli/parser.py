@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(plan)
     budget = "device memory, such as 11GiB (default: auto, what the device has free, less a margin)"
     plan.add_argument("--budget", default="auto", metavar="BYTES", help=budget)
-    device = "kind of device to plan for, also where there is none (default: cuda if this machine has one, otherwise cpu)"
+    device = "kind of device to plan for, which this machine need not have (default: cuda if this machine has one, otherwise cpu)"
     plan.add_argument("--device", choices=("cpu", "cuda"), help=device)
     plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="planning strategy (default: auto)")
     plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="source of the halo rows of strips")

@@ -214,7 +214,7 @@ def _draw_lanes(svg: ElementTree.Element, plan: Plan, top: float) -> float:
     spans, kinds = op_spans(plan), plan.timeline.kinds
     end = max(stop for _, stop in spans)
     add_element(svg, "text", "segments in the order of the schedule", x=_MARGIN, y=top + 10, font_weight="bold")
-    _draw_keys(svg, [("in strips", _MODE_COLOURS["tiled"], 1.0), ("whole tensors", _MODE_COLOURS["whole"], 1.0)], top)
+    _draw_keys(svg, [("in strips", _MODE_COLOURS["tiled"], 1.0), ("full tensors", _MODE_COLOURS["whole"], 1.0)], top)
     top += 18
     first = top
     for kind, name in _LANES:

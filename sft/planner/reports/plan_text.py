@@ -72,7 +72,7 @@ def _left_out(count: int) -> str:
 
 
 def _note_lines(plan: Plan, *, full: bool) -> list[str]:
-    """Reasons why operators run on whole tensors; of many the first ones, in a short report."""
+    """Reasons why operators run on full tensors; of many the first ones, in a short report."""
     notes = [_wrapped(note, "  ") for note in plan.notes]
     num_shown, num_lines = len(notes), sum(map(len, notes))
     while not full and num_shown > 1 and num_lines > _MAX_NOTE_LINES:
@@ -81,7 +81,7 @@ def _note_lines(plan: Plan, *, full: bool) -> list[str]:
     lines = [line for note in notes[:num_shown] for line in note]
     if num_shown < len(notes):
         lines.append(f"  {_left_out(len(notes) - num_shown)}")
-    return ["", "On whole tensors, where they fit:", *lines] if lines else []
+    return ["", "On full tensors, if they fit:", *lines] if lines else []
 
 
 def _header_lines(plan: Plan) -> list[str]:

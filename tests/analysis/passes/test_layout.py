@@ -109,10 +109,10 @@ def test_attention_runs_untiled_and_streaming_resumes_after_it() -> None:
     report = assert_exact(model, torch.randn(1, 3, 25, 27, dtype=torch.float64), options=sft.Options(tile=(4, None)))
     assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
     assert any("1: matmul" in note for note in report.plan.notes)
-    assert "On whole tensors" in report.plan.explain()
+    assert "On full tensors" in report.plan.explain()
     found = sft.check(model, (1, 3, 25, 27))
     assert found.ok and any("1: matmul" in reason and "pooled" in reason for reason in found.whole_reasons)
-    assert "on whole tensors" in str(found)
+    assert "on full tensors" in str(found)
 
 
 def test_check_reports_uncompilable_models_without_raising() -> None:

@@ -60,7 +60,7 @@ def test_values_are_aligned(plans: tuple[sft.Plan, ...]) -> None:
 
 def test_words_of_a_report_are_defined(plans: tuple[sft.Plan, ...]) -> None:
     """Each name of a row is a word of the table in the documentation."""
-    glossary = _PAGE.read_text().partition("## Words of a plan")[2].partition("\n## ")[0]
+    glossary = _PAGE.read_text().partition("## Terms of a plan")[2].partition("\n## ")[0]
     words = " ".join(line.split("|")[1].replace("`", "") for line in glossary.splitlines() if line.startswith("| "))
     names = set()
     for plan in plans:

@@ -101,7 +101,7 @@ def search(
     signature: CallSignature,
     settings: CompileSettings,
     previous: Plan | None = None,
-    others: Sequence[Plan] = (),
+    plans_of_other_samples: Sequence[Plan] = (),
 ) -> FittedPlan:
     """Find a plan that fits the budget; with ``Options(profile="measure")`` the fastest of several, by a clock.
 
@@ -111,12 +111,14 @@ def search(
         signature: the kind of call.
         settings: settings of the compiled module.
         previous: the plan made earlier for this signature, if any.
-        others: plans made for other numbers of samples.
+        plans_of_other_samples: plans made for other numbers of samples.
 
     Raises:
         BudgetError, InputError, UnsupportedError: as :meth:`PlanSearch.fit`.
     """
-    plan_search = PlanSearch(model=model, signature=signature, settings=settings, previous=previous, others=others)
+    plan_search = PlanSearch(
+        model=model, signature=signature, settings=settings, previous=previous, plans_of_other_samples=plans_of_other_samples
+    )
     fitted = plan_search.fit(problem)
     is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
     return plan_search.fastest(fitted) if is_timed else fitted

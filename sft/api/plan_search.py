@@ -84,14 +84,14 @@ class PlanSearch:
         signature: the kind of call.
         settings: settings of the compiled module.
         previous: the plan made earlier for this signature, if its programs have been dropped since.
-        others: plans made for other numbers of samples, the first one first.
+        plans_of_other_samples: plans made for other numbers of samples, in the order of their creation.
     """
 
     model: nn.Module
     signature: CallSignature
     settings: CompileSettings
     previous: Plan | None = None
-    others: Sequence[Plan] = ()
+    plans_of_other_samples: Sequence[Plan] = ()
 
     def fit(self, problem: PlanningProblem) -> FittedPlan:
         """Find a plan that fits.
@@ -175,25 +175,25 @@ class PlanSearch:
     ) -> FittedPlan:
         """Find a plan that fits with its overhead, which is known only of complete plans.
 
-        If none of the plans that fit by their projection does, others are searched for in so much less than the budget as the least
-        overhead among them. In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with
-        overhead always has a plan.
+        If no plan that fits by its projection also fits with its overhead, the search is repeated with the budget reduced by the least
+        overhead of these plans. In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes
+        with overhead always has a plan.
         """
         if estimator is None:
             try:
                 return fit(problem, lambda _problem, _plan: True)
             except SmallestPlanError as error:
                 raise error.with_overhead(0) from None
-        known: dict[int, tuple[ProjectedPlan, FittedPlan]] = {}  # the reference keeps the id unique
+        measured: dict[int, tuple[ProjectedPlan, FittedPlan]] = {}  # by id; the reference to the plan keeps it unique
 
         def with_overhead(problem: PlanningProblem, plan: ProjectedPlan) -> FittedPlan:
-            if id(plan) not in known:
-                known[id(plan)] = (plan, self._with_overhead(estimator, FittedPlan(problem, plan)))
-            return known[id(plan)][1]
+            if id(plan) not in measured:
+                measured[id(plan)] = (plan, self._with_overhead(estimator, FittedPlan(problem, plan)))
+            return measured[id(plan)][1]
 
         overhead_bytes = 0
         while True:
-            num_known = len(known)
+            num_measured = len(measured)
             try:
                 fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
             except SmallestPlanError as error:
@@ -207,7 +207,7 @@ class PlanSearch:
             fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
-            new_plans = [each for _, each in [*known.values()][num_known:]] or [fitted]
+            new_plans = [each for _, each in [*measured.values()][num_measured:]] or [fitted]
             least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
             overhead_bytes = max(least_bytes, overhead_bytes + overhead_bytes // 8 + 1)
 
@@ -339,7 +339,7 @@ class PlanSearch:
         if not settings.options.is_automatic or settings.options.profile == "measure":
             return None
         room_bytes = settings.budget_bytes - problem.resources.occupied_bytes
-        for other in self.others:
+        for other in self.plans_of_other_samples:
             if can_transfer(problem, other):
                 plan = transferred_plan(problem, other, settings.options, device_type, room_bytes, partial(accepts, problem))
                 if plan is not None:

@@ -290,11 +290,11 @@ def _cheapest_streamed(problem: PlanningProblem, grid: CandidateGrid, room_bytes
 
 
 def _cheapest(
-    problem: PlanningProblem, grid: CandidateGrid, room_bytes: int, known: float = float("inf")
+    problem: PlanningProblem, grid: CandidateGrid, room_bytes: int, known_cost: float = float("inf")
 ) -> tuple[float, ProjectedPlan] | None:
     """The cheapest fitting plan of a grid and its cost, after a few exact projections.
 
-    Candidates that cost more than a known plan (``known``) are skipped: projecting a deep network takes seconds.
+    Candidates above the cost of a known plan (``known_cost``) are skipped: projecting a deep network takes seconds.
     """
     is_tried = np.zeros(grid.axes.shape, dtype=bool)
     # Bytes needed in excess of the estimate, which includes gradients of untiled segments although streamed weights send them off.
@@ -302,7 +302,7 @@ def _cheapest(
     best: tuple[float, ProjectedPlan] | None = None
     for _ in range(problem.limits.max_projections):
         candidate = grid.cheapest(room_bytes - error, is_tried)
-        if candidate is None or candidate.cost > (known if best is None else problem.limits.further_cost_share * best[0]):
+        if candidate is None or candidate.cost > (known_cost if best is None else problem.limits.further_cost_share * best[0]):
             break
         is_tried[candidate.position, candidate.height, candidate.policy] = True
         plan = materialize(problem, grid.choices(candidate))

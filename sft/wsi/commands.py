@@ -153,7 +153,16 @@ def train(
         failed = dict(progress.failed)
         with Interruption() as interruption:
             try:
-                value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws, ranks, interruption)
+                value = _finish(
+                    trainer,
+                    folder=folder,
+                    progress=progress,
+                    failed=failed,
+                    console=console,
+                    num_draws=num_draws,
+                    ranks=ranks,
+                    interruption=interruption,
+                )
             except EndRequested as request:
                 ranks.gathered(None)  # a rank that has left makes torchrun end the others
                 raise RunInterrupted(
@@ -345,8 +354,8 @@ def _describe(folder: RunFolder, experiment: Experiment, plan: sft.Plan) -> None
 
 
 def _finish(
-    predictor: Predictor,
-    experiment: Experiment,
+    trainer: Trainer,
+    *,
     folder: RunFolder,
     progress: RunProgress,
     failed: dict[str, str],
@@ -360,6 +369,7 @@ def _finish(
     Raises:
         EndRequested: a signal requested the end of the run.
     """
+    experiment = trainer.experiment
     best = ranks.from_first(lambda: folder.checkpoints.load("best") or folder.checkpoints.load("last"))
     assert best is not None  # training has saved the last one
     restore_weights(experiment.model, best.weights, folder.path)
@@ -369,7 +379,7 @@ def _finish(
         if records:
             loaded = LoadedModel(experiment=experiment, records=records, weights=best.weights_id, failed=failed)
             result = evaluate_records(
-                predictor,
+                trainer.predictor,
                 loaded,
                 folder.path / split,
                 console,

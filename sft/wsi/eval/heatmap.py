@@ -245,7 +245,7 @@ class HeatmapMaker:
         evidence: Float32Array,
         grids: Grids,
         folder: Path,
-        part: str,
+        output_name: str,
         num_crops: int,
         crop_px: int,
     ) -> list[Path]:
@@ -256,14 +256,14 @@ class HeatmapMaker:
         for rank, (row, col) in enumerate(crop_places(evidence, num_crops, spacing), start=1):
             left = _crop_start(columns_grid.centre_px(col), width_px, image.width_px)
             top = _crop_start(rows_grid.centre_px(row), height_px, image.height_px)
-            files.append(folder / f"crop-{part}-{rank:02d}.png")
+            files.append(folder / f"crop-{output_name}-{rank:02d}.png")
             with atomic_write_with_parents(files[-1]) as temporary:
                 PillowImage.fromarray(image.read(left, top, width_px, height_px)).save(temporary)
             corners = frame.to_slide(left, top), frame.to_slide(left + width_px, top + height_px)
             on_slide = [corners[0][0], corners[0][1], corners[1][0] - corners[0][0], corners[1][1] - corners[0][1]]
             rows.append([rank, left, top, width_px, height_px, float(evidence[row, col]), *(round(value, 3) for value in on_slide)])
         if num_crops:
-            files.append(folder / f"crops-{part}.csv")
+            files.append(folder / f"crops-{output_name}.csv")
             columns = ["rank", "left_px", "top_px", "width_px", "height_px", "contribution"]
             write_csv(files[-1], [*columns, "slide_left_px", "slide_top_px", "slide_width_px", "slide_height_px"], rows)
         return files

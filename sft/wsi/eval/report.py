@@ -80,7 +80,8 @@ def write_evaluation(
     write_json(folder / "metrics.json", {**plain_estimates(estimates, num_patients), "weights": weights})
     with rc_context(PLAIN_TEXT):
         figures = _draw_figures(folder, task, predictions)
-    write_text(folder / "summary.md", _summary(title, task, predictions, patients, failed, estimates, num_patients, figures))
+    summary = _summary(title, task, predictions, failed, patients=patients, estimates=estimates, num_patients=num_patients, figures=figures)
+    write_text(folder / "summary.md", summary)
     return estimates, num_patients
 
 
@@ -200,8 +201,9 @@ def _summary(
     title: str,
     task: Task,
     predictions: Sequence[Prediction],
-    patients: Sequence[Prediction],
     failed: Mapping[str, str],
+    *,
+    patients: Sequence[Prediction],
     estimates: _Estimates,
     num_patients: int,
     figures: Sequence[str],

@@ -290,5 +290,5 @@ def _progress_bar(console: Console, num_trials: int, *, is_shown: bool) -> Itera
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("", total=num_trials)
-        begun = count()
-        yield lambda label: bar.update(task, completed=next(begun), description=label)
+        num_begun = count()
+        yield lambda label: bar.update(task, completed=next(num_begun), description=label)

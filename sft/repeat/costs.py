@@ -259,8 +259,8 @@ class RepeatSite:
     @property
     def extra_flops(self) -> int:
         """FLOPs of recomputed blocks in the backward pass."""
-        again = sum(operation.kind == "forward" for operation in self.plan.operations[self.plan.turn :])
-        return again * self.programs.again.flops
+        num_recomputed = sum(operation.kind == "forward" for operation in self.plan.operations[self.plan.turn :])
+        return num_recomputed * self.programs.again.flops
 
     def function(self, kind: PassKind) -> Callable[..., Any]:
         """The function of a pass."""

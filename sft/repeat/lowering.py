@@ -98,7 +98,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     first_save, _ = _BlockLowering(trace, again=False).both(input_grad=True)
     lowering = _BlockLowering(trace, again=True)
     again_save, backward = lowering.both(input_grad=True)
-    again = _BlockLowering(trace, again=True).forward_only()
+    recomputed = _BlockLowering(trace, again=True).forward_only()
     _, backward_last = _BlockLowering(trace, again=True).both(input_grad=False)
     if first_save.residuals != again_save.residuals:
         raise InternalError("a recomputed block leaves other residuals than the block itself")
@@ -115,7 +115,7 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     return BlockPrograms(
         first=first,
         first_save=first_save,
-        again=again,
+        again=recomputed,
         again_save=again_save,
         backward=backward,
         backward_last=backward_last,

@@ -138,8 +138,8 @@ class SampleSegment:
         return tuple(program for chunk in self.chunks for program in self._chunk_programs(kind, chunk))
 
     def _chunk_programs(self, kind: Literal["forward", "backward"], chunk: Chunk) -> Iterator[Program]:
-        again = self.parts if kind == "forward" else self.parts[:-1]
-        yield from (part.program("forward", chunk) for part in again)
+        repeated_parts = self.parts if kind == "forward" else self.parts[:-1]
+        yield from (part.program("forward", chunk) for part in repeated_parts)
         if kind == "backward":
             yield from (part.program("joint", chunk) for part in self.parts)
 

@@ -278,11 +278,11 @@ class StripReader:
             raise InputError(f"cannot read ahead with {num_buffers} buffers: the consumer holds one. Use num_buffers >= 2.")
         self.intervals = tuple(intervals)
         self.num_buffers = num_buffers
-        wanted = tuple(rows for rows in intervals if rows)
-        count, strip_bytes, carry_bytes = reader_bytes(wanted, row_bytes(source), num_buffers)
+        rows_to_read = tuple(rows for rows in intervals if rows)
+        count, strip_bytes, carry_bytes = reader_bytes(rows_to_read, row_bytes(source), num_buffers)
         self._shared = shared = PrefetchState(
             source=source,
-            intervals=wanted,
+            intervals=rows_to_read,
             buffers=[allocate(strip_bytes) for _ in range(count)],
             carry=allocate(carry_bytes),
             free=queue.SimpleQueue(),

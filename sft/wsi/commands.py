@@ -60,7 +60,7 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
     Args:
         config: of the run.
         size: height and width in px, instead of the largest slide's.
-        console: is told the plan.
+        console: output for the plan.
         ranks: those that share the slide. Default: this process alone
         trust: modules that ``model.backbone`` may name. Default: none
 
@@ -117,9 +117,9 @@ def train(
     experiment = load_experiment(config, trust=trust)
     _check_same(experiment, ranks)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
-    told = ", ".join(f"{count} {split}" for split, count in counts.items())
+    counts_text = ", ".join(f"{count} {split}" for split, count in counts.items())
     console.print(
-        f"{counted(len(experiment.table.records), 'slide', 'slides')} ({told}); task {config.task.kind}",
+        f"{counted(len(experiment.table.records), 'slide', 'slides')} ({counts_text}); task {config.task.kind}",
         markup=False,
         highlight=False,
         soft_wrap=True,

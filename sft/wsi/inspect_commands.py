@@ -56,8 +56,8 @@ def doctor(console: Console) -> CommandResult:
         for number in range(torch.cuda.device_count())
     ]
     for name, value in report.items():
-        told = f"not installed{f' ({install_command(extras[name])})' if extras.get(name) else ''}" if value is None else value
-        console.print(f"{name:18} {told}", markup=False, highlight=False, soft_wrap=True)
+        version_text = f"not installed{f' ({install_command(extras[name])})' if extras.get(name) else ''}" if value is None else value
+        console.print(f"{name:18} {version_text}", markup=False, highlight=False, soft_wrap=True)
     if missing:
         raise InputError(f"missing: {', '.join(missing)}. Install them with: {install_command('wsi')}")
     return CommandResult(value=report)
@@ -132,21 +132,21 @@ def tissue(
         try:
             with stages(f"tissue of slide {number} of {len(paths)}"):
                 values.append(_find(path, folder / name, mpp, slide_mpp, overwrite))
-            told = f"{path}: {values[-1]['share']:.1%} tissue, {values[-1]['files'][-1]}"
+            line = f"{path}: {values[-1]['share']:.1%} tissue, {values[-1]['files'][-1]}"
         except RunFolderError:
             raise
         except SftError as error:
             values.append({"path": str(path), "error": " ".join(str(error).split())})
-            told = f"{path}: {values[-1]['error']}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+            line = f"{path}: {values[-1]['error']}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return CommandResult(value=values, num_failed=sum("error" in value for value in values))
 
 
 def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite: bool) -> dict[str, Any]:
     files = [base.with_name(base.name + ending) for ending in ("-mask.png", ".geojson", "-overlay.png")]
-    there = [file.name for file in files[:2] if file.exists() and not overwrite]
-    if there:
-        raise InputError(f"{' and '.join(there)} in {base.parent} may have been edited: name another --out, or give --overwrite")
+    existing = [file.name for file in files[:2] if file.exists() and not overwrite]
+    if existing:
+        raise InputError(f"{' and '.join(existing)} in {base.parent} may have been edited: name another --out, or give --overwrite")
     slide = open_image(path, slide_mpp=slide_mpp)
     try:
         mask = find_tissue(slide, mpp=mpp)

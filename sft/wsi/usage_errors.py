@@ -131,5 +131,5 @@ def _missing(names: list[str]) -> str:
     """Message of required arguments, which the parser names after their command: ``train.data.csv``."""
     command, _, _ = names[0].partition(".")
     settings = [name.partition(".")[2] or name for name in names]
-    told = [f"{name} (--{name}, or in the file of --config)" if "." in name else name for name in settings]
-    return f"{command} needs {', '.join(told)}; python -m sft.wsi {command} --help lists all options"
+    options = [f"{name} (--{name}, or in the file of --config)" if "." in name else name for name in settings]
+    return f"{command} needs {', '.join(options)}; python -m sft.wsi {command} --help lists all options"

@@ -84,8 +84,8 @@ def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: Tas
     shares: dict[Split, float] = {"test": config.test_fraction, "val": config.val_fraction}
     counts = {split: max(1, round(share * num_patients)) for split, share in shares.items() if share > 0}
     if sum(counts.values()) >= num_patients:
-        told = " and ".join(f"{count} for {split}" for split, count in counts.items())
-        raise DatasetError(where, [f"{num_patients} patients, {told}: none is left to train on; give more, or smaller shares"])
+        counts_text = " and ".join(f"{count} for {split}" for split, count in counts.items())
+        raise DatasetError(where, [f"{num_patients} patients, {counts_text}: none is left to train on; give more, or smaller shares"])
     split_of: dict[str, Split] = {}
     for split, count in counts.items():
         for patient in _sample_stratified(unassigned, count):

@@ -138,8 +138,8 @@ class ColourAffine:
 
     def after(self, other: ColourAffine) -> ColourAffine:
         """``self(other(x))``."""
-        mine, theirs = np.array(self.matrix), np.array(other.matrix)
-        return ColourAffine.of(mine @ theirs, mine @ np.array(other.offset) + np.array(self.offset))
+        first, second = np.array(self.matrix), np.array(other.matrix)
+        return ColourAffine.of(first @ second, first @ np.array(other.offset) + np.array(self.offset))
 
     def apply(self, channels: Sequence[Float32Array]) -> list[Float32Array]:
         """To planes of float32, one multiplication or addition after another."""

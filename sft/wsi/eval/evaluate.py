@@ -91,9 +91,9 @@ def evaluate_records(
     experiment = loaded.experiment
     ranks.from_first(lambda: _check_writable(_lock_place(folder, run)))
     with Reporter(console, 0) as reporter:
-        mine = scatter_items(loaded.records, ranks)
-        reporter.start_predictions(len(mine))
-        reporter.start_run(RunEstimate(_prediction_work(experiment, mine)))
+        own_records = scatter_items(loaded.records, ranks)
+        reporter.start_predictions(len(own_records))
+        reporter.start_run(RunEstimate(_prediction_work(experiment, own_records)))
         predictions = predictor.predict_all(
             loaded.records,
             loaded.failed,
@@ -105,8 +105,8 @@ def evaluate_records(
     weights = loaded.weights
     title = f"{title}, {weights.checkpoint} model (epoch {weights.epoch}), weights {weights.short_hash}"
     result = ranks.from_first(lambda: _publish(loaded, predictions, folder, run, title=title, num_draws=num_draws, tiles=tiles))
-    told = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in result.estimates["slides"].items())
-    console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
+    estimates_text = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in result.estimates["slides"].items())
+    console.print(f"{title}: {estimates_text or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
     if result.newer is not None:
         text = f"the run has a better model by now ({result.newer.text}); start evaluate again for its results"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -189,6 +189,6 @@ def note_filled(experiment: Experiment, path: Path, console: Console, ranks: Ran
     tiles = ranks.gathered(experiment.feed.bad_tiles)
     count = ranks.from_first(lambda: [append_bad_tiles(path, theirs) for theirs in tiles][-1])
     if count:
-        told = f"{counted(count, 'damaged tile is', 'damaged tiles are')} background: {path}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        problem = f"{counted(count, 'damaged tile is', 'damaged tiles are')} background: {path}"
+        console.print(problem, markup=False, highlight=False, soft_wrap=True)
     return {"filled_tiles": count}

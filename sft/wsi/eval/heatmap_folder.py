@@ -67,8 +67,8 @@ class HeatmapFolder:
         weights = self._weights
         for entry in read_heatmaps(self._folder / slide).values() if self.is_in_run else ():
             with suppress(KeyError, TypeError, ValueError):
-                there = as_weights_id(entry["weights"])
-                if there.checkpoint == weights.checkpoint and (there.epoch, there.step or 0) > (weights.epoch, weights.step or 0):
+                other = as_weights_id(entry["weights"])
+                if other.checkpoint == weights.checkpoint and (other.epoch, other.step or 0) > (weights.epoch, weights.step or 0):
                     return self._folder.with_name(f"{self._folder.name}-epoch{weights.epoch}") / slide
         return self._folder / slide
 

@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number and its 95 % interval (percentiles of the bootstrap); nan where it cannot be told."""
+    """A number and its 95 % interval (percentiles of the bootstrap); nan if it is undefined."""
 
     value: float
     low: float = math.nan

@@ -151,10 +151,10 @@ class Predictor:
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
         """
-        mine = scatter_items([record for record in records if record.name not in failed], self._ranks)
+        own_records = scatter_items([record for record in records if record.name not in failed], self._ranks)
         self._before = before
         try:
-            parts = gather_results(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
+            parts = gather_results(lambda: self._predict_some(own_records, after, interruption), self._ranks, interruption)
         except SlideFailed as failure:
             raise failure.error from None
         finally:

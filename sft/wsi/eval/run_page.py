@@ -165,8 +165,8 @@ def _maps(overview: RunOverview) -> list[str]:
         parts.append(f'<p class="note">The first {_MAX_MAPS} of {len(entries)}; the others are in the folder heatmaps.</p>')
     for slide, output, path, entry in entries[:_MAX_MAPS]:
         is_map = path.name.startswith("map-")
-        told = str(entry.get("note") or f"score {_score(entry):.3f}") if is_map else "gradient of the score"
-        caption = f"{slide}, {output}: {told}"
+        caption_text = str(entry.get("note") or f"score {_score(entry):.3f}") if is_map else "gradient of the score"
+        caption = f"{slide}, {output}: {caption_text}"
         with suppress(KeyError, TypeError, ValueError):
             weights = as_weights_id(entry["weights"])
             caption += f"; {weights.checkpoint} model, {weights.text}"
@@ -188,8 +188,8 @@ def _omitted(overview: RunOverview) -> list[str]:
         parts += [f"<h2>Left out: {counted(len(overview.failed), 'slide', 'slides')}</h2>"]
         parts += _table(("slide", "problem"), list(overview.failed.items())[:_MAX_ROWS])
     if overview.num_filled:
-        told = counted(overview.num_filled, "tile could not be decoded and is", "tiles could not be decoded and are")
-        parts.append(f"<p>{told} background: damaged.csv.</p>")
+        problem = counted(overview.num_filled, "tile could not be decoded and is", "tiles could not be decoded and are")
+        parts.append(f"<p>{problem} background: damaged.csv.</p>")
     return parts
 
 

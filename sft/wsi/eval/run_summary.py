@@ -42,8 +42,8 @@ def _lines(overview: RunOverview) -> list[str]:
         lines += [f"- [{results.name}]({results.name}/summary.md){_weights_text(results)}" for results in others]
         lines += [""]
     if overview.num_filled:
-        told = counted(overview.num_filled, "tile could not be decoded and is", "tiles could not be decoded and are")
-        lines += [f"{told} background: [damaged.csv](damaged.csv)."]
+        problem = counted(overview.num_filled, "tile could not be decoded and is", "tiles could not be decoded and are")
+        lines += [f"{problem} background: [damaged.csv](damaged.csv)."]
     return lines
 
 

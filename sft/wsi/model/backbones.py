@@ -115,10 +115,10 @@ def feature_shapes(backbone: nn.Module, name: str, num_channels: int = 3) -> tup
     shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in features]
     small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in features)
     if small is None or large is None or small[1] != large[1] or not (small[2] < large[2] and small[3] < large[3]):
-        told = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
+        results = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
         raise InputError(
-            f"model.backbone {name!r} ({type(backbone).__name__}) gives {told} instead of feature maps [N, C, H, W] whose height and width "
-            'follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
+            f"model.backbone {name!r} ({type(backbone).__name__}) gives {results} instead of feature maps [N, C, H, W] whose height and "
+            'width follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
         )
     return tuple(small[1:]), tuple(large[1:])
 

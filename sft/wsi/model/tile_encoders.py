@@ -111,9 +111,9 @@ def num_tile_features(encoder: nn.Module, name: str, tile_px: int, num_channels:
         for module, flag in flags:
             module.training = flag
     if not isinstance(features, Tensor) or features.dim() not in (2, 4) or features.shape[0] != 2:
-        told = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        result = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise InputError(
-            f"model.backbone {name!r} gives {told} for 2 tiles of {tile_px} px instead of vectors [2, D], or feature maps [2, D, h, w]. "
+            f"model.backbone {name!r} gives {result} for 2 tiles of {tile_px} px instead of vectors [2, D], or feature maps [2, D, h, w]. "
             'Name one that pools its tokens, or a callable of yours ("package.module:callable") that does.'
         )
     return int(features.shape[1])

@@ -53,18 +53,18 @@ class Reporter:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[status]}"),
         )
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._bar: TaskID | None = None
         self._stack = ExitStack()
         self._estimate: RunEstimate | None = None
-        self._text, self._total, self._completed, self._told, self._lr = "", 0, 0, "", ""
+        self._text, self._total, self._completed, self._loss_text, self._lr = "", 0, 0, "", ""
         #: of the current slide: work, FLOPs, and FLOPs that are done
         self._slide: tuple[float, int] | None = None
         self._slide_flops = 0
         self._started = self._shown = self._logged = time.monotonic()
-        self._has_told_total = False
+        self._has_shown_total = False
         self._writer: Any = None
         self._new_writer: Callable[[], Any] | None = None  # at the first event: a run that is refused writes nothing
         if events is not None:
@@ -136,22 +136,22 @@ class Reporter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """An optimizer step is done: ``step``, ``loss``, ``lr``, ``grad_norm``."""
-        self._told = f"loss {row['loss']:.4f}"
+        self._loss_text = f"loss {row['loss']:.4f}"
         self._lr = f"  lr {row['lr']:.2e}"
         self._update()
         self._events("train", row, row["step"])
 
     def epoch(self, row: Mapping[str, Any]) -> None:
         """An epoch is done: its row of metrics.csv, and ``seconds``."""
-        told = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if isinstance(value, float) and name != "seconds")
-        self.note(f"epoch {row['epoch']} of {self._num_epochs}: {told}, {row['seconds']:.1f} s")
+        metrics_text = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if isinstance(value, float) and name != "seconds")
+        self.note(f"epoch {row['epoch']} of {self._num_epochs}: {metrics_text}, {row['seconds']:.1f} s")
         self._events("epoch", row, row["epoch"])
 
     def _start(self, text: str, total: int, completed: int) -> None:
         if self._bar is not None:
             self._bars.remove_task(self._bar)
         self._text, self._total, self._completed, self._slide = text, total, completed, None
-        self._bar = self._bars.add_task(text, total=total, completed=completed, told="")
+        self._bar = self._bars.add_task(text, total=total, completed=completed, status="")
 
     def _note_flops(self, flops: int) -> None:
         """A program has run: called for each strip."""
@@ -173,10 +173,10 @@ class Reporter:
         """Update the bar."""
         if self._bar is not None and not self._bars.disable:
             share = self._slide_share
-            told = (f"slide {100 * share:.0f} %  " if self._slide is not None else "") + self._told + self._lr
+            status = (f"slide {100 * share:.0f} %  " if self._slide is not None else "") + self._loss_text + self._lr
             if self._estimate is not None and self._estimate.is_measured:
-                told += f"  run: {duration_text(self._seconds_left())} left"
-            self._bars.update(self._bar, completed=self._completed + share, told=told)
+                status += f"  run: {duration_text(self._seconds_left())} left"
+            self._bars.update(self._bar, completed=self._completed + share, status=status)
 
     def _seconds_left(self) -> float:
         assert self._estimate is not None
@@ -188,16 +188,16 @@ class Reporter:
             return
         estimate, now = self._estimate, time.monotonic()
         seconds_left = 0.0 if estimate is None else self._seconds_left()
-        is_new = estimate is not None and estimate.is_measured and not self._has_told_total and seconds_left >= _LONG_SECONDS
+        is_new = estimate is not None and estimate.is_measured and not self._has_shown_total and seconds_left >= _LONG_SECONDS
         if not is_new and now - self._logged < _LOG_SECONDS:
             return
-        self._logged, self._has_told_total = now, self._has_told_total or is_new
+        self._logged, self._has_shown_total = now, self._has_shown_total or is_new
         share = f" ({100 * self._slide_share:.0f} % of it done)" if self._slide is not None else ""
         place = f"slide {min(self._completed + (self._slide is not None), self._total)} of {self._total}{share}"
         source = "measured" if estimate is not None and estimate.is_measured else "estimated from the plan"
         left = f", {about_text(seconds_left)} left ({source})" if seconds_left > 0 else ""
-        told = f", {self._told}" if self._told else ""
-        self.note(f"{self._text}, {place}: {duration_text(now - self._started)} elapsed{left}{told}")
+        metrics_text = f", {self._loss_text}" if self._loss_text else ""
+        self.note(f"{self._text}, {place}: {duration_text(now - self._started)} elapsed{left}{metrics_text}")
 
     def _events(self, group: str, row: Mapping[str, Any], number: int) -> None:
         if self._writer is None and self._new_writer is not None:

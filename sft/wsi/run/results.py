@@ -167,10 +167,10 @@ def as_weights_id(value: Mapping[str, Any]) -> WeightsId:
 
 def place_for_weights(target: Path, weights: WeightsId) -> Path:
     """Folder for results: ``target``, or one named after the epoch if ``target`` has results of newer weights of the same run."""
-    there = read_weights_id(target)
-    if there is None or there.checkpoint != weights.checkpoint:
+    published = read_weights_id(target)
+    if published is None or published.checkpoint != weights.checkpoint:
         return target
-    is_newer = (there.epoch, there.step or 0) > (weights.epoch, weights.step or 0)
+    is_newer = (published.epoch, published.step or 0) > (weights.epoch, weights.step or 0)
     return target.with_name(f"{target.name}-epoch{weights.epoch}") if is_newer else target
 
 

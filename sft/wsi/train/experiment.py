@@ -190,10 +190,10 @@ def _freeze(model: SlideModel, config: Config) -> None:
 def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
     """Open slides, each on one of the ranks; returns problems by slide name, and records the sizes of the usable slides in the feed."""
     feed = experiment.feed
-    mine = records[ranks.rank :: ranks.shape.num_ranks]
-    reporter.start_checks(len(mine))
+    own_records = records[ranks.rank :: ranks.shape.num_ranks]
+    reporter.start_checks(len(own_records))
     problems: dict[str, str] = {}
-    for record in mine:
+    for record in own_records:
         problem = feed.check(record)
         if problem is not None:
             problems[record.name] = problem

@@ -194,9 +194,9 @@ class GradientAccumulator:
     ) -> tuple[float | None, float, StepCost]:
         """Loss of a group, its weight in the epoch's mean, and its cost; ``following`` is this rank's first slide after it."""
         self.set_training()
-        mine = scatter_items(group, self._ranks)
+        own_slides = scatter_items(group, self._ranks)
         if self._task.kind == "cox":
-            risks = gather_in_order(gather_results(lambda: self._risks(mine, interruption), self._ranks, interruption), self._ranks)
+            risks = gather_in_order(gather_results(lambda: self._risks(own_slides, interruption), self._ranks, interruption), self._ranks)
             self._set_buffers(buffers)  # the second pass updates running statistics, as if it were the only one
             loss, gradients = cox_gradients(risks, [record.target for record in group if record.target is not None])
             self._check_finite(loss, group)
@@ -204,7 +204,7 @@ class GradientAccumulator:
                 return None, 0.0, self._cost
             weights_of_rank = scatter_items(gradients, self._ranks)
             shares = gather_results(
-                lambda: self._backward_of_risks(mine, weights_of_rank, following, interruption), self._ranks, interruption
+                lambda: self._backward_of_risks(own_slides, weights_of_rank, following, interruption), self._ranks, interruption
             )
             weight = float(len(group))
         else:
@@ -212,12 +212,12 @@ class GradientAccumulator:
             weight = sum(weights)
             weights_of_rank = scatter_items([each / weight for each in weights], self._ranks)
             shares = gather_results(
-                lambda: self._backward_of_losses(mine, weights_of_rank, following, interruption), self._ranks, interruption
+                lambda: self._backward_of_losses(own_slides, weights_of_rank, following, interruption), self._ranks, interruption
             )
             loss = sum(gather_in_order([share.losses for share in shares], self._ranks))
-        other_work = sum(map(self._experiment.work_of, group)) - sum(map(self._experiment.work_of, mine))
-        if len(group) > len(mine):
-            self._reporter.advance(len(group) - len(mine), others=other_work)
+        other_work = sum(map(self._experiment.work_of, group)) - sum(map(self._experiment.work_of, own_slides))
+        if len(group) > len(own_slides):
+            self._reporter.advance(len(group) - len(own_slides), others=other_work)
         cost = sum((share.cost for share in shares[:: self._ranks.shape.num_bands]), StepCost())
         waited = max(share.cost.waited_seconds for share in shares)
         return loss, weight, StepCost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)

@@ -86,7 +86,7 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     """
     before, now = complete_settings(state["settings"]), config_fingerprint(config)
     different = _in_words(changed_settings(before, now))
-    refused = [told for name, told in different.items() if name not in CHANGEABLE_SETTINGS]
+    refused = [text for name, text in different.items() if name not in CHANGEABLE_SETTINGS]
     if refused:
         listed = ", ".join(refused)
         raise RunFolderError(

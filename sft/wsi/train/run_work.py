@@ -98,8 +98,8 @@ def training_text(experiment: Experiment) -> list[str]:
         lines.append(f"frozen: {', '.join(facts['frozen'])}; {100 * share:.1f} % of the parameters train")
     if facts["lr_scales"]:
         scales = facts["lr_scales"]
-        told = f"{scales[0]:.4g} to {scales[-1]:.4g}" if len(scales) > 1 else f"{scales[0]:.4g}"
-        lines.append(f"layer decay {config.layer_decay:g}: {counted(len(scales), 'depth', 'depths')}, learning rates of {told} times lr")
+        span = f"{scales[0]:.4g} to {scales[-1]:.4g}" if len(scales) > 1 else f"{scales[0]:.4g}"
+        lines.append(f"layer decay {config.layer_decay:g}: {counted(len(scales), 'depth', 'depths')}, learning rates of {span} times lr")
     return lines
 
 

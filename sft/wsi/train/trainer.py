@@ -219,9 +219,9 @@ class Trainer:
                     loss_weight=reached.loss_weight + result.weight,
                 )
                 row = {"step": reached.step, "epoch": epoch + 1, "loss": result.loss, "lr": rate, "grad_norm": norm}
-                told = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(result.cost.waited_seconds, 3)}
-                told |= {"skipped_share": round(result.cost.skipped_share, 4)}
-                self._folder.add_step({**row, **told, "slides": " ".join(result.names)})
+                timings = {"seconds": round(time.perf_counter() - started, 3), "waited_seconds": round(result.cost.waited_seconds, 3)}
+                timings |= {"skipped_share": round(result.cost.skipped_share, 4)}
+                self._folder.add_step({**row, **timings, "slides": " ".join(result.names)})
                 self._reporter.step(row)
                 self._epoch_cost += result.cost
             self.progress = reached
@@ -262,8 +262,8 @@ class Trainer:
         failed = dict(progress.failed)
         records = self.experiment.records("val")
         self._check_same_weights()
-        mine = scatter_items(records, self._ranks)
-        self._reporter.start_validation(len(mine), progress.epoch)
+        own_records = scatter_items(records, self._ranks)
+        self._reporter.start_validation(len(own_records), progress.epoch)
         predictions = self.predictor.predict_all(
             records,
             failed,
@@ -272,7 +272,7 @@ class Trainer:
             interruption=interruption,
         )
         other_work = sum(self.experiment.work_of(r, predicts=True) for r in records) - sum(
-            self.experiment.work_of(r, predicts=True) for r in mine
+            self.experiment.work_of(r, predicts=True) for r in own_records
         )
         self._reporter.advance(0, others=other_work)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
@@ -363,9 +363,9 @@ def _skipped_text(share: float, tile: Sequence[int] | None) -> str:
     >>> _skipped_text(0.25, None)
     '25.0 % of the FLOPs of its training steps were left out'
     """
-    told = f"{100 * share:.1f} % of the FLOPs of its training steps were left out"
+    text = f"{100 * share:.1f} % of the FLOPs of its training steps were left out"
     if share >= _SMALL_SHARE:
-        return told
+        return text
     if tile is None:
-        return f"{told}: a strip as wide as the slide is skipped where it and the strip before it are background; model.tile divides strips"
-    return f"{told}: a tile is skipped where it and the tile before it are background, halos included; a smaller model.tile skips more"
+        return f"{text}: a strip as wide as the slide is skipped where it and the strip before it are background; model.tile divides strips"
+    return f"{text}: a tile is skipped where it and the tile before it are background, halos included; a smaller model.tile skips more"

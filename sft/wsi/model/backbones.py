@@ -118,7 +118,7 @@ def feature_shapes(backbone: nn.Module, name: str, num_channels: int = 3) -> tup
         results = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
         raise InputError(
             f"model.backbone {name!r} ({type(backbone).__name__}) gives {results} instead of feature maps [N, C, H, W] whose height and "
-            'width follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
+            'width follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes its results.'
         )
     return tuple(small[1:]), tuple(large[1:])
 

@@ -117,11 +117,11 @@ def _freeze_norms(model: nn.Module) -> None:
 def _check_unused_options(args: argparse.Namespace) -> None:
     """Refuse options that another option makes ineffective."""
     if args.budgets and args.pareto is None:
-        raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
+        raise InputError("--budgets is for --pareto; give --pareto, too, or a single --budget")
     multi_plan_option = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
     unused = [f"--{name}" for name in ("out", "plot", "html", "costs", "full") if getattr(args, name)]
     if multi_plan_option is not None and unused:
-        raise InputError(f"{' and '.join(unused)}: about one plan, and {multi_plan_option} makes several; leave out the one or the other")
+        raise InputError(f"{' and '.join(unused)}: for a single plan, and {multi_plan_option} makes several; leave one of them out")
 
 
 def _check_byte_options(args: argparse.Namespace) -> None:
@@ -145,7 +145,7 @@ def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
     """Replicas and bands, if ``--ranks`` is given."""
     if args.ranks is None:
         if args.replicas != 1 or args.link is not None:
-            raise InputError("--replicas and --link are about --ranks; give that, too")
+            raise InputError("--replicas and --link are for --ranks; give --ranks, too")
         return None
     if args.compare or args.pareto is not None or args.time:
         raise InputError("--ranks plans for a mesh, which has one strategy; leave out --compare, --pareto and --time")
@@ -160,7 +160,7 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
     dtypes, budget, plan = tuple(args.dtype or DEFAULT_TUNED_DTYPES), args.budget, None
     if args.model is None:
         if args.input or args.model_args or args.plan:
-            raise InputError("--input, --model-args and --plan are about a model; name one")
+            raise InputError("--input, --model-args and --plan need a model; name one")
         models = standard_models()
     else:
         if not args.input:
@@ -194,7 +194,7 @@ def _plan_to_tune(args: argparse.Namespace, inputs: Sequence[ExampleInput]) -> t
         InputError: the file is not a plan, or one for other inputs.
     """
     if args.tile:
-        raise InputError("--tile forces strips, and --plan has strips; leave out the one or the other")
+        raise InputError("--tile forces strips, and --plan has strips; leave one of them out")
     try:
         plan = Plan.from_json(args.plan.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -213,7 +213,7 @@ def _parse_model_arguments(texts: Sequence[str]) -> dict[str, Any]:
         if not is_pair or not name.isidentifier():
             raise InputError(f"--model-args {text!r}: write name=value, such as num_classes=2")
         if name in arguments:
-            raise InputError(f"--model-args: {name} is there twice; leave one")
+            raise InputError(f"--model-args: {name} is given twice; leave one")
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -90,8 +90,9 @@ class RecordOptimizer:
         share, file_share = self._share(), metadata.get(_SHARE, _ALONE)
         if _UPDATED in metadata and share != file_share:
             raise InputError(
-                f"the file of weights has the optimizer state of rank {file_share}, and this is rank {share} (of how many). Give each rank "
-                "its own file; for another number of ranks stream the model's state_dict to new files, and load the optimizer's state_dict"
+                f"the file of weights has the optimizer state of rank {file_share}, and this is rank {share} (rank/number of ranks). "
+                "Give each rank its own file; for another number of ranks stream the model's state_dict to new files, and load the "
+                "optimizer's state_dict"
             )
 
     def _share(self) -> str:

@@ -169,7 +169,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return str(error.strerror or error)
     if isinstance(error, (TypeError, AttributeError, IndexError)):
-        return "a list, a number or null stands where a feature or a geometry belongs"
+        return "a list, a number or null is in the place of a feature or a geometry"
     return str(error).rstrip(".")
 
 

@@ -94,8 +94,8 @@ class MapToPixels:
             corners = np.insert(corners, bent + 1, middles[bent], axis=0)
             pixels = np.insert(pixels, bent + 1, middle_pixels[bent], axis=0)
         raise InputError(
-            f"cannot read {self._path} in {self._names[0]}: edges have no smooth image in {self._names[1]}, the system of the image. Leave "
-            "polygons across the border of its map out, or convert the file (ogr2ogr -t_srs)."
+            f"cannot read {self._path} in {self._names[0]}: edges have no smooth image in {self._names[1]}, the system of the image. "
+            "Leave out polygons that cross the border of its map, or convert the file (ogr2ogr -t_srs)."
         )
 
     def _to_pixels(self, points: _Points) -> _Points:

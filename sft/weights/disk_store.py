@@ -255,7 +255,7 @@ class DiskStore:
         if identity is not None and self._identity not in (None, identity):
             self.abort()
             raise SourceError(
-                f"{self.path} was replaced since its weights were read, by another process perhaps; it stays as it is. Give each "
+                f"{self.path} was replaced after its weights were read, possibly by another process; it is unchanged. Give each "
                 "process its own path, or read the file again with resume=True."
             )
 

@@ -119,7 +119,7 @@ def _check_node(node: yaml.Node, path: Path, groups: Collection[str], *, is_top:
     for key, value in pairs:
         where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
         if isinstance(key, yaml.ScalarNode) and counts[key.value] > 1:
-            raise InputError(f"{where} is there {counts[key.value]} times; leave one")
+            raise InputError(f"{where} is given {counts[key.value]} times; leave one")
         is_empty = not isinstance(value, yaml.MappingNode) if is_top else key.value == "options" and value.tag == _NULL
         if is_empty and (not is_top or key.value in groups):
             raise InputError(f"{where} has no settings below it; write some, or leave the line out")

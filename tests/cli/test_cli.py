@@ -267,7 +267,7 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["--budget much", "11GiB"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--link", "x", "--ranks", "2"], ["--link x", "11GiB"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--ranks", "0"], ["--ranks 0", "at least 1"]),
-        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace=True", "inplace=False"], ["inplace is there twice"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace=True", "inplace=False"], ["inplace is given twice"]),
         (["plan", "my_net.py:build", "--input", "1x3x64x64"], ["without its ending: my_net:build"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),

@@ -252,7 +252,7 @@ def test_two_writers_do_not_mix(tmp_path: Path) -> None:
         first.commit()
     assert _contents(DiskStore.open(path)) == _contents(first) != _contents(second)
     first.close()
-    with pytest.raises(sft.SourceError, match="was replaced since its weights were read"):
+    with pytest.raises(sft.SourceError, match="was replaced after its weights were read"):
         second.begin()
     second.close()
     third = _writer(path)

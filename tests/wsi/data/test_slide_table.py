@@ -192,10 +192,10 @@ def test_a_key_that_is_there_twice_and_a_file_that_is_no_text(tmp_path: Path) ->
     """The last one won, and the others were dropped."""
     path = tmp_path / "config.yaml"
     path.write_text("data:\n  csv: t.csv\nmodel:\n  budget: 1GiB\nmodel:\n  budget: 2GiB\n", encoding="utf-8")
-    with pytest.raises(InputError, match="line 3: model is there 2 times"):
+    with pytest.raises(InputError, match="line 3: model is given 2 times"):
         read_config(path)
     path.write_text("data:\n  csv: t.csv\n  csv: u.csv\n", encoding="utf-8")
-    with pytest.raises(InputError, match="line 2: csv is there 2 times"):
+    with pytest.raises(InputError, match="line 2: csv is given 2 times"):
         read_config(path)
     path.write_bytes("data:\n  csv: tä.csv\n".encode("latin-1"))
     with pytest.raises(InputError, match="byte 14 is not UTF-8"):

@@ -15,6 +15,7 @@ The bytes at every event are thus prefix sums. Tests compare them with a sweep o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -59,6 +60,64 @@ class SweepProfile:
     backward_runs: ProgramRuns = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SweepRows:
+    """Rows and carried blocks of one sweep, the common part of its forward and backward profile.
+
+    Attributes:
+        first: first strip of each signature.
+        kinds: number of the signature of each strip.
+        has_grad: for each carried value, true if it has a gradient.
+        frontier: rows computed at each state, [value, state].
+        kept: first row that each state needs, [value, state].
+        row_bytes: bytes of a row of each value.
+        blocks: bytes of the block that each strip appends, [value, strip].
+        states: states that the forward pass keeps.
+        lasting: bytes of the blocks that these states need, [value, strip].
+    """
+
+    first: IntArray
+    kinds: IntArray
+    has_grad: BoolArray
+    frontier: IntArray
+    kept: IntArray
+    row_bytes: IntArray
+    blocks: IntArray
+    states: IntArray
+    lasting: IntArray
+
+    @classmethod
+    def of(cls, segment: TiledLayout, sweep: Sweep, *, keep: bool) -> _SweepRows:
+        """The rows of a sweep; ``keep`` is true if a backward pass follows."""
+        schedule, scope = segment.schedule, segment.scope
+        num_steps = schedule.num_steps
+        names = [name for name in schedule.names if name not in schedule.sources and name in scope.streamed]
+        frontier, kept = (_stack_rows([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
+        row_bytes = np.array([segment.row_bytes(name, sweep) for name in names], dtype=np.int64)
+        blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
+        states = np.array(sorted(segment.checkpoints.kept(num_steps))) if keep else np.array([], dtype=np.int64)
+        first, kinds = schedule.kinds
+        return cls(
+            first=first,
+            kinds=kinds,
+            has_grad=np.array([name in scope.requires_grad for name in names], dtype=bool),
+            frontier=frontier,
+            kept=kept,
+            row_bytes=row_bytes,
+            blocks=blocks,
+            states=states,
+            lasting=blocks * _is_needed_later(frontier, kept, states, num_steps),
+        )
+
+    def runs(self, programs: Sequence[Program]) -> ProgramRuns:
+        """Programs, one for each signature, with their numbers of strips."""
+        return tuple(zip(programs, np.bincount(self.kinds, minlength=len(self.first)).tolist(), strict=True))
+
+    def flops(self, programs: Sequence[Program]) -> int:
+        """FLOPs of all strips."""
+        return int(np.array([program.flops for program in programs])[self.kinds].sum())
+
+
 def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentiate: bool, on_host: bool = True) -> SweepProfile:
     """Project one sweep of a segment.
 
@@ -69,78 +128,64 @@ def profile_sweep(segment: TiledLayout, sweep: Sweep, *, keep: bool, differentia
         differentiate: True if that backward pass runs this segment.
         on_host: True if the device's memory is the host's, so that the loaders' buffers count.
     """
-    schedule = segment.schedule
-    num_steps, checkpoints = schedule.num_steps, segment.checkpoints
-    all_steps = np.arange(num_steps)
-    first, kinds = schedule.kinds
-    forward = [segment.program("forward", int(step), sweep) for step in first]
-    forward_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in forward])[kinds]
-    names = [name for name in schedule.names if name not in schedule.sources and name in segment.scope.streamed]
-    frontier, kept = (_stack_rows([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
-    row_bytes = np.array([segment.row_bytes(name, sweep) for name in names], dtype=np.int64)
-    blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
-    states = np.array(sorted(checkpoints.kept(num_steps))) if keep else np.array([], dtype=np.int64)
-    lasting = blocks * _is_needed_later(frontier, kept, states, num_steps)
-    stays = lasting if segment.keeps_states(sweep) else np.zeros_like(lasting)
-    before = _live_bytes_before(frontier, kept, blocks, stays)
-    num_of_kind = np.bincount(kinds, minlength=len(first)).tolist()
-    forward_runs = tuple(zip(forward, num_of_kind, strict=True))
-    forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
+    rows = _SweepRows.of(segment, sweep, keep=keep)
+    programs = [segment.program("forward", int(step), sweep) for step in rows.first]
+    peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in programs])[rows.kinds]
+    stays = rows.lasting if segment.keeps_states(sweep) else np.zeros_like(rows.lasting)
+    before = _live_bytes_before(rows.frontier, rows.kept, rows.blocks, stays)
     read = input_buffer_bytes(segment, "forward", sweep, on_host=on_host)
-    forward_peak = int((before + forward_peaks + read).max())
-    selecting = segment.strip_policy.selection_bytes(segment, sweep, backward=False)
-    forward_peak = max(forward_peak, selecting)
-    store = int(stays.sum())
-    if not differentiate:
-        return SweepProfile(
-            forward_peak_bytes=forward_peak,
-            store_bytes=store,
-            backward_peak_bytes=0,
-            forward_flops=forward_flops,
-            backward_flops=0,
-            forward_runs=forward_runs,
-        )
-    joint = [segment.program("joint", int(step), sweep) for step in first]
-    has_grad = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
-    gradients = (row_bytes[has_grad, None] * (frontier - kept)[has_grad]).sum(0)
-    joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in joint])[kinds]
-    joint_peaks += segment.strip_policy.separate_grad_bytes(segment, joint)[kinds]
-    buffers = input_buffer_bytes(segment, "backward", sweep, on_host=on_host)
-    strips = input_grad_bytes(segment, "joint", all_steps, sweep)
-    actions = checkpoints.actions(num_steps)
-    strip = np.array([action.strip for action in actions])
-    is_joint = np.array([action.kind == "joint" for action in actions])
-    alive = live_bytes_per_action(checkpoints, row_bytes, frontier, first_block_rows(frontier, kept))
-    selecting_back = int(alive[0]) + segment.strip_policy.selection_bytes(segment, sweep, backward=True)
-    # The carried gradient at an action is that of the state after which all strips are differentiated.
-    done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
-    alive += gradients[done] + buffers
-    peak = max(selecting_back, int((alive[is_joint] + (joint_peaks + strips)[strip[is_joint]]).max()))
-    flops = int(np.array([program.flops for program in joint])[kinds].sum())
-    backward_runs = list(zip(joint, num_of_kind, strict=True))
+    selection_bytes = segment.strip_policy.selection_bytes(segment, sweep, backward=False)
+    backward_peak, backward_flops = 0, 0
+    backward_runs: ProgramRuns = ()
+    if differentiate:
+        backward_peak, backward_flops, backward_runs = _profile_backward(segment, sweep, rows, on_host=on_host)
+        if not segment.keeps_states(sweep):  # the sweep that restores them selects its strips again
+            backward_peak = max(backward_peak, selection_bytes)
+    return SweepProfile(
+        forward_peak_bytes=max(int((before + peaks + read).max()), selection_bytes),
+        store_bytes=int(stays.sum()),
+        backward_peak_bytes=backward_peak,
+        forward_flops=rows.flops(programs),
+        backward_flops=backward_flops,
+        forward_runs=rows.runs(programs),
+        backward_runs=backward_runs,
+    )
+
+
+def _profile_backward(segment: TiledLayout, sweep: Sweep, rows: _SweepRows, *, on_host: bool) -> tuple[int, int, ProgramRuns]:
+    """Peak bytes, FLOPs and programs of the backward sweep, restored strips included."""
+    kinds, checkpoints, num_steps = rows.kinds, segment.checkpoints, segment.schedule.num_steps
+    programs = [segment.program("joint", int(step), sweep) for step in rows.first]
+    flops, runs = rows.flops(programs), list(rows.runs(programs))
 
     def restore(strips: IntArray, alive: IntArray) -> int:
         """Peak of strips that run forward to restore carried rows; counts their FLOPs and runs."""
         nonlocal flops
-        programs = {int(k): segment.program("restore", int(first[k]), sweep) for k in np.unique(kinds[strips])}
-        flops += sum(programs[int(k)].flops for k in kinds[strips])
-        backward_runs.extend((program, int((kinds[strips] == kind).sum())) for kind, program in programs.items())
-        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]])).max(initial=0))
+        restoring = {int(k): segment.program("restore", int(rows.first[k]), sweep) for k in np.unique(kinds[strips])}
+        flops += sum(restoring[int(k)].flops for k in kinds[strips])
+        runs.extend((program, int((kinds[strips] == kind).sum())) for kind, program in restoring.items())
+        return int((alive + np.array([restoring[int(k)].peak_bytes for k in kinds[strips]])).max(initial=0))
 
+    joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in programs])[kinds]
+    joint_peaks += segment.strip_policy.separate_grad_bytes(segment, programs)[kinds]
+    joint_peaks += input_grad_bytes(segment, "joint", np.arange(num_steps), sweep)
+    actions = checkpoints.actions(num_steps)
+    strip = np.array([action.strip for action in actions])
+    is_joint = np.array([action.kind == "joint" for action in actions])
+    begins = first_block_rows(rows.frontier, rows.kept)
+    alive = live_bytes_per_action(checkpoints, rows.row_bytes, rows.frontier, begins)
+    selection_peak = int(alive[0]) + segment.strip_policy.selection_bytes(segment, sweep, backward=True)
+    # The carried gradient at an action is that of the state after which all strips are differentiated.
+    gradients = (rows.row_bytes[rows.has_grad, None] * (rows.frontier - rows.kept)[rows.has_grad]).sum(0)
+    done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
+    alive += gradients[done] + input_buffer_bytes(segment, "backward", sweep, on_host=on_host)
+    peak = max(selection_peak, int((alive[is_joint] + joint_peaks[strip[is_joint]]).max()))
     peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(sweep):
-        again = np.arange(states.max())
-        buffers = input_buffer_bytes(segment, "restore", sweep, on_host=on_host)
-        peak = max(peak, selecting, restore(again, _live_bytes_before(frontier, kept, blocks, lasting)[again] + buffers))
-    return SweepProfile(
-        forward_peak_bytes=forward_peak,
-        store_bytes=store,
-        backward_peak_bytes=peak,
-        forward_flops=forward_flops,
-        backward_flops=flops,
-        forward_runs=forward_runs,
-        backward_runs=tuple(backward_runs),
-    )
+        again = np.arange(rows.states.max())
+        before = _live_bytes_before(rows.frontier, rows.kept, rows.blocks, rows.lasting)[again]
+        peak = max(peak, restore(again, before + input_buffer_bytes(segment, "restore", sweep, on_host=on_host)))
+    return peak, flops, tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,20 +115,9 @@ class StreamedOptimizer(FusedOptimizer):
         backend: UpdateBackend = "aten",
         **settings: Any,
     ) -> None:
-        if isinstance(update, str) and update not in _UPDATES:
-            raise InputError(f"update={update!r}: choose one of {', '.join(_UPDATES)}, or give an object")
-        if isinstance(update, type):
-            raise InputError(f"update={update.__name__}: that is a class; choose one of {', '.join(_UPDATES)}, or give an object")
         if max_norm is not None and (two_phase is False or not max_norm > 0):
             raise InputError(f"max_norm={max_norm!r}, two_phase={two_phase}: clipping needs a positive max_norm and two_phase=True")
-        resolved_update = _UPDATES[update]() if isinstance(update, str) else update
-        if backend not in UPDATE_BACKENDS:
-            raise InputError(f"backend={backend!r}: updates are computed by one of {', '.join(UPDATE_BACKENDS)}; give one of these")
-        if backend == "triton" and not isinstance(resolved_update, (SGDUpdate, AdamWUpdate)):
-            raise InputError(
-                f"backend='triton' with update={type(resolved_update).__name__}: there are kernels for {len(_UPDATES)} updates; give "
-                f"one of {', '.join(_UPDATES)}, or leave backend out"
-            )
+        resolved_update = _resolve_update(update, backend)
         self.backend = backend
         self.two_phase = max_norm is not None if two_phase is None else two_phase
         self.max_norm = max_norm
@@ -142,17 +131,9 @@ class StreamedOptimizer(FusedOptimizer):
         )
         super().__init__(model.parameters() if params is None else params, computed_update, **settings)
         streamed = _streamed_parts(model)
-        if not streamed:
-            raise InputError(
-                "no part of the model streams its weights; call stream() on its repetitions, or compile it with Options(weights='stream'), "
-                "or use sft.optim"
-            )
-        if any(isinstance(blocks.sink, RecordOptimizer) for blocks in streamed):
-            raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
+        _check_streamed_parts(streamed, has_group=group is not None)
         if backend == "triton":
             check_triton(streamed[0].device)
-        if group is not None and any(isinstance(blocks, StreamedParameters) for blocks in streamed):
-            raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
         self.group = DataParallelGroup(group, streamed[0].device, timedelta(seconds=group_timeout_seconds))
         if self.group.num_ranks > 1 and not isinstance(resolved_update, (SGDUpdate, AdamWUpdate)):
             raise InputError(
@@ -400,6 +381,45 @@ class StreamedOptimizer(FusedOptimizer):
         squares = [norm**2 for norm in gradient_norms([grad for grad in grads if grad is not None])]
         squares += chain.from_iterable(self.group.all_gather_numbers([records.square_norm for records in self._record_optimizers]))
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+
+
+def _resolve_update(update: str | Update, backend: UpdateBackend) -> Update:
+    """The update rule of a name, or the given one.
+
+    Raises:
+        InputError: the update or the backend is not supported.
+    """
+    names = ", ".join(_UPDATES)
+    if isinstance(update, str) and update not in _UPDATES:
+        raise InputError(f"update={update!r}: choose one of {names}, or give an object")
+    if isinstance(update, type):
+        raise InputError(f"update={update.__name__}: that is a class; choose one of {names}, or give an object")
+    resolved: Update = _UPDATES[update]() if isinstance(update, str) else update
+    if backend not in UPDATE_BACKENDS:
+        raise InputError(f"backend={backend!r}: updates are computed by one of {', '.join(UPDATE_BACKENDS)}; give one of these")
+    if backend == "triton" and not isinstance(resolved, (SGDUpdate, AdamWUpdate)):
+        raise InputError(
+            f"backend='triton' with update={type(resolved).__name__}: there are kernels for {len(_UPDATES)} updates; give one of {names}, "
+            "or leave backend out"
+        )
+    return resolved
+
+
+def _check_streamed_parts(streamed: Sequence[StreamedBlocks | StreamedParameters], *, has_group: bool) -> None:
+    """Check the parts of a model that stream their weights.
+
+    Raises:
+        InputError: no part does, one has an optimizer already, or one does not support a group of ranks.
+    """
+    if not streamed:
+        raise InputError(
+            "no part of the model streams its weights; call stream() on its repetitions, or compile it with Options(weights='stream'), "
+            "or use sft.optim"
+        )
+    if any(isinstance(blocks.sink, RecordOptimizer) for blocks in streamed):
+        raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
+    if has_group and any(isinstance(blocks, StreamedParameters) for blocks in streamed):
+        raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
 
 
 def _streamed_parts(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:

@@ -16,10 +16,10 @@ from sft.analysis.tiling.bands import BandPartition, even_band_bounds
 from sft.distributed import all_reduce as sums
 from sft.distributed.balancing import balanced_bounds
 from sft.distributed.band_region import BandRegionBuilder
+from sft.distributed.band_search import band_choices
 from sft.distributed.band_segments import BandSegment
 from sft.distributed.communicator import CommQueue
 from sft.distributed.mesh import MeshShape
-from sft.distributed.planning import band_choices
 from tests.distributed.test_band_region import Deep, NormedVgg, Vgg
 from tests.helpers.message_log import Event, logged_step, num_stuck
 from tests.helpers.models import ConvNet, Residual, TinyUNet, seeded

@@ -106,12 +106,12 @@ def test_progress_within_a_slide(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(4):
             reporter._note_flops(250)
             (task,) = reporter._bars.tasks
-            shown.append((task.completed, task.fields["told"].strip()))
+            shown.append((task.completed, task.fields["status"].strip()))
         assert [value for value, _ in shown] == [1.25, 1.5, 1.75, 2.0]
         assert [told for _, told in shown] == ["slide 25 %", "slide 50 %", "slide 75 %", "slide 100 %"]
         reporter.advance()
         (task,) = reporter._bars.tasks
-        assert task.completed == 2 and "slide" not in task.fields["told"] and "left" in task.fields["told"]
+        assert task.completed == 2 and "slide" not in task.fields["status"] and "left" in task.fields["status"]
         reporter._note_flops(250)  # between slides, such as of a plan that is timed
         assert task.completed == 2
     stream.close()

@@ -168,7 +168,7 @@ class Bench:
 
     def time_cell(self, cell: PeerCase, deadline: float) -> None:
         """Add rounds in which the methods take turns, in groups that fit into memory together."""
-        ready = [record for record in self.of(cell) if record.status == "ok" and record.reading is not None]
+        ready = [r for r in self.of(cell) if r.status == "ok" and r.reading is not None and r.case.method in self.args.methods]
         anchor = next((record for record in ready if record.case.method == "plain"), None)
         rest = [record for record in ready if record is not anchor]
         if not rest:

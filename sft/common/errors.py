@@ -25,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "first_problems",
     "input_error_of",
+    "reason_text",
     "refusal_of_values",
     "some_names",
     "typed",
@@ -136,6 +137,15 @@ class RankError(SftError, RuntimeError):
 
 class InternalError(SftError):
     """An internal invariant of sft is violated; please report it."""
+
+
+def reason_text(error: BaseException) -> str:
+    """Text of an error of another library as part of a sentence, without its full stop.
+
+    >>> reason_text(ValueError("Bad magic number."))
+    'Bad magic number'
+    """
+    return str(error).rstrip(". \n")
 
 
 def first_problems(problems: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import BoolArray
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.chunked_arrays import ChunkedRows, is_chunked_array
 from sft.sources.host_arrays import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
@@ -182,7 +182,8 @@ def map_npy_file(path: Path) -> AnyArray:
     except Exception as error:  # a damaged header raises almost anything
         num_bytes = path.stat().st_size
         raise SourceError(
-            f"cannot map {path} ({num_bytes} bytes): {error}. Either no .npy file, or cut short; compare its size with the original "
+            f"cannot map {path} ({num_bytes} bytes): {reason_text(error)}. Either no .npy file, or cut short; compare its "
+            f"size with the original "
             "and copy it again, or write it with numpy.save."
         ) from error
     return array

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sft.common.errors import SftError, SourceError
+from sft.common.errors import SftError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.host_arrays import AnyArray, Layout, axis_order
 from sft.sources.image import Pixels, check_level, check_region
@@ -66,7 +66,9 @@ class _Sample:
         except SftError:
             raise
         except Exception as error:  # a store or a computation of the caller may raise any error
-            raise SourceError(f"cannot read rows [{y}, {y + h}) of {self}: {type(error).__name__}: {error}. Repair the array.") from error
+            raise SourceError(
+                f"cannot read rows [{y}, {y + h}) of {self}: {type(error).__name__}: {reason_text(error)}. Repair the array."
+            ) from error
         full = block if len(self._layout) == 4 else block[None]
         return np.ascontiguousarray(full.transpose(axis_order(self._layout, "NHWC"))[0])
 

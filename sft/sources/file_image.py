@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from sft.common.byte_units import format_bytes, parse_bytes
-from sft.common.errors import BudgetError, SftError, SourceError
+from sft.common.errors import BudgetError, SftError, SourceError, reason_text
 from sft.sources.georeference import Georeference
 from sft.sources.image import ImageFacts, LevelledImage, Pixels, Size, check_level, check_region, rectangle_text
 from sft.sources.readers.remote import source_path
@@ -90,7 +90,11 @@ class FileImage(LevelledImage, Generic[Handle]):
             SourceError: it cannot be opened.
         """
         if self._facts is None:
-            self._facts = self._guarded(lambda: self._describe(self._handle()), f"open {self.path}")
+            facts = self._guarded(lambda: self._describe(self._handle()), f"open {self.path}")
+            if min(map(min, facts.level_dimensions)) < 1:
+                width, height = facts.level_dimensions[0]
+                raise SourceError(f"cannot use {self.path} as an image: it has {width} x {height} px. Give an image with pixels.")
+            self._facts = facts
         return self._facts
 
     @property
@@ -196,7 +200,8 @@ class FileImage(LevelledImage, Generic[Handle]):
         except Exception as error:  # libraries raise almost anything for a damaged file
             self._opened = None
             raise SourceError(
-                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
+                f"cannot {purpose}: {type(error).__name__}: {reason_text(error)}. The file is damaged or no such format; "
+                f"copy it again, or leave it out."
             ) from error
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sft.common.array_types import ByteArray, IntArray
-from sft.common.errors import InputError, SkipSlideError, SourceError, typed
+from sft.common.errors import InputError, SkipSlideError, SourceError, reason_text, typed
 from sft.common.interval import Interval
 from sft.sources.source import Source
 
@@ -409,6 +409,6 @@ def source_error(source: Source, rows: Interval, error: BaseException) -> Source
     """Error for a failure in a source's own ``rows``; a `sft.SkipSlideError` stays one."""
     kind = SkipSlideError if isinstance(error, SkipSlideError) else SourceError
     return kind(
-        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "
+        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {reason_text(error)}. "
         "Repair the source and run the step again."
     )

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.georeference import Georeference
@@ -130,18 +130,18 @@ def _check_classes(
     listed = ", ".join(f"{name!r} ({count})" for name, count in counts.most_common(_MAX_LISTED)) or "none"
     if len(counts) > _MAX_LISTED:
         listed += f" and {len(counts) - _MAX_LISTED} more"
+    inventory = f"Its {len(areas)} annotations are {listed}" if areas else "It has no polygons"
     missing = [name for name in classes if name not in chosen]
     if required and missing:
         raise InputError(
             f"cannot read {path} with classes {', '.join(map(repr, classes))}: no annotation with an area has "
-            f"{', '.join(map(repr, missing))}. Its {len(areas)} annotations are {listed}. Correct the name; required=False accepts files "
-            "that lack it."
+            f"{', '.join(map(repr, missing))}. {inventory}. Correct the name; required=False accepts files that lack it."
         )
     others = [area.names[0] if area.names else "(no class)" for area, name in zip(areas, chosen, strict=True) if name is None]
     if others and not ignore_others:
         raise InputError(
             f"cannot read {path} with classes {', '.join(map(repr, classes))}: {len(others)} annotations are of other classes, such as "
-            f"{others[0]!r}. Its {len(areas)} annotations are {listed}. Name each class; ignore_others=True leaves them out."
+            f"{others[0]!r}. {inventory}. Name each class; ignore_others=True leaves them out."
         )
 
 
@@ -270,7 +270,7 @@ def _vector_areas(path: Path, georeference: Georeference | None, column: str) ->
         geometries = shapely.from_wkb(geometries)
     except Exception as error:  # pyogrio's errors have no common base
         raise SourceError(
-            f"cannot read {path} as a shapefile or GeoPackage: {error}. Copy all of its files, or export it again."
+            f"cannot read {path} as a shapefile or GeoPackage: {reason_text(error)}. Copy all of its files, or export it again."
         ) from error
     names = list(meta["fields"])
     if column not in names:

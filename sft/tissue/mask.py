@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sft.common.array_types import BoolArray
 from sft.common.atomic_files import atomic_write
-from sft.common.errors import InputError, SourceError, typed
+from sft.common.errors import InputError, SourceError, reason_text, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, dtype_range, missing_extra
 from sft.sources.views import Cropped, OneLevelView
@@ -187,7 +187,7 @@ class TissueMask:
                 stated = str(picture.info.get(_SIZE_KEY, "")).split()
                 pixels = np.asarray(picture.convert("L")) > 127
         except Exception as error:  # a damaged file raises almost anything
-            raise SourceError(f"cannot read the mask {path}: {error}. Write it again, or copy it again.") from error
+            raise SourceError(f"cannot read the mask {path}: {reason_text(error)}. Write it again, or copy it again.") from error
         if width_px is None or height_px is None:
             if len(stated) != 2 or not all(text.isdigit() for text in stated):
                 raise InputError(f"cannot use the mask {path}: it does not say the slide's size. Give width_px and height_px.")

@@ -223,7 +223,7 @@ _EXTERNAL = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/pa
         ("text.xml", '<Annotation Type="Polygon"><Coordinate X="a" Y="1"/></Annotation>', "could not convert"),
         ("corner.xml", '<Annotation Type="Polygon"><Coordinate X="1"/></Annotation>', "a corner lacks 'Y'"),
         ("bytes.xml", "\x00\x01", "it is not XML"),
-        ("names.geojson", '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": null}]}', "annotations are none"),
+        ("names.geojson", '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": null}]}', "It has no polygons"),
         ("nan.geojson", '{"type": "Point", "coordinates": [NaN, 1]}', "NaN is not a JSON number"),
         ("list.geojson", '{"type": "FeatureCollection", "features": [3]}', "cannot read"),
         ("a.txt", "", r"give \.geojson"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from sft.common.errors import InputError, SourceError, some_names
+from sft.common.errors import InputError, SourceError, reason_text, some_names
 from sft.sources.image import missing_extra
 
 __all__ = ["find_dicom_file", "is_dicom"]
@@ -49,7 +49,7 @@ def find_dicom_file(folder: Path, *, series: int | None = None) -> Path | None:
             header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=["SOPClassUID", "SeriesInstanceUID"])
         except Exception as error:  # a damaged header raises almost any error
             raise SourceError(
-                f"cannot open {path}: {type(error).__name__}: {error}. Its DICOM header is damaged; copy it again."
+                f"cannot open {path}: {type(error).__name__}: {reason_text(error)}. Its DICOM header is damaged; copy it again."
             ) from error
         if str(header.get("SOPClassUID", "")) == _SLIDE_CLASS:
             slides[str(header.get("SeriesInstanceUID", ""))].append(path)

@@ -6,7 +6,8 @@ with ``mask=``. Policies:
 - *Invalid pixels.* GDAL marks pixels as invalid by a nodata value, an internal mask or an alpha band. With ``mask=None`` a nodata value is
   a value like others, and a file with an internal mask or an alpha band is refused, since its invalid pixels would count.
   ``mask="fill"`` sets invalid pixels to ``fill_value``. ``mask="channel"`` appends a channel, the largest value of the type (1 in
-  floating-point types) where all bands are valid and 0 elsewhere. ``mask="ignore"`` reads the bands as they are stored.
+  floating-point types) where all bands are valid and 0 elsewhere; invalid NaN get ``fill_value``. ``mask="ignore"`` reads the bands as
+  they are stored.
 - *Missing tiles* have the nodata value, and are invalid; without one they are 0.
 - *Overviews* are the levels. A file without overviews has one.
 - *Georeference.* Any affine transform, also a rotated one. A file with ground control points only has none.
@@ -61,7 +62,7 @@ class GeoImage(FileImage[_GeoHandle]):
         path: of the file: GeoTIFF, COG, VRT, and the other formats of rasterio.
         mask: use of pixels that the file marks as invalid: ``"fill"``, ``"channel"`` or ``"ignore"``. Default: `None` (refuse files with a
             mask or an alpha band)
-        fill_value: of invalid pixels, with ``mask="fill"``. Default: 0
+        fill_value: of invalid pixels with ``mask="fill"``, and of invalid NaN with ``mask="channel"``. Default: 0
         num_threads: number of tiles that GDAL decodes in parallel. Default: `None` (the cores of this process, at most four)
         host_budget_bytes: limit of a decoded tile or strip. Default: `None` (1 GiB)
         palette: True to read indices of a colour table as pixels. Default: `False`
@@ -182,6 +183,9 @@ class GeoImage(FileImage[_GeoHandle]):
                 if self.mask == "fill":
                     out[~valid] = self.fill_value
                 else:
+                    if out.dtype.kind == "f":  # a NaN next to a mask of 0 would still reach every result of the network
+                        bands = out[:num_bands]
+                        bands[np.isnan(bands) & ~valid] = self.fill_value
                     largest = 1 if out.dtype.kind == "f" else np.iinfo(out.dtype).max
                     out[num_bands] = np.where(valid.all(axis=0), largest, 0)
         return np.ascontiguousarray(out.transpose(1, 2, 0))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sft.common.errors import InputError, SftError, SourceError
+from sft.common.errors import InputError, SftError, SourceError, reason_text
 from sft.common.interval import Interval
 from sft.sources.arrays import ArrayImage
 from sft.sources.image import missing_extra
@@ -97,7 +97,8 @@ class NiftiVolume:
         except Exception as error:  # a damaged file raises almost anything
             self._opened = None
             raise SourceError(
-                f"cannot read slices [{slices.start}, {slices.stop}) of {self.path}: {type(error).__name__}: {error}. The file is cut "
+                f"cannot read slices [{slices.start}, {slices.stop}) of {self.path}: {type(error).__name__}: "
+                f"{reason_text(error)}. The file is cut "
                 "short or damaged; copy it again."
             ) from error
         return np.ascontiguousarray(voxels.reshape(width, height, len(slices), channels, order="F").T)
@@ -175,7 +176,8 @@ def _load_nifti(path: Path) -> Any:
     except Exception as error:
         num_bytes = path.stat().st_size if path.exists() else 0
         raise SourceError(
-            f"cannot open {path} ({num_bytes} bytes): {error}. Either no NIfTI file, or cut short; compare its size with the original and "
+            f"cannot open {path} ({num_bytes} bytes): {reason_text(error)}. Either no NIfTI file, or cut short; compare its "
+            "size with the original and "
             "copy it again."
         ) from error
     return image

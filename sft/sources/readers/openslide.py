@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sft.common.errors import InputError, SourceError
+from sft.common.errors import InputError, SourceError, reason_text
 from sft.common.installation import install_command
 from sft.common.untrusted.foreign_files import file_format
 from sft.sources.georeference import Georeference
@@ -207,7 +207,7 @@ class Slide(LevelledImage):
             self._opened = None
             raise SourceError(
                 f"cannot read columns [{x}, {x + w}) and rows [{y}, {y + h}) of level {level} of slide {self.path}: "
-                f"{error}. A compressed tile there is damaged or the file changed; copy the file again, or leave this "
+                f"{reason_text(error)}. A compressed tile there is damaged or the file changed; copy the file again, or leave this "
                 "region out. Other regions can still be read."
             ) from error
         return _composite(rgba, facts.background)
@@ -267,7 +267,7 @@ def _open_handle(path: Path) -> _OpenSlideHandle:
                 f"cannot open slide {path} ({num_bytes} bytes): it is {name}, no slide. Give the slide, or convert images to tiled TIFF."
             ) from error
         raise SourceError(
-            f"cannot open slide {path} ({num_bytes} bytes): {error}. Either no format that OpenSlide reads, or cut "
+            f"cannot open slide {path} ({num_bytes} bytes): {reason_text(error)}. Either no format that OpenSlide reads, or cut "
             "short; compare its size with the original and copy it again, or convert it to a tiled TIFF."
         ) from error
     return handle

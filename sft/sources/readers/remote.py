@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.common.errors import InputError, SftError, SourceError
+from sft.common.errors import InputError, SftError, SourceError, reason_text
 from sft.sources.image import missing_extra
 
 __all__ = ["RemotePath", "joined_ranges", "naming_remote_errors", "remote_path", "source_path"]
@@ -68,7 +68,7 @@ class RemotePath:
         except ImportError as error:
             raise SourceError(f"cannot open {self}: fsspec lacks a package for it ({error}). Install that package.") from error
         except ValueError as error:
-            raise InputError(f"cannot open {self}: {error}. Give a URL that fsspec knows, or a path.") from error
+            raise InputError(f"cannot open {self}: {reason_text(error)}. Give a URL that fsspec knows, or a path.") from error
         return system, path
 
     def exists(self) -> bool:
@@ -156,7 +156,8 @@ def naming_remote_errors(path: object) -> Iterator[None]:
         if not isinstance(path, RemotePath):
             raise
         raise SourceError(
-            f"cannot open {path}: {type(error).__name__}: {error}. Try again, check the server and the URL, or copy the file to a disk."
+            f"cannot open {path}: {type(error).__name__}: {reason_text(error)}. Try again, check the server and the URL, or "
+            f"copy the file to a disk."
         ) from error
 
 

@@ -1,11 +1,11 @@
 """Zarr arrays and OME-Zarr pyramids as images.
 
-An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
-are inferred, or given, as for any array. A group of bioformats2raw holds several images (series). All may be packed in one ZIP file. A
-chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the array's fill value, which is the background:
-Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted drive, a cleaned folder) is detected: each
-read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects it: Zstandard (the default of format 3)
-notices a chunk that was cut short, Blosc (of format 2) does not.
+An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that are
+its dimension names, or inferred, or given, as for any array. A group of bioformats2raw holds several images (series). All may be packed in
+one ZIP file. A chunk is the smallest unit that is decoded, so chunks are the tiles. A missing chunk has the array's fill value, which is
+the background: Zarr stores empty regions this way, and a lost chunk looks the same. A lost array (an unmounted drive, a cleaned folder) is
+detected: each read checks that its metadata exist. Damage inside a chunk is found as far as its codec detects it: Zstandard (the default of
+format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sft.common.errors import InputError, SourceError, some_names
+from sft.common.errors import InputError, SourceError, reason_text, some_names
 from sft.sources.file_image import FileImage
 from sft.sources.host_arrays import Layout, resolve_layout
 from sft.sources.image import ImageFacts, Pixels, Size, missing_extra, valid_mpp
@@ -30,6 +30,14 @@ __all__ = ["ZARR_FILES", "ZarrImage", "is_zarr_folder", "zip_root"]
 
 _UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 _IMAGE_AXES = "cyx"
+#: Axes by the names that programs write.
+_AXIS_NAMES = {
+    **dict.fromkeys(("channel", "channels", "band", "bands"), "c"),
+    **dict.fromkeys(("row", "rows", "height", "lat", "latitude"), "y"),
+    **dict.fromkeys(("column", "columns", "col", "width", "lon", "longitude"), "x"),
+    **dict.fromkeys(("depth", "slice"), "z"),
+    "time": "t",
+}
 #: Files that describe an array, in formats 3 and 2, and a group.
 _DESCRIPTIONS = ("zarr.json", ".zarray")
 ZARR_FILES = (*_DESCRIPTIONS, ".zgroup", ".zattrs")
@@ -184,16 +192,24 @@ class ZarrImage(FileImage[_ZarrLevels]):
         return next((file for file in files if file.is_file()), None)
 
     def _array_axes(self, array: Any) -> str:
+        named = _named_axes(array)
+        if named is not None and self.layout is None:
+            return named
         if array.ndim == 2:
             return "yx"
-        layout = resolve_layout(str(self.path), tuple(array.shape), self.layout)
+        try:
+            layout = resolve_layout(str(self.path), tuple(array.shape), self.layout)
+        except InputError as error:
+            raise InputError(
+                f"{error} With a Zarr array: sft.sources.ZarrImage(path, layout=...), or write its dimension_names, such as c, y, x."
+            ) from error
         return layout.replace("H", "y").replace("W", "x").replace("C", "c").replace("N", "n")
 
     def _describe(self, handle: _ZarrLevels) -> ImageFacts:
         first, axes = handle.arrays[0], handle.axes
         if not {"y", "x"} <= set(axes) or len(axes) != first.ndim:
             raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
-        is_label = self.labels and first.dtype.kind in "ui"
+        is_label = self.labels and first.dtype.kind in "uib"
         if (first.dtype.name not in PIXEL_DTYPES and not is_label) or any(array.dtype != first.dtype for array in handle.arrays):
             types = ", ".join(sorted({array.dtype.name for array in handle.arrays}))
             raise SourceError(
@@ -216,8 +232,8 @@ class ZarrImage(FileImage[_ZarrLevels]):
             tiles_px=tuple(_size(array.chunks, axes) for array in handle.arrays),
             num_channels=num_channels,
             mpp=handle.mpp,
-            background=((first.fill_value or first.dtype.type(0)).item(),) * num_channels,
-            dtype=first.dtype.name,
+            background=(_as_pixels(np.asarray(first.fill_value or 0, first.dtype)).item(),) * num_channels,
+            dtype=_as_pixels(np.empty(0, first.dtype)).dtype.name,
             channel_names=handle.channel_names if len(handle.channel_names) == num_channels else (),
         )
 
@@ -232,7 +248,7 @@ class ZarrImage(FileImage[_ZarrLevels]):
 
     def _read_part(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int, channels: slice) -> Pixels:
         index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": channels}
-        pixels = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
+        pixels = _as_pixels(np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)]))
         description = handle.descriptions[level]
         if description is not None and not description.is_file():
             raise SourceError(f"cannot read {self.path}: {description} is missing, and its pixels would be the fill value. Restore it.")
@@ -240,6 +256,20 @@ class ZarrImage(FileImage[_ZarrLevels]):
         if "c" not in axes:
             pixels, axes = pixels[..., None], [*axes, "c"]
         return np.ascontiguousarray(pixels.transpose([axes.index(axis) for axis in "yxc"]), pixels.dtype.newbyteorder("="))
+
+
+def _as_pixels(values: Pixels) -> Pixels:
+    """Values of labels as numbers: false is 0, true is 1."""
+    return values.astype(np.uint8) if values.dtype.kind == "b" else values
+
+
+def _named_axes(array: Any) -> str | None:
+    """Axes of an array by its dimension names (format 3, or xarray's attribute); ``None`` without names, or with unknown ones."""
+    names = getattr(array.metadata, "dimension_names", None) or dict(array.attrs).get("_ARRAY_DIMENSIONS")
+    if not isinstance(names, (list, tuple)) or len(names) != array.ndim or not all(isinstance(name, str) for name in names):
+        return None
+    axes = "".join(_AXIS_NAMES.get(name.lower(), name.lower() if len(name) == 1 else "?") for name in names)
+    return axes if "?" not in axes and len(set(axes)) == len(axes) and {"y", "x"} <= set(axes) else None
 
 
 def is_zarr_folder(path: Path | RemotePath) -> bool:
@@ -272,7 +302,9 @@ def zip_root(path: Path | RemotePath) -> str | None:
         with path.open("rb") as data, zipfile.ZipFile(data) as file:
             folders = [name.rpartition("/")[0] for name in file.namelist() if name.rpartition("/")[2] in ZARR_FILES]
     except zipfile.BadZipFile as error:
-        raise SourceError(f"cannot open {path}: {error}. It is not a ZIP archive, or it is cut short; copy it again.") from error
+        raise SourceError(
+            f"cannot open {path}: {reason_text(error)}. It is not a ZIP archive, or it is cut short; copy it again."
+        ) from error
     return min(folders, key=lambda folder: (folder.count("/") + bool(folder), folder), default=None)
 
 

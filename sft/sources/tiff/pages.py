@@ -250,7 +250,10 @@ def _check_segments(path: Path, page: Any, each: Any) -> None:
     if page.planarconfig == PLANAR:
         count *= page.samplesperpixel
     if not len(each.dataoffsets) == len(each.databytecounts) == count:
-        raise SourceError(f"cannot open {path}: it lists {len(each.dataoffsets)} {kind} of {count}. Copy or write it again.")
+        raise SourceError(
+            f"cannot open {path}: it lists {min(len(each.dataoffsets), len(each.databytecounts))} {kind} of {count}. Copy or write it "
+            "again."
+        )
 
 
 def _decode_error(level: LevelPages, base: LevelPages, labels: bool) -> str | None:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from sft.common.byte_units import format_bytes
-from sft.common.errors import SftError, SourceError
+from sft.common.errors import SftError, SourceError, reason_text
 from sft.sources.file_image import COSTLY_BYTES, FileImage, check_decode_bytes
 from sft.sources.image import ImageFacts, Pixels, StatedResolution, missing_extra
 from sft.sources.readers.geotiff import georeference_mpp, read_georeference
@@ -175,7 +175,8 @@ class TiffImage(FileImage[_TiffHandle]):
             raise
         except Exception as error:
             raise SourceError(
-                f"cannot open {self.path} ({self.path.stat().st_size} bytes): {type(error).__name__}: {error}. Either no TIFF, or cut "
+                f"cannot open {self.path} ({self.path.stat().st_size} bytes): {type(error).__name__}: {reason_text(error)}. "
+                f"Either no TIFF, or cut "
                 "short; compare its size with the original and copy it again."
             ) from error
 
@@ -254,7 +255,7 @@ class TiffImage(FileImage[_TiffHandle]):
         except Exception as error:
             raise SourceError(
                 f"cannot decode the {'tile' if shape.is_tiled else 'strip'} at column {left}, row {top} ({shape.tile_width_px} x "
-                f"{shape.tile_height_px} px) of level {level} of {self.path}: {error}. The tile is "
+                f"{shape.tile_height_px} px) of level {level} of {self.path}: {reason_text(error)}. The tile is "
                 "damaged; copy the file again, leave the slide out, or fill such "
                 'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
             ) from error

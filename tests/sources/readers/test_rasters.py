@@ -184,3 +184,12 @@ def test_without_rasterio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert image.georeference is None and np.array_equal(image.read(0, 0, 50, 40), pixels)
     with pytest.raises(SourceError, match=r"pip install .*\[geo\]"):
         open_image(path, mask="fill")
+
+
+def test_a_mask_channel_next_to_nan(tmp_path: Path) -> None:
+    """NaN would reach every result of the network."""
+    pixels = np.ones((8, 8, 2), np.float32)
+    pixels[:2, :, 0] = np.nan
+    write(tmp_path / "a.tif", pixels, nodata=np.nan)
+    read = open_image(tmp_path / "a.tif", mask="channel", fill_value=-1).read(0, 0, 8, 8)
+    assert (read[:2, :, 0] == -1).all() and (read[..., 1] == 1).all() and (read[..., 2] == ~np.isnan(pixels[..., 0])).all()

@@ -98,9 +98,34 @@ def test_a_zip_file_that_is_none(tmp_path: Path) -> None:
     path = zip_folder(write_series(tmp_path / "a.zarr", [numbers((1, 20, 20), "uint8")], 2), tmp_path / "a.zip")
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(SourceError, match=r"a\.zip: .*no ZIP archive, or cut short"):
+    with pytest.raises(SourceError, match=r"a\.zip: .*not a ZIP archive, or it is cut short"):
         open_image(path)
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr("readme.txt", "nothing")
     with pytest.raises(SourceError, match=r"b\.zip"):
         open_image(tmp_path / "b.zip")
+
+
+def test_axes_by_their_names(tmp_path: Path) -> None:
+    """Shapes that could be read in two ways; names of format 3, and of xarray in format 2."""
+    pixels = np.arange(2 * 12 * 10, dtype=np.uint16).reshape(2, 12, 10)
+    for names in (("c", "y", "x"), ("band", "latitude", "longitude")):
+        zarr.create_array(str(tmp_path / names[0]), data=pixels, chunks=(1, 4, 4), dimension_names=names)
+        image = open_image(tmp_path / names[0])
+        assert (image.num_channels, image.height_px, image.width_px) == (2, 12, 10)
+        assert (image.read(0, 0, 10, 12) == pixels.transpose(1, 2, 0)).all()
+    old = zarr.create_array(str(tmp_path / "old"), data=pixels, chunks=(1, 4, 4), zarr_format=2)
+    old.attrs["_ARRAY_DIMENSIONS"] = ["time", "y", "x"]
+    assert (open_image(tmp_path / "old", at={"t": 1}).read(0, 0, 10, 12)[..., 0] == pixels[1]).all()
+    zarr.create_array(str(tmp_path / "plain"), data=pixels, chunks=(1, 4, 4))
+    with pytest.raises(InputError, match=r"ZarrImage\(path, layout=...\), or write its dimension_names"):
+        _ = open_image(tmp_path / "plain").num_channels
+
+
+def test_labels_that_are_false_or_true_and_images_without_pixels(tmp_path: Path) -> None:
+    labels = np.eye(12, dtype=bool)
+    zarr.create_array(str(tmp_path / "labels"), data=labels, chunks=(4, 4))
+    assert (labels_of(open_labels(tmp_path / "labels")) == labels).all()
+    zarr.create_array(str(tmp_path / "empty"), shape=(0, 12), chunks=(4, 4), dtype="uint8")
+    with pytest.raises(SourceError, match="it has 12 x 0 px"):
+        open_image(tmp_path / "empty")

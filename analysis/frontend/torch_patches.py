@@ -96,9 +96,7 @@ class Patch:
         return (owner, name) if names == self.parameters else None
 
 
-@functools.lru_cache(maxsize=256)
-def _parameter_names(function: Function) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+_parameter_names = functools.lru_cache(maxsize=256)(lambda function: tuple(inspect.signature(function).parameters))
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -254,20 +252,16 @@ PATCHES: dict[str, Patch] = {
         without="A quarter more time for capturing a U-Net, together with interpolation by its decomposition.",
         switch=switches.with_pointwise_shapes,
     ),
-    "upsample_linear_shapes": Patch(
-        target="torch._decomp.decompositions._upsample_linear",
-        parameters=("input", "output_size", "align_corners", "scales"),
-        why="The decomposition runs dozens of operations on fake tensors for the shape of each enlarged image.",
-        without="Captures of U-Nets take longer.",
-        replacement=functions.upsample_shapes,
-    ),
-    "upsample_nearest_shapes": Patch(
-        target="torch._decomp.decompositions._upsample_nearest",
-        parameters=("input", "output_size", "scales", "exact"),
-        why="As for linear interpolation.",
-        without="Captures of U-Nets take longer.",
-        replacement=functions.upsample_shapes,
-    ),
+    **{
+        f"upsample_{kind}_shapes": Patch(
+            target=f"torch._decomp.decompositions._upsample_{kind}",
+            parameters=("input", "output_size", *others),
+            why="The decomposition runs dozens of operations on fake tensors for the shape of each enlarged image.",
+            without="Captures of U-Nets take longer.",
+            replacement=functions.upsample_shapes,
+        )
+        for kind, others in (("linear", ("align_corners", "scales")), ("nearest", ("scales", "exact")))
+    },
     "size_complexity_limit": Patch(
         target="torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr",
         parameters=("self", "orig_expr", "..."),
@@ -320,8 +314,7 @@ PATCHES: dict[str, Patch] = {
     "ranges_of_sizes": Patch(
         target="torch.fx.experimental.symbolic_shapes.DimConstraints.solve",
         parameters=("self",),
-        why="The exporter solves inequalities of sizes for the text of an error; ranges and guards of a capture come from its shape "
-        "environment.",
+        why="The exporter solves inequalities of sizes for the text of an error. Captures have their ranges from its shape environment.",
         without="A capture takes a twentieth more time.",
         replacement=functions.solve_specializations,
     ),

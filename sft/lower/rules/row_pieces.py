@@ -90,7 +90,7 @@ def is_divided(scope: SegmentInfo, image: Slot, out: Slot, window: RowWindow) ->
 
 
 def divide_rows(builder: ProgramBuilder, image: Slot, out: Slot, window: RowWindow, *, num_axes: int) -> Iterator[tuple[Slot, Slot]]:
-    """Pieces of a convolution's image, with their padding, and of its output, one image of the batch at a time.
+    """Pieces of a convolution's images, with their padding, and of its outputs: some images of a batch, or some rows of one.
 
     Args:
         builder: takes the instructions of views and padded copies.
@@ -103,13 +103,15 @@ def divide_rows(builder: ProgramBuilder, image: Slot, out: Slot, window: RowWind
     num_images = image.shape[0] if dim == 2 else 1
     row_bytes = max(image.num_bytes, out.num_bytes) // (num_images * out.shape[dim])
     max_rows = max(1, _LARGE_BYTES // (2 * row_bytes))
+    max_images = max(1, max_rows // out.shape[dim])
     pieces = list(row_pieces(out.shape[dim], image.shape[dim], window, max_rows))
-    for number in range(num_images):
-        one_image, one_out = (builder.narrow(slot, 0, number, 1) if num_images > 1 else slot for slot in (image, out))
+    for first in range(0, num_images, max_images):
+        length = min(max_images, num_images - first)
+        images, outs = (slot if length == num_images else builder.narrow(slot, 0, first, length) for slot in (image, out))
         for piece in pieces:
-            rows = builder.narrow(one_image, dim, piece.rows.start, len(piece.rows))
+            rows = builder.narrow(images, dim, piece.rows.start, len(piece.rows))
             if piece.pad_low or piece.pad_high:
                 shape = (*rows.shape[:dim], piece.pad_low + len(piece.rows) + piece.pad_high, *rows.shape[dim + 1 :])
                 flat = [*[0] * (2 * num_axes - 2), piece.pad_low, piece.pad_high]
                 rows = builder.call(aten.constant_pad_nd.default, rows, flat, 0.0, shape=shape, dtype=rows.dtype)
-            yield rows, builder.narrow(one_out, dim, piece.out_rows.start, len(piece.out_rows))
+            yield rows, builder.narrow(outs, dim, piece.out_rows.start, len(piece.out_rows))

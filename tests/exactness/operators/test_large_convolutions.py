@@ -79,6 +79,16 @@ def test_large_images_are_divided() -> None:
     assert calls.rows.total() > 8 and max(calls.rows) * 4 * 11 * 4 <= 2000
 
 
+def test_batches_of_small_images_are_divided_by_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_pieces, "_LARGE_BYTES", 2 * 2 * 4 * 9 * 9 * 8)  # twice the bytes of two images
+    model = seeded(lambda: chain(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)))
+    assert_exact(model, image(7, 3, 9, 9), options=sft.Options(strategy="none"))
+    net = sft.compile(model.double(), image(7, 3, 9, 9), budget="1GiB")
+    with _WeightGradients() as calls:
+        net(image(7, 3, 9, 9)).sum().backward()
+    assert net.plan.segments and calls.rows == {1: 8, 7: 8}  # four groups of two images: two border rows and the rest in the first layer
+
+
 def test_small_images_are_not_divided() -> None:
     model, shape = _network("padded")
     net = sft.compile(model, shape, budget="1GiB")

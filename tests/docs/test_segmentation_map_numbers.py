@@ -1,4 +1,4 @@
-"""Numbers of the page about sliding windows are those of the newest committed result."""
+"""Numbers of the page about whole slides are those of the newest committed result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def test_maps_of_a_large_image() -> None:
     path = max((_ROOT / "benchmarks" / "results").glob("*-cpu-segmentation-maps.json"))
     result = json.loads(path.read_text())
-    page = (_ROOT / "docs" / "recipes" / "sliding-window.md").read_text()
+    page = (_ROOT / "docs" / "benchmarks" / "slides.md").read_text()
     strips, windows, comparison = result["strips"], result["windows"], result["comparison"]
     assert f"../../benchmarks/results/{path.stem}.md" in page and f"{result['size_px']:,} x {result['size_px']:,} px" in page
     rows = (

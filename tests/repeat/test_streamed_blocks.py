@@ -475,7 +475,7 @@ def test_misuse_is_refused() -> None:
     for kind, options, words in (
         ("rmsprop", {}, "update"),
         ("sgd", {"max_norm": -1.0}, "max_norm"),
-        ("sgd", {"max_norm": 1.0, "two_phase": False}, "two phases"),
+        ("sgd", {"max_norm": 1.0, "two_phase": False}, "two_phase=True"),
         ("sgd", {"loss_scale": 0.0}, "loss_scale"),
         ("sgd", {"betas": (0.9, 0.9)}, "betas"),
     ):

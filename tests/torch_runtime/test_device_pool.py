@@ -147,7 +147,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of allocations in the pool, by a model that is compiled as for a GPU."""
     monkeypatch.setattr("sft.api.pipeline._has_pool", lambda _: True)
     monkeypatch.setattr("sft.api.plan_search.PlanSearch._is_for_gpu", property(lambda _: True))
-    monkeypatch.setattr("sft.planner.measured.allocator_overhead.choose_segments", lambda trace, settings: (30 * _MIB,))
+    monkeypatch.setattr("sft.planner.measured.allocator_overhead.choose_segments", lambda trace, settings, resident: (30 * _MIB,))
     entered: list[int] = []
 
     @contextmanager

@@ -87,7 +87,7 @@ def test_a_call_of_its_own_is_refused_where_it_would_run_twice() -> None:
             return self.conv(x)
 
     model, x = seeded(Scaled), image(1, 3, 16, 16)
-    with pytest.raises(sft.InputError, match=r"`__call__` of its own.*nn.Sequential\(model\)"):
+    with pytest.raises(sft.InputError, match=r"overrides `__call__`.*nn.Sequential\(model\)"):
         sft.compile(model, x.shape)
     torch.testing.assert_close(sft.compile(nn.Sequential(model), x.shape)(x), model(x))
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double())  # whose class has one, too, for its tracebacks

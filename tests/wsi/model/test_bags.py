@@ -82,7 +82,7 @@ def test_encoders_by_name() -> None:
     assert num_tile_features(encoder, "n", 16) == 5 and encoder.training
     with pytest.raises(InputError, match=r"'n' gives \(2, 8, 4\) for 2 tiles of 16 px instead of vectors"):
         num_tile_features(nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2)), "n", 16)
-    with pytest.raises(InputError, match=r"'n' does not take tiles of 24 x 24 px \(RuntimeError: .*Change model.tile_px"):
+    with pytest.raises(InputError, match=r"'n' does not take tiles of 24 x 24 px with 3 channels \(RuntimeError: .*Change model.tile_px"):
         num_tile_features(VisionTransformer(8, 2, 1, 4, 16), "n", 24)
 
 

@@ -242,6 +242,7 @@ def page_tables(stem: str, records: Sequence[PeerRecord], outcomes: Mapping[str,
     if any(outcomes.values()):
         tables.append(outcome_table(outcomes))
     texts = [f"From [{stem}](../../benchmarks/results/{stem}.md), which also has ranges, metered bytes and all plans of `sft`."]
+    texts.append(f"![Seconds of a step against memory of the process, for each network and size](../../benchmarks/results/{stem}.png)")
     for table in tables:
         texts += [f"### {table.title}", table.markdown()]
     return "\n\n".join(texts) + "\n"

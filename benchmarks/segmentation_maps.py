@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.memory import peak_rss_bytes
 from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
 from harness.workers import call_in_process
 from rich.console import Console
@@ -123,7 +124,7 @@ def predict_strips(case: MapCase) -> StripMaps:
     result = sft.predict(net, source, list(writers.values()))
     reading = result.reading.forward if result.reading else None
     return StripMaps(
-        process_peak_bytes=process_peak_bytes(),
+        process_peak_bytes=peak_rss_bytes(),
         projected_peak_bytes=result.plan.projected_peak_bytes,
         total_seconds=result.total_seconds,
         read_seconds=reading.read_seconds if reading else 0.0,
@@ -156,7 +157,7 @@ def predict_windows(case: MapCase) -> WindowMap:
     tifffile.imwrite(case.folder / "windows.tif", classes, tile=(512, 512), compression="adobe_deflate")
     end = time.perf_counter()
     return WindowMap(
-        process_peak_bytes=process_peak_bytes(),
+        process_peak_bytes=peak_rss_bytes(),
         total_seconds=end - begin,
         read_seconds=read - begin,
         window_seconds=computed - read,
@@ -204,12 +205,6 @@ def _near_seams(extent: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     for seam in {edge for start in _window_starts(extent) for edge in (start, start + WINDOW_PX) if 0 < edge < extent}:
         near[max(0, seam - HALO_PX) : seam + HALO_PX] = True
     return near
-
-
-def process_peak_bytes() -> int:
-    """Peak of resident memory since the process began; `ru_maxrss` would include the parent's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def tables(size_px: int, strips: StripMaps, windows: WindowMap | None, comparison: Comparison | None) -> list[Table]:

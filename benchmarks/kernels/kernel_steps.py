@@ -19,13 +19,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from step_cases import StepCase, case_budget, compiled, draw_input, file_input, make_network, step_cases, training_step
+from step_processes import Turns, run_in_processes
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
@@ -69,6 +70,7 @@ class StepRecord:
         redundancy: FLOPs of the plan over those of eager PyTorch.
         num_kernel_operators: operators that kernels run.
         replays_passes: true if both passes are replayed as CUDA graphs.
+        modelled_seconds: seconds of the plan in the planner's time model.
     """
 
     name: str
@@ -88,6 +90,7 @@ class StepRecord:
     redundancy: float = 0.0
     num_kernel_operators: int = 0
     replays_passes: bool = False
+    modelled_seconds: float = 0.0
 
     def flag(self, status: str, note: str) -> None:
         """Lower the status, and add the reason."""
@@ -98,18 +101,22 @@ class StepRecord:
 def verify_step(case: StepCase, dtype: torch.dtype, backend: str, device: torch.device, size: int) -> tuple[float, float]:
     """Medians over seeds of our error and eager PyTorch's, in strips, at a small size."""
     ours, eager = [], []
-    options = case.options(backend, (max(32, size // 4), None))
+    is_bag = case.num_images > 1
+    case = case.verified(size)
+    options = case.options(backend, None if is_bag else (max(32, size // 4), None))
     for seed in range(_NUM_SEEDS):
         model = make_network(case, dtype, device, seed)
-        x = draw_input(case, size, dtype, device, seed)
-        net = compiled(replace(case, budget=None, reads_file=False), copy.deepcopy(model), x, options)
+        x = draw_input(case, case.size, dtype, device, seed)
+        net = compiled(case, copy.deepcopy(model), x, options, plain_bytes=0 if is_bag else None)
         truth = training_step(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad))
         ours.append(relative_error([each.to(device) for each in training_step(net, x)], truth))
         eager.append(relative_error(training_step(model, x), truth))
     return statistics.median(ours), statistics.median(eager)
 
 
-def run_step(case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace) -> StepRecord:
+def run_step(
+    case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace, turns: Turns | None = None
+) -> StepRecord:
     """Verify and time. An exception of a step is noted, and the other half runs nevertheless."""
     record, dtype = StepRecord(name=case.name, dtype=name, backend=backend), _DTYPES[name]
     try:
@@ -124,7 +131,7 @@ def run_step(case: StepCase, name: str, backend: str, device: torch.device, opti
     if not options.verify:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _time_step(case, record, dtype, device, options, Path(folder))
+                _time_step(case, record, dtype, device, options, Path(folder), turns or Turns.alone())
         except Exception as error:
             record.flag("failed", _first_line(error))
     if device.type == "cuda":
@@ -137,7 +144,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _time_step(
-    case: StepCase, record: StepRecord, dtype: torch.dtype, device: torch.device, options: argparse.Namespace, folder: Path
+    case: StepCase, record: StepRecord, dtype: torch.dtype, device: torch.device, options: argparse.Namespace, folder: Path, turns: Turns
 ) -> None:
     """Peaks and times of the case, and of eager PyTorch where it can take the step."""
     reserved_before = reserved_bytes(device)
@@ -147,12 +154,14 @@ def _time_step(
     if case.has_plain:
         without_plain = reserved_bytes(device)
         plain = _plain_step(case, copy.deepcopy(model), x, device)
-        try:
-            plain()
-            record.plain_allocated_bytes = measure_step_memory(plain, device, reserved_before).allocated_bytes
-            steps.append(plain)
-        except torch.OutOfMemoryError:
-            record.note = "eager PyTorch runs out of memory"
+        with turns.eager:
+            try:
+                plain()
+                record.plain_allocated_bytes = measure_step_memory(plain, device, reserved_before).allocated_bytes
+                steps.append(plain)
+            except torch.OutOfMemoryError:
+                record.note = "eager PyTorch runs out of memory"
+            reserved_bytes(device)  # gives unused segments back
         reserved_before += reserved_bytes(device) - without_plain
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
@@ -161,7 +170,21 @@ def _time_step(
         record.note = f"smallest budget with a plan, {format_bytes(net.plan.budget_bytes)} in place of {format_bytes(budget_bytes)}"
     if options.prepare:
         return
-    step = functools.partial(training_step, net, x)
+    with turns.timed:
+        _measure_step(case, record, net, functools.partial(training_step, net, x), steps, reserved_before, device, options)
+
+
+def _measure_step(
+    case: StepCase,
+    record: StepRecord,
+    net: Any,
+    step: Callable[[], object],
+    plain_steps: Sequence[Callable[[], object]],
+    reserved_before: int,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> None:
+    """Peaks of the step of a compiled network, and its times in turn with those of eager PyTorch."""
     for _ in range(2):  # in the first step libraries select algorithms, in the second one passes are recorded
         step()
     memory = measure_step_memory(step, device, reserved_before)
@@ -169,14 +192,15 @@ def _time_step(
     record.projected_peak_bytes, record.redundancy = net.plan.projected_peak_bytes, net.plan.redundancy
     record.num_kernel_operators = sum(len(segment.kernels) for segment in net.plan.segments)
     record.projected_reserved_bytes, record.replays_passes = net.plan.projected_reserved_bytes, net.plan.replays_passes
+    record.modelled_seconds = net.plan.estimated_seconds
     problem = memory_problem(memory, net.plan)
     if problem:
         record.flag("wrong", problem)
     if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
         record.flag("wrong", f"planned {format_bytes(net.plan.total_bytes)} of {case.budget}")
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
-    times = _measure([*steps, step], options.rounds, wait)
-    record.seconds, record.plain_seconds = times[-1], times[0] if steps else None
+    times = _measure([*plain_steps, step], options.rounds, wait)
+    record.seconds, record.plain_seconds = times[-1], times[0] if plain_steps else None
     if options.trace:
         try:
             _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
@@ -238,7 +262,20 @@ def _write_trace(step: Callable[[], object], device: torch.device, stem: Path) -
 
 def step_table(records: Sequence[StepRecord]) -> str:
     """The records in Markdown."""
-    heads = ("case", "dtype", "backend", "error / eager's", "ms", "eager ms", "eager / ours", "allocated", "reserved", "projected", "eager")
+    heads = (
+        "case",
+        "dtype",
+        "backend",
+        "error / eager's",
+        "ms",
+        "modelled ms",
+        "eager ms",
+        "eager / ours",
+        "allocated",
+        "reserved",
+        "projected",
+        "eager",
+    )
     more = ("reserved / projected", "FLOPs / plain", "kernels", "CUDA graphs", "note")
     lines = ["| " + " | ".join((*heads, *more)) + " |", "| --- " * (len(heads) + len(more)) + "|"]
     for r in records:
@@ -253,7 +290,8 @@ def step_table(records: Sequence[StepRecord]) -> str:
         ]
         note = (r.note if r.status == "ok" else f"**{r.status}**: {r.note}").replace("|", "\\|")
         reserved = f"{r.reserved_bytes / r.projected_reserved_bytes:.3f}" if r.reserved_bytes and r.projected_reserved_bytes else ""
-        cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), milliseconds(r.plain_seconds), ratio, *sizes]
+        modelled = f"{1e3 * r.modelled_seconds:.1f}" if r.modelled_seconds else ""
+        cells = [r.name, r.dtype, r.backend, error, milliseconds(r.seconds), modelled, milliseconds(r.plain_seconds), ratio, *sizes]
         cells += [
             reserved,
             f"{r.redundancy:.3f}" if r.redundancy else "",
@@ -295,7 +333,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     prepare = "plan the cases alone, so that the programs that a plan tries are in the cache for the next run"
     parser.add_argument("--prepare", action="store_true", help=prepare)
     parser.add_argument("--trace", action="store_true", help="write a trace of one step of each case, and on a GPU its memory history")
-    parser.add_argument("--minutes", type=float, help="begin no case after so many minutes")
+    parser.add_argument("--minutes", type=float, help="begin no case after so many minutes; with --together, end after so many")
+    together = "plan all cases at a time, in a process each, before the first is timed; then they are timed one after another"
+    parser.add_argument("--together", action="store_true", help=together)
     search = "let cuDNN search for its fastest algorithm for each shape, on both sides (default: its heuristics)"
     parser.add_argument("--cudnn-benchmark", action="store_true", help=search)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at a small size, one round: does it run")
@@ -318,6 +358,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, torch.device("cpu") if options.dry_run else torch.device("cuda", 0))
 
 
+def _run_process(case: StepCase, name: str, backend: str, device: torch.device, options: argparse.Namespace, turns: Turns) -> StepRecord:
+    """A case in its own process, which has no settings yet."""
+    with convolution_settings(search=options.cudnn_benchmark):
+        return run_step(case, name, backend, device, options, turns)
+
+
 def _run(options: argparse.Namespace, device: torch.device) -> int:
     """Run the cases, and save the results after each."""
     facts, records, deadline = device_environment(device), list[StepRecord](), Deadline.after(options.minutes)
@@ -330,10 +376,13 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
         for name in case.dtypes
         if name in options.dtypes
     ]
-    for case, name, backend in wanted:
-        if deadline.is_over:
-            break
-        records.append(run_step(case, name, backend, device, options))
+    if options.together:
+        runs = [functools.partial(_run_process, case, name, backend, device, options) for case, name, backend in wanted]
+        done: Iterator[StepRecord] = run_in_processes(runs, options.minutes)
+    else:
+        done = (run_step(case, name, backend, device, options) for case, name, backend in wanted if not deadline.is_over)
+    for record in done:
+        records.append(record)
         print(step_table(records[-1:]).splitlines()[-1], flush=True)
         write_steps(stem, records, facts)
     bad = [record for record in records if record.status != "ok"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from harness.bags import AttentionBag, VisionTransformer, add_adapters
 
 import sft
 from sft.cli.tune import STANDARD_NETWORKS
@@ -43,6 +48,7 @@ class StepCase:
         weights: placement of the parameters.
         cuda_graphs: as in ``sft.Options``.
         reads_file: true for an image that is read from a file of uint8 pixels, strip by strip.
+        num_images: images of the input; several are the tiles of a bag, whose size is that of verification as well.
         dtypes: element types to run.
     """
 
@@ -58,6 +64,7 @@ class StepCase:
     weights: str = "resident"
     cuda_graphs: bool | str = "auto"
     reads_file: bool = False
+    num_images: int = 1
     dtypes: tuple[str, ...] = ("bf16", "fp32")
 
     def options(self, backend: str, tile: tuple[int, int | None] | None = None) -> sft.Options:
@@ -67,11 +74,25 @@ class StepCase:
         common = {"backend": backend, "weights": self.weights, "cuda_graphs": self.cuda_graphs, "host_budget": host}
         return sft.Options(strategy=self.strategy, tile=tile, **common)  # type: ignore[arg-type]  # of several types
 
+    def verified(self, size: int) -> StepCase:
+        """The case at the size at which its results are compared with float64: an image of ``size`` rows and columns, or eight tiles."""
+        small = replace(self, budget=None, reads_file=False)
+        return replace(small, size=size) if self.num_images == 1 else replace(small, num_images=min(self.num_images, 8))
+
 
 def _block(num_in: int, width: int) -> nn.Module:
     """A block of two convolutions of VGG."""
     first = nn.Conv2d(num_in, width, 3, padding=1), nn.ReLU()
     return nn.Sequential(*first, nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _adapted_bag() -> nn.Module:
+    """ViT-S/14 with low-rank adapters of rank 8 on tiles of 224 px, and pooling by attention."""
+    encoder = add_adapters(VisionTransformer(width=384, heads=6, depth=12, patch_px=14, tile_px=224), rank=8)
+    for name, parameter in encoder.named_parameters():
+        if name.endswith("up.weight"):
+            nn.init.normal_(parameter, std=0.02)  # the gradient of the other matrix is zero where this one is
+    return AttentionBag(encoder, 384)
 
 
 def step_cases() -> list[StepCase]:
@@ -80,6 +101,7 @@ def step_cases() -> list[StepCase]:
     training, unet = STANDARD_NETWORKS["resnet18 in training"], STANDARD_NETWORKS["u-net"]
     image = functools.partial(StepCase, num_channels=3, size=2048, has_plain=True)
     large = functools.partial(StepCase, num_channels=3, size=20480, has_plain=False, dtypes=("bf16",))
+    bag = functools.partial(StepCase, make=_adapted_bag, num_channels=3, size=224, budget="2GiB", dtypes=("bf16",))
     return [
         image(name="vgg16 step", make=vgg),
         image(name="resnet18 frozen step", make=frozen),
@@ -88,6 +110,9 @@ def step_cases() -> list[StepCase]:
         image(name="vgg16 step in 1.2 GiB", make=vgg, budget="1.2GiB"),
         image(name="resnet18 frozen step in 400 MiB", make=frozen, budget="400MiB"),
         image(name="resnet18 training step in 8 GiB", make=training, budget="8GiB"),
+        image(name="u-net step in 700 MiB", make=unet, budget="700MiB"),
+        bag(name="ViT-S adapters, 512 tiles", num_images=512, has_plain=True),
+        bag(name="ViT-S adapters, 4,096 tiles", num_images=4096, has_plain=False, reads_file=True),
         large(name="vgg16 large", make=vgg, budget="11GiB"),
         image(name="resnet18 frozen strips", make=frozen, tile=(256, None), cuda_graphs=False),
         image(name="resnet18 frozen strips, CUDA graphs", make=frozen, tile=(256, None), cuda_graphs=True),
@@ -98,7 +123,7 @@ def step_cases() -> list[StepCase]:
         StepCase(name="vgg block 2", make=functools.partial(_block, 64, 128), num_channels=64, size=1024, has_plain=True, tile=(256, None)),
         large(name="resnet18 frozen large", make=frozen, budget="11GiB"),
         large(name="resnet18 training large", make=training, budget="40GiB"),
-        large(name="u-net large", make=unet, budget="40GiB"),
+        large(name="u-net large", make=unet, budget="28GiB"),
     ]
 
 
@@ -114,9 +139,9 @@ def training_step(module: nn.Module, x: Any) -> list[Tensor]:
 
 
 def draw_input(case: StepCase, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """A random image on the device, channels last."""
+    """Random images on the device, channels last."""
     random = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(1, case.num_channels, size, size, generator=random, device=device, dtype=dtype)
+    x = torch.randn(case.num_images, case.num_channels, size, size, generator=random, device=device, dtype=dtype)
     return x.contiguous(memory_format=torch.channels_last).requires_grad_(case.num_channels > 3)
 
 
@@ -124,9 +149,9 @@ def file_input(case: StepCase, size: int, dtype: torch.dtype, folder: Path) -> A
     """A source that reads a file of random uint8 pixels."""
     path = folder / f"image-{size}.npy"
     if not path.exists():
-        np.save(path, np.random.default_rng(0).integers(0, 256, (size, size, case.num_channels), dtype=np.uint8))
+        np.save(path, np.random.default_rng(0).integers(0, 256, (case.num_images, size, size, case.num_channels), dtype=np.uint8))
     mean, std = _NORMALIZATION
-    return ArraySource(path, layout="HWC", mean=mean, std=std, dtype=dtype)
+    return ArraySource(path, layout="NHWC", mean=mean, std=std, dtype=dtype)
 
 
 def make_network(case: StepCase, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import sft
 from sft.common.atomic_files import lock_file
-from sft.prediction import NpyWriter, OmeTiffWriter, OmeZarrWriter, PolygonWriter
+from sft.prediction import NpyWriter, OmeTiffWriter, OmeZarrWriter, PolygonWriter, PredictionResult
 from sft.prediction.raster import RasterRows
 from sft.sources import ArrayImage, ArraySource, Normalized, open_image
+from tests.helpers.exactness import relative_error
 from tests.sources.test_pixel_types import numbers
 
 HEIGHT, WIDTH = 200, 40
@@ -291,3 +292,39 @@ def test_a_killed_process_is_resumed_by_the_next(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     rows, is_equal = result.stdout.splitlines()[-1].split()
     assert int(rows) >= 14 and is_equal == "True" and not (tmp_path / "rows").exists()
+
+
+def _reserved(result: PredictionResult) -> tuple[int, int]:
+    """Reserved bytes of the device since its peak was reset, and the plan's projection."""
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved(), result.plan.projected_reserved_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
+    """Full and resumed predictions have the values of eager PyTorch, and reserve no more than projected."""
+    torch.cuda.empty_cache()
+    torch.manual_seed(5)
+    model = NETWORKS[name]().double()
+    scene = numbers((1600, 700, 3), "uint8")
+    expected = model(torch.from_numpy(scene).permute(2, 0, 1)[None].double() / 255).detach()
+    reserved_before = torch.cuda.memory_reserved()
+    net = sft.compile(model.cuda(), (1, 3, None, None), budget="400MiB", options=sft.Options(tile=(128, None)))
+    source = ArraySource(scene, dtype=torch.float64)
+    sft.predict(net, source, tmp_path / "first.npy", kind="values", dtype="float64")  # it plans
+    torch.cuda.reset_peak_memory_stats()
+    full = sft.predict(net, source, tmp_path / "full.npy", kind="values", dtype="float64")
+    peak_bytes, projected_bytes = _reserved(full)
+    assert peak_bytes - reserved_before <= projected_bytes
+    values = torch.from_numpy(np.load(tmp_path / "full.npy")).reshape(expected.shape)
+    assert relative_error(values, expected) <= 1e-12
+    journal = interrupt(net, source, tmp_path, expected.shape[2] // 2, kind="values", dtype="float64")
+    torch.cuda.reset_peak_memory_stats()
+    resumed = sft.predict(net, source, tmp_path / "map.npy", kind="values", dtype="float64", resume=journal)
+    assert resumed.num_resumed_rows >= expected.shape[2] // 2
+    peak_bytes, projected_bytes = _reserved(resumed)
+    assert peak_bytes - reserved_before <= projected_bytes
+    again = torch.from_numpy(np.load(tmp_path / "map.npy")).reshape(expected.shape)
+    assert relative_error(again, values) <= 1e-14

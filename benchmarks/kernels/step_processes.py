@@ -1,0 +1,99 @@
+"""Cases of the benchmark of steps in processes of their own: all plan at a time, then each is timed alone.
+
+Planning takes tens of seconds on one core, a step takes milliseconds on the GPU. A case that is planned waits for its turn, so that no
+other work runs on the host or on the GPU while it is timed. The turns are in the order of the cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+__all__ = ["Turns", "run_in_processes"]
+
+#: Part of the time after which cases that are planned no longer wait for those that are not.
+_PLANNING_PART = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Contexts in which a case uses the device.
+
+    Attributes:
+        eager: the step of eager PyTorch whose memory is measured before planning; one case at a time.
+        timed: the timed steps.
+    """
+
+    eager: contextlib.AbstractContextManager[Any]
+    timed: contextlib.AbstractContextManager[Any]
+
+    @classmethod
+    def alone(cls) -> Turns:
+        """Contexts of a case that has the device for itself."""
+        return cls(eager=contextlib.nullcontext(), timed=contextlib.nullcontext())
+
+
+class _Turn:
+    """Wait for the turn of a case; the parent process learns that it is planned."""
+
+    def __init__(self, number: int, queue: Any, granted: Any) -> None:
+        self.number, self.queue, self.granted = number, queue, granted
+
+    def __enter__(self) -> None:
+        self.queue.put((self.number, None))
+        self.granted.wait()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _work(run: Callable[[Turns], Any], number: int, queue: Any, eager: Any, granted: Any) -> None:
+    """One case: its process."""
+    queue.put((number, run(Turns(eager=eager, timed=_Turn(number, queue, granted)))))
+
+
+def run_in_processes(runs: Sequence[Callable[[Turns], Any]], minutes: float | None) -> Iterator[Any]:
+    """Records of cases, in the order in which they end.
+
+    Args:
+        runs: one function for each case, which a process can import; it returns the record, whatever goes wrong.
+        minutes: time limit; cases that have not ended by then have no record. ``None`` for no limit.
+    """
+    context = multiprocessing.get_context("spawn")
+    queue, eager = context.Queue(), context.Lock()
+    granted = [context.Event() for _ in runs]
+    processes = [
+        context.Process(target=_work, args=(run, number, queue, eager, granted[number]), daemon=True) for number, run in enumerate(runs)
+    ]
+    for process in processes:
+        process.start()
+    started, planned, ended, current = time.monotonic(), set[int](), set[int](), None
+    try:
+        while len(ended) < len(runs):
+            passed = time.monotonic() - started
+            if minutes is not None and passed > 60 * minutes:
+                return
+            with contextlib.suppress(Empty):
+                number, record = queue.get(timeout=0.2)
+                if record is None:
+                    planned.add(number)
+                else:
+                    ended.add(number)
+                    yield record
+            # A process that was killed sends nothing.
+            ended |= {number for number, process in enumerate(processes) if not process.is_alive() and process.exitcode}
+            if current in ended:
+                current = None
+            waiting = planned - ended
+            all_planned = len(planned | ended) == len(runs)
+            if current is None and waiting and (all_planned or (minutes is not None and passed > 60 * minutes * _PLANNING_PART)):
+                current = min(waiting)
+                granted[current].set()
+    finally:
+        for process in processes:
+            process.terminate()

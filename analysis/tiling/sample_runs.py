@@ -126,8 +126,10 @@ def sort_into_runs(
         inside = {node.name for node in operators if tracker.track(node)} | tracker.uniform
         stage_of = _stages(operators, inside, prologue, tracker.read_in_full)
         runs: dict[int, list[str]] = {}
+        views = _views_in_runs(graph, prologue, stage_of)
         for node in operators:
-            runs.setdefault(stage_of[node.name], []).append(node.name)
+            if node.name not in views:
+                runs.setdefault(stage_of[node.name], []).extend((*(name for name in node.operands if name in views), node.name))
         before = len(excluded)
         for stage, names in runs.items():
             if stage >= 0 and stage % 2 == 0:
@@ -142,6 +144,17 @@ def sort_into_runs(
                 for stage, names in sorted(runs.items())
             )
             return SampleRuns(stages=stages, axes=tracker.axes, read_in_full=tracker.read_in_full)
+
+
+def _views_in_runs(graph: Graph, prologue: frozenset[str], stage_of: Mapping[str, int]) -> set[str]:
+    """Reshaped parameters that one operator of a run reads alone: they are views inside of the run, and copies outside of it."""
+    views = set()
+    for name in prologue.difference(graph.results):
+        users = graph.users[name]
+        is_view = graph[name].target == "sft.align_dims" and all(graph[operand].kind != "operator" for operand in graph[name].operands)
+        if is_view and len(users) == 1 and stage_of.get(users[0], -1) >= 0 and stage_of[users[0]] % 2 == 0:
+            views.add(name)
+    return views
 
 
 def _reads_twice(graph: Graph, names: Sequence[str], tracker: SampleTracker) -> list[str]:

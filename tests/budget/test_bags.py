@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 import sft
-from tests.helpers.bags import AttentionBag, VisionTransformer, take_windows
+from tests.helpers.bags import AttentionBag, VisionTransformer, take_samples, take_windows
 from tests.helpers.transformers import AttentionForm, ImageTransformer
 from tests.helpers.windows import SwinTransformer, TiledEncoder
 
@@ -127,3 +127,25 @@ def test_vision_transformer_on_a_bag(num_tiles: int, plain_mib: float, least_mib
     assert plan.redundancy == pytest.approx(1.53, abs=0.005)
     plain = sft.plan(AttentionBag(VisionTransformer(192, 3, 4), 192), (num_tiles, 3, 64, 64), options=sft.Options(strategy="none"))
     assert plain.projected_peak_bytes / 2**20 == pytest.approx(plain_mib, abs=0.06)
+
+
+class _Perceptron(nn.Module):
+    """Linear layers of pixels with channels last (ConvNeXt, Swin), and the mean of each tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 4096), nn.Linear(4096, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x).permute(0, 2, 3, 1)
+        return self.down(torch.relu(self.up(y))).mean((1, 2))  # type: ignore[no-any-return]
+
+
+def test_weights_of_linear_layers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of one pixel, which are views of weights inside of a run, and copies outside of it."""
+    torch.manual_seed(0)
+    model = AttentionBag(_Perceptron(), 32)
+    take_samples(monkeypatch, 1)
+    plan = sft.plan(model, (6, 3, 8, 8))
+    gradient_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    assert plan.projected_peak_bytes < 2.0 * gradient_bytes  # one gradient of a weight beside all of them, and a tile

@@ -45,7 +45,7 @@ class SamplePlans:
         runs = sized.sample_runs
         if runs is None:
             return False
-        in_runs = (name for stage in runs.stages if stage.is_run for name in stage.names)
+        in_runs = (name for stage in runs.stages if stage.is_run for name in stage.names if name in stage.axes)
         untiled_bytes = sum(sized.value_bytes(name) for name in in_runs if sized.phases.rows[name].role == "whole")
         return untiled_bytes > MIN_UNTILED_SHARE * sum(map(sized.value_bytes, sized.operators))
 

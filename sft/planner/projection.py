@@ -10,9 +10,11 @@ of samples only those of different sizes run. With ``exactly`` all strips and ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from sft.lower.context import SegmentInfo
@@ -284,10 +286,11 @@ class _DistinctChunks(SampleSegment):
 
     def _distinct_groups(self) -> Iterator[tuple[int, Chunk, tuple[Chunk, ...]]]:
         """One group of chunks of each combination of sizes, and the number of such groups."""
-        by_sizes: dict[tuple[tuple[int, ...], ...], list[tuple[Chunk, tuple[Chunk, ...]]]] = {}
-        for first, chunks in self.groups:
-            by_sizes.setdefault(tuple(tuple(map(len, chunk)) for chunk in chunks), []).append((first, chunks))
-        yield from ((len(groups), *groups[0]) for groups in by_sizes.values())
+        read, inner = self.levels[: self.num_read_levels], self.levels[self.num_read_levels :]
+        rest = tuple(product(*(level.chunks for level in inner)))
+        for combination in product(*(level.distinct_chunks for level in read)):
+            first = tuple(chunk for chunk, _ in combination)
+            yield math.prod(count for _, count in combination), first, tuple((*first, *each) for each in rest)
 
     def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> None:
         assert isinstance(machine, TracingMachine)

@@ -48,6 +48,14 @@ class ChunkLevel:
         size, total = self.chunk_samples, self.samples.num_samples
         return tuple(Interval(start, min(start + size, total)) for start in range(0, total, size))
 
+    @property
+    def distinct_chunks(self) -> tuple[tuple[Interval, int], ...]:
+        """The first chunk of each size, and the number of chunks of this size."""
+        size, total = self.chunk_samples, self.samples.num_samples
+        num_full, num_left = divmod(total, size)
+        full = ((Interval(0, size), num_full),) if num_full else ()
+        return (*full, (Interval(total - num_left, total), 1)) if num_left else full
+
     def indices(self, name: str, chunk: Interval) -> Interval:
         """Indices of a value's dimension of samples that hold the samples of a chunk."""
         inner = self.samples.axes[name].inner

@@ -24,7 +24,7 @@ from sft.sources.resample import level_scale
 from sft.sources.row_blocks import RowBlocks
 from sft.sources.source import check_rows, check_samples, equal_rows
 
-__all__ = ["ImageLabels", "IndexArray", "LabelSource", "label_cells"]
+__all__ = ["ImageLabels", "IndexArray", "LabelSource", "label_cells", "size_problem"]
 
 #: Indices along one axis of an array.
 IndexArray = npt.NDArray[np.intp]
@@ -216,8 +216,9 @@ def label_cells(
 
     A label map of another resolution shows the same field: its first label begins where the slide does. One of floor(size / n) or
     ceil(size / n) px, as a level of a pyramid, is reduced by exactly n (`sft.sources.resample.level_scale`), any other by the quotient of
-    the sizes. A pixel of the image has the label under its centre. With ``s`` px of the slide's largest level for a pixel of the image, and
-    ``d`` for a label, pixel ``i`` has label ``floor((i + 1/2) s / d)``, at most the last one.
+    the sizes, which is one number for both sides up to their rounding (`size_problem`). A pixel of the image has the label under its
+    centre. With ``s`` px of the slide's largest level for a pixel of the image, and ``d`` for a label, pixel ``i`` has label
+    ``floor((i + 1/2) s / d)``, at most the last one.
 
     >>> rows, columns = label_cells((2, 2), slide_size=(4, 4), image_size=(4, 4), scale=(1.0, 1.0), name="map")
     >>> rows.tolist()
@@ -231,24 +232,45 @@ def label_cells(
         name: of the label map, for messages.
 
     Raises:
-        InputError: its sides have another ratio than the slide's, by more than a pixel of the label map.
+        InputError: its size is that of no resolution of the slide.
     """
     if label_size == image_size:
         return None
-    # Sizes are rounded, up or down: each leaves its scale open within a range.
-    pairs = list(zip(slide_size, label_size, strict=True))
-    lowest = max(Fraction(px, count + 1) for px, count in pairs)
-    highest = min(Fraction(px, count - 1) if count > 1 else Fraction(_MAX_SCALE) for px, count in pairs)
-    if lowest >= highest:
+    problem = size_problem(label_size, slide_size)
+    if problem is not None:
         raise InputError(
             f"label map {name} has {label_size[0]} x {label_size[1]} px, its slide {slide_size[0]} x {slide_size[1]} px, and "
-            f"{image_size[0]} x {image_size[1]} px at this resolution: the sides have another ratio. Give the label map of this slide."
+            f"{image_size[0]} x {image_size[1]} px at this resolution: {problem}. Give the label map of this slide."
         )
     columns, rows = (
         _cells(image_px, Fraction(step).limit_denominator(_MAX_DENOMINATOR), label_px, count)
         for image_px, step, label_px, count in zip(image_size, scale, level_scale(slide_size, label_size), label_size, strict=True)
     )
     return rows, columns
+
+
+def size_problem(size: Size, slide_size: Size) -> str | None:
+    """Reason why a size is not that of the slide at another resolution; None if it is.
+
+    Both sides of an image of another resolution are those of the slide divided by one number, rounded up or down. An image of one pixel
+    fits every slide, so it states no resolution.
+
+    >>> size_problem((20, 25), (40, 50)), size_problem((20, 30), (40, 50)), size_problem((13, 17), (40, 50))
+    (None, 'the sides have another ratio', None)
+
+    Args:
+        size: (width, height) of a label map or mask, in px.
+        slide_size: (width, height) of the slide, in px.
+    """
+    if size == slide_size:
+        return None
+    if size == (1, 1):
+        return "one pixel states no resolution"
+    # Sizes are rounded, up or down: each leaves its scale open within a range.
+    pairs = list(zip(slide_size, size, strict=True))
+    lowest = max(Fraction(px, count + 1) for px, count in pairs)
+    highest = min(Fraction(px, count - 1) if count > 1 else Fraction(_MAX_SCALE) for px, count in pairs)
+    return "the sides have another ratio" if lowest >= highest else None
 
 
 def _cells(image_px: int, scale: Fraction, label_px: Fraction, num_labels: int) -> IndexArray:

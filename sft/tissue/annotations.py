@@ -3,8 +3,8 @@
 =============================  =============================================================================================================
 file                           classes and coordinates
 =============================  =============================================================================================================
-GeoJSON of QuPath              ``classification``: a class or a derived class ("Tumor: Positive"); px of level 0. With a member ``crs``: map
-                               coordinates
+GeoJSON                        ``classification`` of QuPath: a class or a derived class ("Tumor: Positive"); otherwise a property, as GIS
+                               programs write it; px of level 0. With a member ``crs``, or ``crs=``: map coordinates
 XML of ASAP (CAMELYON)         ``PartOfGroup`` of an annotation; px of level 0
 shapefile, GeoPackage          a column; map coordinates (extra ``geo``)
 =============================  =============================================================================================================
@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 
-from sft.common.errors import InputError, SourceError, reason_text
+from sft.common.errors import InputError, SourceError, reason_text, some_names
 from sft.common.untrusted.foreign_files import require_regular_file
 from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.georeference import Georeference
 from sft.sources.image import LevelledImage, Pixels, Size, check_level, check_region, missing_extra
-from sft.tissue.geojson import import_shapely, in_pixels, polygons_of, read_features
+from sft.tissue.geojson import import_shapely, in_pixels, polygons_of, property_names, read_features
 from sft.tissue.map_polygons import MapToPixels
-from sft.tissue.polygons import Regions
+from sft.tissue.polygons import Regions, check_overlap
 
 __all__ = ["AnnotationLabels", "is_annotation_file", "read_annotations"]
 
@@ -72,6 +72,7 @@ def read_annotations(
     ignore_others: bool = False,
     georeference: Georeference | None = None,
     column: str = "class",
+    crs: str | None = None,
 ) -> list[tuple[int, Regions]]:
     """Read the polygons of classes, each with its label, in the order in which they are painted.
 
@@ -81,7 +82,10 @@ def read_annotations(
         required: False to accept classes that the file lacks. Default: `True`
         ignore_others: True to leave out annotations of other classes. Default: `False`
         georeference: of the image, for polygons with map coordinates. Default: `None`
-        column: of shapefiles and GeoPackages, with the class. Default: ``"class"``
+        column: with the class, of shapefiles and GeoPackages; of GeoJSON, the property of features without a ``classification``. Default:
+            ``"class"``
+        crs: coordinate system of a GeoJSON file, such as ``"OGC:CRS84"`` (longitude and latitude); ``"pixels"`` for px of level 0. Default:
+            `None` (its member ``crs``; px of level 0 without one)
 
     Raises:
         InputError: classes that the file lacks, or classes of the file that are not named; the message lists those that there are.
@@ -93,7 +97,8 @@ def read_annotations(
         raise InputError(f"cannot read {path} with classes={dict(classes)!r}: give the label of each class, an integer of at least 0.")
     if suffix in _GEOJSON:
         areas = [
-            _Area(names=feature.ordered_names, geometry=geometry) for feature, geometry in read_features(where, georeference=georeference)
+            _Area(names=feature.ordered_names, geometry=geometry)
+            for feature, geometry in read_features(where, georeference=georeference, column=column, crs=crs)
         ]
     elif suffix in _XML:
         areas = _asap_areas(where)
@@ -103,7 +108,8 @@ def read_annotations(
         raise InputError(f"cannot read annotations from {path}: give {', '.join((*_GEOJSON, *_XML, *_VECTOR))}.")
     areas = [area for area in areas if polygons_of(area.geometry)]
     chosen = [next((name for name in area.names if name in classes), None) for area in areas]
-    _check_classes(path, classes, areas, chosen, required=required, ignore_others=ignore_others)
+    columns = property_names(where) if suffix in _GEOJSON and not any(area.names for area in areas) else ()
+    _check_classes(path, classes, areas, chosen, columns, required=required, ignore_others=ignore_others)
     layers = []
     for name, label in classes.items():
         polygons = [polygon for area, its in zip(areas, chosen, strict=True) if its == name for polygon in polygons_of(area.geometry)]
@@ -117,6 +123,7 @@ def _check_classes(
     classes: Mapping[str, int],
     areas: Sequence[_Area],
     chosen: Sequence[str | None],
+    columns: Sequence[str],
     *,
     required: bool,
     ignore_others: bool,
@@ -131,6 +138,8 @@ def _check_classes(
     if len(counts) > _MAX_LISTED:
         listed += f" and {len(counts) - _MAX_LISTED} more"
     inventory = f"Its {len(areas)} annotations are {listed}" if areas else "It has no polygons"
+    if areas and columns:
+        inventory += f", their properties {some_names(columns)}: column= chooses the one with the class"
     missing = [name for name in classes if name not in chosen]
     if required and missing:
         raise InputError(
@@ -158,9 +167,10 @@ class AnnotationLabels(LevelledImage):
         height_px: of the image.
         scale: px of level 0, in which the regions are, for a pixel of the image, (x, y). Default: 1
         outside: label of pixels outside of all regions. Default: 0
+        name: of the annotations, for messages. Default: ``"annotations"``
 
     Raises:
-        InputError: an extent below 1, or a label beyond 65535.
+        InputError: an extent below 1, a label beyond 65535, or all polygons are outside of the image (some may be).
     """
 
     def __init__(
@@ -171,6 +181,7 @@ class AnnotationLabels(LevelledImage):
         height_px: int,
         scale: tuple[float, float] = (1.0, 1.0),
         outside: int = 0,
+        name: str = "annotations",
     ) -> None:
         self.layers, self.scale, self.outside = tuple(layers), scale, outside
         largest = max((outside, *(label for label, _ in self.layers)))
@@ -180,6 +191,13 @@ class AnnotationLabels(LevelledImage):
                 "an image with pixels."
             )
         self.dtype: np.dtype[Any] = np.dtype(np.uint8 if largest <= np.iinfo(np.uint8).max else np.uint16)
+        check_overlap(
+            (regions for _, regions in self.layers),
+            width_px=width_px,
+            height_px=height_px,
+            scale=scale,
+            purpose=f"cannot paint {name} on an image of {width_px} x {height_px} px",
+        )
         self._size = width_px, height_px
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SftError, SourceError
@@ -37,10 +38,14 @@ from sft.tissue.map_polygons import MapToPixels
 from sft.tissue.mask import TissueMask
 from sft.tissue.polygons import Polygon, Regions
 
-__all__ = ["import_shapely", "in_pixels", "mask_outline", "polygons_of", "read_features", "read_geojson", "write_geojson"]
+__all__ = ["import_shapely", "in_pixels", "mask_outline", "polygons_of", "property_names", "read_features", "read_geojson", "write_geojson"]
 
 #: Classes that an error lists.
 _MAX_LISTED = 20
+#: Value of ``crs`` for px of level 0.
+PIXELS = "pixels"
+#: Decimals of pixels at most; a thousandth of a pixel means nothing.
+_PIXEL_DECIMALS = 3
 #: Between a class and the class derived from it.
 _SEPARATOR = ": "
 #: Exceptions of reading JSON of another structure.
@@ -78,6 +83,7 @@ def read_geojson(
     names: str | Sequence[str] | None = None,
     required: bool = True,
     georeference: Georeference | None = None,
+    crs: str | None = None,
 ) -> Regions:
     """Read polygons in px of level 0.
 
@@ -87,13 +93,15 @@ def read_geojson(
             without a class are left out then. Default: `None` (all)
         required: False to accept names that no feature of the file has. Default: `True`
         georeference: of the image, for a file with map coordinates. Default: `None`
+        crs: coordinate system of the file, such as ``"OGC:CRS84"`` (longitude and latitude); ``"pixels"`` for px of level 0. Default:
+            `None` (its member ``crs``; px of level 0 without one)
 
     Raises:
         InputError: a name that no feature has; the message lists those that there are. Or map coordinates without a georeference.
         SourceError: the file cannot be read or is not GeoJSON, or shapely is not installed.
     """
     selected = None if names is None else frozenset((names,) if isinstance(names, str) else names)
-    pairs = read_features(path, selected, georeference=georeference)
+    pairs = read_features(path, selected, georeference=georeference, crs=crs)
     features, chosen = [feature for feature, _ in pairs], [feature for feature, _ in pairs if feature.is_selected(selected)]
     polygons = [polygons_of(shape) for feature, shape in pairs if feature.is_selected(selected)]
     if selected is not None and required:
@@ -103,33 +111,68 @@ def read_geojson(
 
 
 def read_features(
-    path: str | os.PathLike[str], selected: Set[str] | None = None, *, georeference: Georeference | None = None
+    path: str | os.PathLike[str],
+    selected: Set[str] | None = None,
+    *,
+    georeference: Georeference | None = None,
+    column: str | None = None,
+    crs: str | None = None,
 ) -> list[tuple[_Feature, Any]]:
     """All features of a file, each with its valid geometry of shapely; None in place of the geometry of features that are not selected.
 
+    Args:
+        path: of the file.
+        selected: names of the features whose geometry is read. Default: `None` (all)
+        georeference: of the image. Default: `None`
+        column: property with the class of features without a ``classification``. Default: `None`
+        crs: coordinate system of the file, or ``"pixels"``. Default: `None` (its member ``crs``; pixels without one)
+
     Raises:
-        InputError: the file has map coordinates, and the image has no georeference.
+        InputError: the file has map coordinates, and the image has no georeference; or its coordinates look like degrees, and it names no
+            coordinate system.
         SourceError: the file cannot be read or is not GeoJSON, or shapely is not installed.
     """
     shapely = import_shapely(f"read {path}")
     try:
         require_regular_file(path)
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)
-        crs = _crs_name(content)
-        to_pixels = None if crs is None else MapToPixels(path, crs, georeference)
-        return [
-            (
-                feature,
-                in_pixels(shapely.geometry.shape(feature.geometry), to_pixels)
-                if feature.geometry and feature.is_selected(selected)
-                else None,
-            )
-            for feature in _features(content)
+        content = _read_json(path)
+        features = list(_features(content, column))
+        shapes = [
+            shapely.geometry.shape(feature.geometry) if feature.geometry and feature.is_selected(selected) else None for feature in features
         ]
+        system = _crs_name(content) if crs is None else None if crs == PIXELS else crs
+        if system is None and crs is None and georeference is not None and georeference.crs_wkt:
+            _refuse_degrees(path, shapely.get_coordinates([shape for shape in shapes if shape is not None]))
+        to_pixels = None if system is None else MapToPixels(path, system, georeference)
+        return [(feature, None if shape is None else in_pixels(shape, to_pixels)) for feature, shape in zip(features, shapes, strict=True)]
     except SftError:
         raise
     except (*_UNREADABLE, shapely.errors.ShapelyError) as error:
         raise SourceError(f"cannot read {path} as GeoJSON: {_reason(error)}. Export it again.") from error
+
+
+def property_names(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Names of the properties that features of a file have."""
+    names = {name for feature in _features(_read_json(path), None) for name in feature.properties}
+    return tuple(sorted(names))
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    return json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_constant=_refuse_constant)
+
+
+def _refuse_degrees(path: object, corners: npt.NDArray[np.float64]) -> None:
+    """Refuse coordinates of a file without a coordinate system that can be degrees: RFC 7946 means longitude and latitude, QuPath pixels.
+
+    Raises:
+        InputError: all are within 180 and 90, and some have more decimals than pixels do.
+    """
+    if len(corners) and (np.abs(corners) <= (180, 90)).all() and (np.round(corners, _PIXEL_DECIMALS) != corners).any():
+        (x, y), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
+        raise InputError(
+            f"cannot read {path}: it names no coordinate system, the image has one, and its coordinates, {x:g} to {right:g} and {y:g} to "
+            f'{bottom:g}, may be longitude and latitude or pixels. Choose crs="OGC:CRS84" or crs="pixels".'
+        )
 
 
 def in_pixels(geometry: Any, to_pixels: MapToPixels | None) -> Any:
@@ -192,6 +235,7 @@ class _Feature:
     label: str | None
     selectors: frozenset[str]
     ordered_names: tuple[str, ...] = ()  #: the full name of its class first, then its base classes, then its own name
+    properties: tuple[str, ...] = ()  #: names of its properties
 
     def is_selected(self, names: Set[str] | None) -> bool:
         """True if one of the names selects it; None selects all."""
@@ -237,21 +281,28 @@ def mask_outline(mask: TissueMask) -> Regions:
     return Regions([[ring * step for ring in polygon] for polygon in polygons_of(joined)])
 
 
-def _features(content: Any) -> Iterator[_Feature]:
-    """All features of a file; a bare geometry is a feature without a name."""
+def _features(content: Any, column: str | None) -> Iterator[_Feature]:
+    """All features of a file; a bare geometry is a feature without a name. ``column`` is the property with the class."""
     if isinstance(content, list):
         for item in content:
-            yield from _features(item)
+            yield from _features(item, column)
     elif content["type"] == "FeatureCollection":
-        yield from _features(content["features"])
+        yield from _features(content["features"], column)
     elif content["type"] == "Feature":
         properties = content.get("properties") or {}
         classes, name = _class_names(properties.get("classification")), properties.get("name")
-        names = (name,) if isinstance(name, str) and name else ()
+        names: tuple[str, ...] = (name,) if isinstance(name, str) and name else ()
+        value = properties.get(column) if column is not None and not classes else None
+        if isinstance(value, (str, int, float)) and value != "":
+            names = (str(value), *(each for each in names if each != str(value)))
         derived = tuple(_SEPARATOR.join(classes[:count]) for count in range(len(classes), 0, -1))  # the full name first
         label = next(iter((*derived, *names)), None)
         yield _Feature(
-            geometry=content["geometry"], label=label, selectors=frozenset((*derived, *classes, *names)), ordered_names=(*derived, *names)
+            geometry=content["geometry"],
+            label=label,
+            selectors=frozenset((*derived, *classes, *names)),
+            ordered_names=(*derived, *names),
+            properties=tuple(map(str, properties)),
         )
     else:
         yield _Feature(geometry=content, label=None, selectors=frozenset())

@@ -22,8 +22,9 @@ from sft.common.atomic_files import atomic_write
 from sft.common.errors import InputError, SourceError, reason_text, typed
 from sft.common.interval import Interval
 from sft.sources.image import Image, Pixels, dtype_range, missing_extra
+from sft.sources.labels import size_problem
 from sft.sources.views import Cropped, OneLevelView
-from sft.tissue.polygons import MaskArray, Regions
+from sft.tissue.polygons import MaskArray, Regions, check_overlap
 
 __all__ = ["Box", "Masked", "TissueMask", "crop_to_tissue"]
 
@@ -82,10 +83,11 @@ class TissueMask:
             downsample: px of the slide per px of the mask, about. Default: 16
 
         Raises:
-            InputError: a size or a downsample below 1.
+            InputError: a size or a downsample below 1, or all polygons are outside of the slide.
         """
         if min(width_px, height_px, downsample) < 1:
             raise InputError(f"cannot make a mask of {width_px} x {height_px} px at 1/{downsample}: each must be at least 1.")
+        check_overlap([regions], width_px=width_px, height_px=height_px, purpose=f"cannot make a mask of {width_px} x {height_px} px")
         columns, rows = -(-width_px // downsample), -(-height_px // downsample)
         pixels = regions.region(0, 0, columns, rows, step=(width_px / columns, height_px / rows))
         return cls(pixels=pixels, width_px=width_px, height_px=height_px)
@@ -94,8 +96,14 @@ class TissueMask:
         """The same mask for the same slide at another resolution, of so many columns and rows.
 
         Raises:
-            InputError: it has fewer than the mask.
+            InputError: it has fewer than the mask, or the sides have another ratio.
         """
+        problem = size_problem(*sorted(((width_px, height_px), (self.width_px, self.height_px))))
+        if problem is not None:
+            raise InputError(
+                f"cannot use a mask of a slide of {self.width_px} x {self.height_px} px for {width_px} x {height_px} px: {problem}. Give "
+                "the size of the same slide at another resolution."
+            )
         return replace(self, width_px=width_px, height_px=height_px)
 
     @property
@@ -176,7 +184,7 @@ class TissueMask:
             height_px: its height, likewise. Default: `None`
 
         Raises:
-            InputError: the size of the slide is not known.
+            InputError: the size of the slide is not known, or the given one has another ratio than the mask.
             SourceError: the file cannot be read.
         """
         image, _ = _import_pillow(path)
@@ -192,6 +200,11 @@ class TissueMask:
             if len(stated) != 2 or not all(text.isdigit() for text in stated):
                 raise InputError(f"cannot use the mask {path}: it does not say the slide's size. Give width_px and height_px.")
             width_px, height_px = map(int, stated)
+        elif problem := size_problem((pixels.shape[1], pixels.shape[0]), (width_px, height_px)):
+            raise InputError(
+                f"cannot use the mask {path} of {pixels.shape[1]} x {pixels.shape[0]} px for a slide of {width_px} x {height_px} px: "
+                f"{problem}. Give the mask of this slide."
+            )
         return cls(pixels=pixels, width_px=width_px, height_px=height_px)
 
 
@@ -238,7 +251,7 @@ class Masked(OneLevelView):
         background: colour, one number a channel. Default: `None` (the image's own)
 
     Raises:
-        InputError: the mask is of another slide, or the colour has the wrong number of channels.
+        InputError: the mask is of another slide, all polygons are outside of the image, or the colour has the wrong number of channels.
     """
 
     def __init__(self, image: Image, mask: _HasRegion, *, background: tuple[Any, ...] | None = None) -> None:
@@ -250,6 +263,8 @@ class Masked(OneLevelView):
                 f"cannot mask {image} ({image.width_px} x {image.height_px} px): the mask is of a slide of {mask.width_px} x "
                 f"{mask.height_px} px. At another resolution of the same slide, give mask.at(width_px, height_px)."
             )
+        if isinstance(mask, Regions):
+            check_overlap([mask], width_px=image.width_px, height_px=image.height_px, purpose=f"cannot mask {image}")
         self.mask = mask
         self._known: dict[tuple[Interval, bool], BoolArray] = {}
         self._background = super().background if background is None else tuple(background)

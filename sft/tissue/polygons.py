@@ -8,14 +8,14 @@ every rectangle: a rectangle alone has the bits of that part of the full mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from sft.common.errors import InputError
 
-__all__ = ["MaskArray", "Polygon", "Regions", "Ring"]
+__all__ = ["MaskArray", "Polygon", "Regions", "Ring", "check_overlap"]
 
 MaskArray = npt.NDArray[np.bool_]
 #: Corners ``[n, 2]`` of a closed line, (x, y); the last need not repeat the first.
@@ -57,6 +57,11 @@ class Regions:
     def area_px(self) -> float:
         """Sum of the polygons' areas."""
         return float(sum(abs(_area(rings[0])) - sum(abs(_area(hole)) for hole in rings[1:]) for rings in self.polygons if rings))
+
+    @property
+    def bounds(self) -> npt.NDArray[np.float64]:
+        """Left, top, right and bottom of each polygon, ``[n, 4]``."""
+        return self._bounds
 
     def bounding_box(self) -> tuple[float, float, float, float] | None:
         """``(left, top, right, bottom)`` of all polygons; None without polygons."""
@@ -100,6 +105,33 @@ class Regions:
             part = inside[first_row - y :, first_column - x :][: len(odd), :num_columns]
             part |= odd
         return inside
+
+
+def check_overlap(
+    regions: Iterable[Regions], *, width_px: int, height_px: int, scale: tuple[float, float] = (1.0, 1.0), purpose: str
+) -> None:
+    """Refuse polygons of which none overlaps the image, such as those of another image or in other units; no polygons are accepted.
+
+    Args:
+        regions: polygons in px of level 0.
+        width_px: of the image.
+        height_px: of the image.
+        scale: px of level 0 for a pixel of the image, (x, y). Default: 1
+        purpose: beginning of the message, such as ``"cannot mask a.tif"``.
+
+    Raises:
+        InputError: the bounding box of every polygon is outside of the image.
+    """
+    boxes = np.concatenate([np.empty((0, 4)), *(each.bounds for each in regions)])
+    right, bottom = width_px * scale[0], height_px * scale[1]
+    if not len(boxes) or ((boxes[:, 0] < right) & (boxes[:, 1] < bottom) & (boxes[:, 2] > 0) & (boxes[:, 3] > 0)).any():
+        return
+    x0, y0, x1, y1 = (f"{value:,.7g}" for value in (*boxes[:, :2].min(axis=0), *boxes[:, 2:].max(axis=0)))
+    raise InputError(
+        f"{purpose}: all {len(boxes)} polygons are outside of the image. They span columns {x0} to {x1} and rows {y0} to {y1}, the image "
+        f"columns 0 to {right:,.7g} and rows 0 to {bottom:,.7g} (px of level 0). Give the polygons of this image; map coordinates become "
+        "pixels by the georeference of the image."
+    )
 
 
 def _ring(corners: npt.ArrayLike) -> Ring:

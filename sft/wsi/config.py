@@ -339,7 +339,10 @@ class Config:
         if self.train.monitor not in allowed:
             problems.append(f"train.monitor {self.train.monitor} with task.kind {self.task.kind}: choose {' or '.join(allowed)}")
         if self.task.class_weights != "none" and self.task.kind not in ("classification", "multilabel"):
-            problems.append(f"task.class_weights with task.kind {self.task.kind}: only classes have weights")
+            problems.append(
+                f"task.class_weights {self.task.class_weights} with task.kind {self.task.kind}: classifications have class weights, and a "
+                "segmentation counts every pixel once; leave it out"
+            )
         if self.task.label_smoothing and self.task.kind != "classification":
             problems.append(f"task.label_smoothing with task.kind {self.task.kind}: it is for classification")
         refuse(problems)

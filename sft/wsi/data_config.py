@@ -48,6 +48,11 @@ class DataConfig:
         invalid_pixels: use of pixels that a GeoTIFF marks as invalid: fill (they get fill_value), channel (a channel after the others: 1
             where all bands are valid), or ignore; default: a nodata value is a value like others, and files with a mask are refused.
         fill_value: of invalid pixels.
+        mask_column: for segmentation: column of shapefiles and GeoPackages with the class, and the property of GeoJSON features without a
+            classification of QuPath; default: class.
+        mask_crs: coordinate system of GeoJSON masks, such as OGC:CRS84 (longitude and latitude), or pixels; default: the one that the file
+            names, otherwise pixels of the largest level.
+        ignore_other_classes: true to leave out annotations of classes that task.classes lacks; default: they are an error.
     """
 
     csv: Path
@@ -70,6 +75,9 @@ class DataConfig:
     series: int | None = None
     invalid_pixels: Literal["fill", "channel", "ignore"] | None = None
     fill_value: float = 0.0
+    mask_column: str = "class"
+    mask_crs: str | None = None
+    ignore_other_classes: bool = False
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

@@ -197,7 +197,7 @@ def test_other_kinds_of_tiff_are_refused(tmp_path: Path, pixels: Any, options: d
     [
         (np.zeros((64, 64), np.int8), {"tile": (32, 32)}, "samples are int8"),
         (np.zeros((64, 64), np.uint32), {"tile": (32, 32)}, "samples are uint32"),
-        (np.zeros((64, 64), np.uint16), {"tile": (32, 32), "photometric": "miniswhite"}, "samples are uint16 of 16 bits with colours"),
+        (np.zeros((64, 64), np.uint16), {"tile": (32, 32), "photometric": "miniswhite"}, "samples are uint16 with colours miniswhite"),
         (np.zeros((3, 64, 64), np.uint8), {"tile": (32, 32)}, "3 images of 64 x 64 px"),
     ],
 )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sft import InputError, SourceError
 from sft.common.interval import Interval
-from sft.sources import Cropped, Georeference, ImageLabels
-from sft.tissue import AnnotationLabels, Regions, read_annotations
+from sft.sources import ArrayImage, Cropped, Georeference, ImageLabels
+from sft.tissue import AnnotationLabels, Masked, Regions, TissueMask, read_annotations, read_geojson
 
 shapely = pytest.importorskip("shapely")
 
@@ -100,7 +100,11 @@ def test_any_rectangle_and_resolution_has_the_labels_of_the_full_map(data: st.Da
     corners = st.lists(st.tuples(st.integers(-5, 70), st.integers(-50, 600).map(lambda y: y / 10)), min_size=3, max_size=6, unique=True)
     layers = [(data.draw(st.integers(0, 300)), Regions([[data.draw(corners)]])) for _ in range(data.draw(st.integers(1, 4)))]
     scale = data.draw(st.sampled_from([(1.0, 1.0), (2.0, 2.0), (0.5, 3.0)]))
-    image = AnnotationLabels(layers, width_px=30, height_px=20, scale=scale)
+    try:
+        image = AnnotationLabels(layers, width_px=30, height_px=20, scale=scale)
+    except InputError:
+        assert not any(regions.region(0, 0, 30, 20, step=scale).any() for _, regions in layers)
+        return
     full = image.read(0, 0, 30, 20)
     expected = np.zeros((20, 30), np.int64)
     for label, regions in layers:
@@ -182,7 +186,8 @@ def test_polygons_of_another_coordinate_system(kind: str, epsg: int, tmp_path: P
     except InputError as error:
         assert "have no place in" in str(error) or "no smooth image" in str(error)
     else:
-        assert not AnnotationLabels(far, width_px=40, height_px=24).read(0, 0, 40, 24).any()
+        with pytest.raises(InputError, match="are outside of the image"):
+            AnnotationLabels(far, width_px=40, height_px=24)
 
 
 def test_long_edges_are_divided_where_they_are_curves() -> None:
@@ -203,6 +208,76 @@ def test_long_edges_are_divided_where_they_are_curves() -> None:
     assert len(pixels) > 50 and max(outline.distance(shapely.Point(point)) for point in truth.coords) <= EDGE_TOLERANCE_PX
     with pytest.raises(InputError, match="its coordinate system 'EPSG:1' is unknown"):
         MapToPixels("a.gpkg", "EPSG:1", scene)
+
+
+@pytest.mark.parametrize(("x", "y"), [(40, 3), (-31, 3), (3, 24), (3, -24), (-400, 5_000_000)])
+def test_polygons_outside_of_the_image(x: float, y: float) -> None:
+    """Labels would be background without a word, and a masked image would have one colour; a partial overlap counts."""
+    far = Regions([[np.array(_TUMOUR, float) - 2 + (x, y)]])
+    near = Regions([[np.array(_TUMOUR, float) - 2 + (10, 10)]])
+    span = rf"all 1 polygons are outside of the image\. They span columns {x:,} to {x + 28:,} and rows {y:,} to {y + 18:,}"
+    image = ArrayImage(np.zeros((24, 40, 3), np.uint8))
+    for refused in (
+        lambda: AnnotationLabels([(1, far)], width_px=40, height_px=24, name="a.xml"),
+        lambda: AnnotationLabels([(1, far)], width_px=20, height_px=12, scale=(2.0, 2.0), name="a.xml"),
+        lambda: Masked(image, far),
+        lambda: TissueMask.from_regions(far, width_px=40, height_px=24, downsample=4),
+    ):
+        with pytest.raises(InputError, match=rf"{span}, the image columns 0 to 40 and rows 0 to 24 \(px of level 0\)"):
+            refused()
+    both = AnnotationLabels([(1, far), (2, near)], width_px=40, height_px=24)
+    assert (both.read(0, 0, 40, 24)[10:24, 10:38] == 2).all()
+    assert Masked(image, Regions([*far.polygons, *near.polygons])).mask is not None
+    assert not AnnotationLabels([], width_px=4, height_px=3).read(0, 0, 4, 3).any(), "no polygons: an image without annotations"
+
+
+def _properties(path: Path, *properties: Any, **members: Any) -> Path:
+    """Features of GeoJSON with these properties: squares of 4 px side by side."""
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [[[x, 2], [x + 4, 2], [x + 4, 6], [x, 6], [x, 2]]]},
+            "properties": its,
+        }
+        for x, its in zip(range(2, 90, 6), properties, strict=False)
+    ]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features, **members}))
+    return path
+
+
+def test_geojson_of_a_gis_has_its_class_in_a_property(tmp_path: Path) -> None:
+    path = _properties(tmp_path / "a.geojson", {"class": "Tumor", "fid": 1}, {"class": "Necrosis", "name": "n", "fid": 2})
+    labels = _labels(path, _CLASSES)
+    assert labels[3, 3] == 1 and labels[3, 9] == 2 and labels[3, 15] == 0
+    assert np.array_equal(_labels(path, {"1": 1, "2": 2}, column="fid"), labels), "numbers are names of classes, too"
+    both = _properties(tmp_path / "b.geojson", {"class": "x", "classification": {"name": "Tumor"}}, {"classification": "Necrosis"})
+    assert np.array_equal(_labels(both, _CLASSES), labels), "the class of QuPath counts"
+    other = _properties(tmp_path / "c.geojson", {"fid": 1, "land": "Tumor"}, {"fid": 2, "land": None})
+    with pytest.raises(InputError, match=r"'\(no class\)' \(2\), their properties fid, land: column= chooses the one with the class"):
+        read_annotations(other, _CLASSES)
+    assert _labels(other, {"Tumor": 1}, column="land", ignore_others=True)[3, 3] == 1
+
+
+def test_degrees_without_a_coordinate_system(tmp_path: Path) -> None:
+    """RFC 7946 means longitude and latitude, QuPath pixels: polygons of degrees would label some pixels of the upper left corner."""
+    rasterio = pytest.importorskip("rasterio")
+    scene = Georeference(crs_wkt=rasterio.crs.CRS.from_epsg(4326).to_wkt(), transform=(1e-4, 0.0, 9.0, 0.0, -1e-4, 47.0))
+    corners = [[9.0001, 46.99991], [9.0021, 46.99991], [9.0021, 46.9988], [9.0001, 46.9988], [9.0001, 46.99991]]
+    feature = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [corners]}, "properties": {"class": "Tumor"}}
+    path = tmp_path / "a.geojson"
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+    for read in (lambda **options: read_annotations(path, {"Tumor": 1}, **options), lambda **options: read_geojson(path, **options)):
+        with pytest.raises(
+            InputError, match=r'9\.0001 to 9\.0021 and 46\.9988 to 46\.9999, may be .* Choose crs="OGC:CRS84" or crs="pixels"'
+        ):
+            read(georeference=scene)
+        with pytest.raises(InputError, match="the image has no georeference"):
+            read(crs="OGC:CRS84")
+        assert read(georeference=scene, crs="pixels") and read(), "an image without map coordinates has pixels"
+    ((_, regions),) = read_annotations(path, {"Tumor": 1}, georeference=scene, crs="OGC:CRS84")
+    assert regions.bounding_box() == pytest.approx((1, 0.9, 21, 12), abs=1e-6)
+    plain = _properties(tmp_path / "b.geojson", {"class": "Tumor"})
+    assert read_annotations(plain, {"Tumor": 1}, georeference=scene)[0][1].bounding_box() == (2, 2, 6, 6)
 
 
 _BOMB = (

@@ -6,12 +6,15 @@ A label map has the types of pixels and further integers. Policies:
   outside of the table is an error. Palettes are read as their indices.
 - *Missing tiles* have the nodata value, otherwise 0.
 - *PNG and other pictures* are decoded completely, within a host budget; Pillow's limit on the number of pixels does not count.
+- *Values* are those that are stored, as tifffile and GDAL read them: grey of 2 and 4 bits is not scaled to 255, and a TIFF with white as
+  0 (miniswhite, as tifffile writes Boolean arrays) is not inverted.
 - *Another resolution* (`CellView`): the label under the centre of each pixel.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -40,6 +43,8 @@ ColourTable: TypeAlias = Mapping[tuple[int, int, int], int]
 _NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _PICTURE_DTYPES = {"1": np.uint8, "L": np.uint8, "P": np.uint8, "I;16": np.uint16, "I": np.int32, "RGB": np.uint8, "RGBA": np.uint8}
+#: Pillow's names of stored grey values of 1, 2, 4 and 8 bits, and with an I of inverted ones.
+_GREY_LAYOUT = re.compile(r"[L1](?:;(?P<bits>2|4))?(?P<flags>;?I?R?)")
 _pillow_lock = threading.Lock()
 
 
@@ -201,8 +206,9 @@ class PictureLabels(DecodedFile[Pixels]):
         num_same = sum(_frame_size(picture, number) == picture.size for number in range(1, num_frames))
         if num_same:
             raise InputError(f"cannot read labels from {self.path}: it has {num_same + 1} images of {size}. Give the one that is the mask.")
+        layout = _layout(picture)
         pixels: npt.NDArray[Any] = np.asarray(picture).astype(dtype, copy=False)
-        return pixels
+        return pixels if layout is None else _stored(pixels, layout, largest=1 if picture.mode == "1" else 255)
 
     def _describe(self, handle: Pixels) -> ImageFacts:
         height, width, num_channels = handle.shape
@@ -216,6 +222,25 @@ class PictureLabels(DecodedFile[Pixels]):
 
     def _read(self, handle: Pixels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         return handle[y : y + h, x : x + w].copy()
+
+
+def _layout(picture: Any) -> re.Match[str] | None:
+    """Layout of the stored values of a picture that is not decoded yet; None if Pillow returns them as they are stored."""
+    arguments = picture.tile[0][3] if picture.tile and picture.mode in ("L", "1") else None
+    name = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    return _GREY_LAYOUT.fullmatch(name) if isinstance(name, str) else None
+
+
+def _stored(pixels: npt.NDArray[Any], layout: re.Match[str], *, largest: int) -> npt.NDArray[Any]:
+    """Stored values of grey pixels, which Pillow scales to ``largest`` and turns so that 0 is black.
+
+    >>> _stored(np.array([0, 85, 255], np.uint8), _GREY_LAYOUT.fullmatch("L;2"), largest=255).tolist()
+    [0, 1, 3]
+    """
+    values = largest - pixels if "I" in layout["flags"] else pixels
+    step = 255 // (2 ** int(layout["bits"]) - 1) if layout["bits"] else 1
+    stored: npt.NDArray[Any] = values // step
+    return stored
 
 
 def _frame_size(picture: Any, number: int) -> Size:

@@ -122,6 +122,11 @@ class Slide(LevelledImage):
         return 3
 
     @property
+    def dtype(self) -> np.dtype[np.uint8]:
+        """uint8."""
+        return np.dtype(np.uint8)
+
+    @property
     def level_dimensions(self) -> tuple[tuple[int, int], ...]:
         """(width, height) of each level, in px."""
         return self._read_facts().level_dimensions[self.level :]

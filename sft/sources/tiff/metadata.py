@@ -25,11 +25,11 @@ from sft.common.untrusted.xml_files import XmlError, parse_xml
 from sft.sources.image import StatedResolution, dtype_range, valid_mpp
 from sft.sources.readers.remote import remote_path
 
-__all__ = ["GeoTags", "read_channel_names", "read_geo_tags", "read_resolution"]
+__all__ = ["PLACE_TAGS", "GeoTags", "has_colour_table_beside", "read_channel_names", "read_geo_tags", "read_resolution"]
 
 _GDAL_METADATA, _NODATA = 42112, 42113
 #: Tags of a place on a map: GeoKeys, size of a pixel, transformation.
-_PLACE_TAGS = (34735, 33550, 34264)
+PLACE_TAGS = (34735, 33550, 34264)
 #: Byte orders by the first two bytes of a file.
 _ORDERS = {b"II": "<", b"MM": ">"}
 #: Bytes of a text that is believed to be a number.
@@ -80,6 +80,18 @@ def read_geo_tags(path: Path) -> GeoTags:
         return GeoTags()
 
 
+def has_colour_table_beside(path: Path) -> bool:
+    """True if GDAL's metadata in the file next to a TIFF (``a.tif.aux.xml``) have a colour table, as GIS programs save it.
+
+    A file that cannot be read has none: it is not part of the image.
+    """
+    try:
+        root = parse_xml(path.with_name(f"{path.name}.aux.xml").read_bytes())
+    except (OSError, XmlError):
+        return False
+    return root.tag == "PAMDataset" and next(root.iter("ColorTable"), None) is not None
+
+
 def _read_tags(file: BinaryIO) -> GeoTags:
     order = _ORDERS.get(file.read(2))
     if order is None:
@@ -98,7 +110,7 @@ def _read_tags(file: BinaryIO) -> GeoTags:
     is_geo, nodata = False, None
     for _ in range(min(num_tags, _MAX_TAGS)):
         tag, _, count, value = _unpack(file, order + entry_form)
-        is_geo |= tag in _PLACE_TAGS
+        is_geo |= tag in PLACE_TAGS
         if tag == _NODATA and 0 < count <= _MAX_TEXT_BYTES:
             place = file.tell()
             if count > len(value):

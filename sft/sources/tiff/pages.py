@@ -5,8 +5,9 @@
   is chosen with ``at``.
 - *Files that OpenSlide reads otherwise are refused* with a `NotTiledError`, and `sft.sources.open_image` then takes OpenSlide: alpha,
   palettes, CMYK, and vendors with tiles that overlap or are placed by a table.
-- *Content that would be misread is refused* with a `SourceError`: rotated images, several images of one size without a description of
-  their axes, pixels in another file, missing directories, internal masks.
+- *Content that would be misread is refused* with a `SourceError`: samples of 1, 2, 4 or 12 bits, grey values with a colour table, colour
+  tables of GeoTIFFs, rotated images, several images of one size without a description of their axes, pixels in another file, missing
+  directories, internal masks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from sft.common.errors import InputError, SourceError
 from sft.sources.normalize import PIXEL_DTYPES
+from sft.sources.tiff.metadata import PLACE_TAGS
 
 __all__ = ["JPEG", "YCBCR", "LevelPages", "NotTiledError", "select_levels"]
 
@@ -30,6 +32,7 @@ YCBCR = 6
 #: photometric interpretations that are read as they are
 _GREY, _RGB, _PALETTE = 1, 2, 3
 _APERIO_YCBCR = 33003
+_COLOUR_MAP = 320
 #: bit of the kind of a page (NewSubfileType) that makes it a mask of another
 _MASK_PAGE = 4
 #: planar configuration: a plane for each channel
@@ -220,8 +223,10 @@ def _check_level(path: Path, level: LevelPages, base: LevelPages, labels: bool) 
     reason = _decode_error(level, base, labels)
     if reason and page.dtype.itemsize > 1:
         raise SourceError(f"cannot read {path}: {reason}. Convert it to grey or RGB in tiles, with levels of the same type.")
-    if reason:
+    if reason and page.is_tiled:
         raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
+    if reason:
+        raise NotTiledError(f"cannot read {path}: {reason}. Convert it to grey (minisblack) or RGB; labels are read by open_labels.")
 
 
 def _unsupported_content(page: Any, labels: bool) -> str | None:
@@ -230,11 +235,43 @@ def _unsupported_content(page: Any, labels: bool) -> str | None:
     if page.dtype is None or (page.dtype.name not in PIXEL_DTYPES and page.dtype.kind != "b" and not is_label):
         sample_type, pixel_types = page.dtype or "of an unknown type", ", ".join(PIXEL_DTYPES)
         return f"its samples are {sample_type}; pixels are one of {pixel_types}. Convert it; labels are read by open_labels"
-    if page.dtype.itemsize > 1 and (page.bitspersample != 8 * page.dtype.itemsize or page.photometric not in (_GREY, _RGB)):
-        return f"its samples are {page.dtype} of {page.bitspersample} bits with colours {page.photometric!r}. Convert it to grey or RGB"
+    stored_bits = 8 * page.dtype.itemsize
+    if page.dtype.kind == "b" or page.bitspersample != stored_bits:
+        if labels and page.bitspersample < 8:
+            return None  # decoded by Pillow
+        bits = f"{page.bitspersample} bit{'s' if page.bitspersample > 1 else ''}"
+        masks = "" if labels else "; masks and label maps of up to 8 bits are read by open_labels"
+        return f"it has {bits} a sample, pixels have {stored_bits}. Convert it (gdal_translate -co NBITS={stored_bits}){masks}"
+    if not labels and (
+        (page.photometric == _PALETTE and any(tag in page.tags for tag in PLACE_TAGS))
+        or (page.photometric == _GREY and _has_colour_table(page))
+    ):
+        return (
+            "its values are indices of a colour table. Read labels with sft.sources.open_labels, convert it to RGB (gdal_translate -expand "
+            "rgb), or write grey values without the table"
+        )
+    if page.dtype.itemsize > 1 and page.photometric not in (_GREY, _RGB):
+        return f"its samples are {page.dtype} with colours {_name(page.photometric)}. Convert it to grey (minisblack) or RGB"
     if page.imagedepth != 1:
         return f"it has {page.imagedepth} planes in one image. Export that one which is needed"
     return None
+
+
+def _has_colour_table(page: Any) -> bool:
+    """True if a page of grey values has a table of colours, other than the ramp of grey."""
+    values = page.tags.valueof(_COLOUR_MAP)
+    if values is None:
+        return False
+    table = np.asarray(values).reshape(-1)
+    if table.size % 3 or not table.size:
+        return True
+    ramp = np.linspace(0, 65535, table.size // 3)
+    return bool((np.abs(table.reshape(3, -1) - ramp) > 256).any())
+
+
+def _name(value: Any) -> str:
+    """Name of a code of TIFF, such as a compression or a photometric interpretation."""
+    return str(getattr(value, "name", value)).lower()
 
 
 def _check_segments(path: Path, page: Any, each: Any) -> None:
@@ -269,9 +306,9 @@ def _decode_error(level: LevelPages, base: LevelPages, labels: bool) -> str | No
     if is_byte and any(int(kind) in _ALPHA for kind in page.extrasamples):
         return f"it has {samples} samples a pixel, one of them alpha"
     if page.compression in (6, _APERIO_YCBCR) or page.photometric not in (_GREY, _RGB, YCBCR):
-        return f"its compression is {page.compression!r} and its colours are {page.photometric!r}"
+        return f"its compression is {_name(page.compression)} and its colours are {_name(page.photometric)}"
     if page.photometric == YCBCR and (page.compression != JPEG or samples != 3):
-        return f"its colours are {page.photometric!r} in {page.compression!r}"
+        return f"its colours are {_name(page.photometric)} in {_name(page.compression)}"
     ratio = (first.imagewidth / page.imagewidth) / (first.imagelength / page.imagelength)
     if abs(ratio - 1) > max(0.02, 2 / page.imagewidth + 2 / page.imagelength):
         return f"an image of {page.imagewidth} x {page.imagelength} px is not a level of {first.imagewidth} x {first.imagelength} px"

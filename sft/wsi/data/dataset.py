@@ -38,7 +38,7 @@ from sft.tissue.mask import Box
 from sft.wsi.config import Config
 from sft.wsi.data.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.data.cache_budget import cache_budget
-from sft.wsi.data.label_maps import IGNORED_LABEL, align_labels, count_values, label_problem
+from sft.wsi.data.label_maps import IGNORED_LABEL, align_labels, count_values, label_problem, naming_settings
 from sft.wsi.data.pixel_values import as_picture, fixed_range, measured_range
 from sft.wsi.data.slides import OpenedSlide, make_thumbnail, open_slide
 from sft.wsi.data.stain import ColourTransferred, fit_macenko, fit_reinhard
@@ -180,18 +180,28 @@ class SlideDataset:
         is_annotated = record.mask is not None and is_annotation_file(record.mask)
         return ImageLabels(labels, values=None if is_annotated else self._config.data.mask_values)
 
+    @naming_settings()
     def _label_map(self, record: SlideRecord) -> Image:
         assert record.mask is not None  # the table was read for segmentation
-        slide = self._open(record)
+        slide, data = self._open(record), self._config.data
         image, box = self._view_of(record, slide)
         labels: Image
         if is_annotation_file(record.mask):
             classes = {name: index for index, name in enumerate(self._config.task.classes or ())} | {_IGNORED_CLASS: IGNORED_LABEL}
-            layers = read_annotations(record.mask, classes, required=False, georeference=RasterView(slide.whole).georeference)
-            labels = AnnotationLabels(layers, width_px=image.width_px, height_px=image.height_px, scale=slide.scale)
+            layers = read_annotations(
+                record.mask,
+                classes,
+                required=False,
+                ignore_others=data.ignore_other_classes,
+                georeference=RasterView(slide.whole).georeference,
+                column=data.mask_column,
+                crs=data.mask_crs,
+            )
+            size = {"width_px": image.width_px, "height_px": image.height_px}
+            labels = AnnotationLabels(layers, **size, scale=slide.scale, name=str(record.mask))
         else:
             labels = align_labels(
-                open_label_image(record.mask, channel=self._config.data.mask_channel),
+                open_label_image(record.mask, channel=data.mask_channel),
                 slide_size=(slide.whole.width_px, slide.whole.height_px),
                 image_size=(image.width_px, image.height_px),
                 scale=slide.scale,
@@ -278,7 +288,8 @@ class SlideDataset:
     def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
         """Tissue area in px of the largest level; None for a run without masks."""
         if self._has_tissue_mask(record) and record.mask is not None:
-            return read_area(record.mask, slide.whole)
+            with naming_settings():
+                return read_area(record.mask, slide.whole, crs=self._config.data.mask_crs)
         if self._config.data.tissue == "none":
             return None
         if record.name not in self._masks:

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sft.common.errors import InputError
 from sft.sources import label_cells
 from sft.sources.image import Image, Raster, Size, read_strips
 from sft.sources.readers.label_images import CellView
 
-__all__ = ["IGNORED_LABEL", "absent_classes", "align_labels", "count_values", "label_problem", "values_text"]
+__all__ = ["IGNORED_LABEL", "absent_classes", "align_labels", "count_values", "label_problem", "naming_settings", "values_text"]
 
 #: Value of pixels that count for nothing.
 IGNORED_LABEL = 255
@@ -34,6 +36,29 @@ _MAX_COUNTED = 1 << 16
 _MAX_LISTED = 20
 #: Distinct values of a label map at most; more are not labels.
 _MAX_VALUES = 4096
+#: Remedies of the readers of label maps, which are arguments in Python, and the settings of a run that have their effect.
+_SETTINGS = (
+    ("Name each class; ignore_others=True leaves them out", "Name each in task.classes; data.ignore_other_classes: true leaves them out"),
+    ("column= chooses the one with the class", "data.mask_column chooses the one with the class"),
+    ("Choose one: column=.", "Choose one: data.mask_column."),
+    ('Choose crs="OGC:CRS84" or crs="pixels"', "Set data.mask_crs to OGC:CRS84 or to pixels"),
+    (
+        "Choose channel=0 (in PANDA the label is in red), or give colours={(r, g, b): label}; or save one channel of it",
+        "Set data.mask_channel: 0 (in PANDA the label is in red), or save one channel of it",
+    ),
+)
+
+
+@contextmanager
+def naming_settings() -> Iterator[None]:
+    """Context in which errors of a label map or of annotations name settings of a run in place of arguments."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error)
+        for argument, setting in _SETTINGS:
+            text = text.replace(argument, setting)
+        raise InputError(text) from error
 
 
 def align_labels(labels: Raster, *, slide_size: Size, image_size: Size, scale: tuple[float, float], name: str) -> Image:

@@ -19,6 +19,7 @@ from PIL import Image as PillowImage
 from sft.common.errors import InputError, SftError
 from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
+from sft.sources.labels import size_problem
 from sft.sources.readers.label_images import open_label_image
 from sft.sources.views import RasterView
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
@@ -58,21 +59,26 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
         raise type(error)(f"cannot read mask {path}: {error} Give a .npy file or an image of integers [height, width].") from error
 
 
-def read_area(path: Path, slide: Raster) -> TissueArea:
+def read_area(path: Path, slide: Raster, *, crs: str | None = None) -> TissueArea:
     """A mask file of a slide, in px of its largest level.
 
+    Args:
+        path: of a picture, ``.npy`` or GeoJSON file.
+        slide: its largest level.
+        crs: coordinate system of GeoJSON, in place of the file's; see `sft.tissue.read_geojson`. Default: `None`
+
     Raises:
-        InputError: it has channels, or its sides have another ratio than the slide's, by more than one px of the mask.
+        InputError: it has channels, or its size is that of no resolution of the slide (`sft.sources.labels.size_problem`).
         SourceError: it cannot be read, or a library for it is missing.
     """
     if path.suffix.lower() in _GEOJSON:
-        return read_geojson(path, georeference=RasterView(slide).georeference)
+        return read_geojson(path, georeference=RasterView(slide).georeference, crs=crs)
     mask, width_px, height_px = read_mask(path), slide.width_px, slide.height_px
-    scale = width_px / mask.shape[1], height_px / mask.shape[0]
-    if abs(scale[0] / scale[1] - 1) > 1 / min(mask.shape):
+    problem = size_problem((mask.shape[1], mask.shape[0]), (width_px, height_px))
+    if problem is not None:
         raise InputError(
-            f"mask {path} of {mask.shape[1]} x {mask.shape[0]} px for {slide!r} of {width_px} x {height_px} px: the sides have another "
-            "ratio. Give the mask of this slide."
+            f"mask {path} of {mask.shape[1]} x {mask.shape[0]} px for {slide!r} of {width_px} x {height_px} px: {problem}. Give the mask "
+            "of this slide."
         )
     return TissueMask(pixels=_resample_mask(mask != 0, width_px, height_px), width_px=width_px, height_px=height_px)
 

@@ -14,7 +14,7 @@ import torch
 
 from sft import BudgetError, InputError, SourceError
 from sft.common.interval import Interval
-from sft.sources import ArrayImage, ImageLabels, open_labels
+from sft.sources import ArrayImage, ImageLabels, open_image, open_labels
 
 tifffile = pytest.importorskip("tifffile")
 pillow = pytest.importorskip("PIL.Image")
@@ -115,18 +115,20 @@ def test_labels_of_another_resolution(size: tuple[int, int], tmp_path: Path) -> 
     assert np.array_equal(labels_of(source, 33, 50), labels[rows][33:50, columns])
     with pytest.raises(InputError, match="the sides have another ratio"):
         open_labels(tmp_path / "tiled.tif", like=ArrayImage(np.zeros((70, 190, 3), np.uint8)))
+    with pytest.raises(InputError, match=r"1 x 1 px, its slide 90 x 70 px.*one pixel states no resolution"):
+        open_labels(_write(tmp_path / "one.npy", labels[:1, :1]), like=image)
 
 
-def _grey_png(path: Path, width: int, height: int, value: int = 0) -> Path:
-    """A PNG of one value, written without its pixels in memory."""
+def _grey_png(path: Path, width: int, height: int, value: int = 0, bits: int = 8) -> Path:
+    """A PNG of one byte, written without its pixels in memory."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     compressor = zlib.compressobj(1)
-    row = bytes([0]) + bytes([value]) * width
+    row = bytes([0]) + bytes([value]) * (width * bits // 8)
     body = b"".join(compressor.compress(row) for _ in range(height)) + compressor.flush()
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b""))
     return path
 
@@ -139,6 +141,75 @@ def test_pictures_above_pillows_limit_monailabel_1230(tmp_path: Path, monkeypatc
     assert pillow.MAX_IMAGE_PIXELS == 1000
     with pytest.raises(BudgetError, match=r"the picture is decoded at once, into 58\.59 KiB; the host budget is 32\.00 KiB"):
         open_labels(path, host_budget_bytes="32KiB")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("name", ["tiled.tif", "strips.tif", "white.tif", "grey.png"])
+def test_stored_values_of_a_few_bits(name: str, bits: int, tmp_path: Path) -> None:
+    """Pillow scales them to 255, which counts as ignored, and turns those with white as 0."""
+    path, labels = tmp_path / name, _map(shape=(40, 48)) % 2**bits
+    if name == "grey.png":
+        _grey_png(path, 48, 40, value=0b01100011, bits=bits)
+        labels = np.tile(
+            np.unpackbits(np.array([0b01100011], np.uint8)).reshape(-1, bits) @ (1 << np.arange(bits)[::-1]), (40, 48 * bits // 8)
+        )
+    else:
+        rasterio = pytest.importorskip("rasterio")
+        options: dict[str, Any] = {"tiled": True, "blockxsize": 16, "blockysize": 16} if name == "tiled.tif" else {}
+        photometric = "MINISWHITE" if name == "white.tif" else "MINISBLACK"
+        profile = {
+            "driver": "GTiff",
+            "width": 48,
+            "height": 40,
+            "count": 1,
+            "dtype": "uint8",
+            "transform": rasterio.Affine(2, 0, 9, 0, -2, 9),
+        }
+        with rasterio.open(path, "w", **profile, nbits=bits, photometric=photometric, **options) as file:
+            file.write(labels, 1)
+        word = "bit" if bits == 1 else "bits"
+        with pytest.raises(SourceError, match=rf"it has {bits} {word} a sample, pixels have 8\. Convert it \(gdal_translate -co NBITS=8\)"):
+            open_image(path)
+    assert np.array_equal(labels_of(open_labels(path)), labels)
+
+
+def test_boolean_arrays_and_inverted_grey(tmp_path: Path) -> None:
+    labels = _map()
+    tifffile.imwrite(tmp_path / "bool.tif", labels > 2)
+    tifffile.imwrite(tmp_path / "white.tif", labels, photometric="miniswhite")
+    assert np.array_equal(labels_of(open_labels(tmp_path / "bool.tif")), labels > 2)
+    assert np.array_equal(labels_of(open_labels(tmp_path / "white.tif")), labels)
+    with pytest.raises(SourceError, match="it has 1 bit a sample"):
+        open_image(tmp_path / "bool.tif")
+    with pytest.raises(SourceError, match=r"its colours are miniswhite\. Convert it to grey"):
+        open_image(tmp_path / "white.tif")
+
+
+@pytest.mark.parametrize("kind", ["tag", "ramp", "geo palette", "aux.xml"])
+def test_grey_values_with_a_colour_table(kind: str, tmp_path: Path) -> None:
+    """Indices of colours are no grey values; a table that is the ramp of grey changes nothing."""
+    path, labels = tmp_path / "a.tif", _map()
+    colours = np.tile(np.linspace(0, 65535, 256).astype(np.uint16), (3, 1))
+    if kind != "ramp":
+        colours[1:, 5] = 0
+    photometric = "palette" if kind == "geo palette" else "minisblack"
+    tags: list[Any] = [] if kind in ("aux.xml", "geo palette") else [(320, "H", 768, colours.reshape(-1).tolist(), True)]
+    if kind == "geo palette":
+        tags.append((33550, "d", 3, (1.0, 1.0, 0.0), True))
+    options = {"colormap": colours} if kind == "geo palette" else {}
+    tifffile.imwrite(path, labels, tile=(32, 32), photometric=photometric, metadata=None, extratags=tags, **options)
+    if kind == "aux.xml":
+        text = '<PAMDataset><PAMRasterBand band="1"><ColorTable><Entry c1="9" c2="0" c3="0"/></ColorTable></PAMRasterBand></PAMDataset>'
+        (tmp_path / "a.tif.aux.xml").write_text(text)
+    assert np.array_equal(labels_of(open_labels(path)), labels)
+    if kind == "ramp":
+        assert np.array_equal(open_image(path).read(0, 0, 90, 70)[..., 0], labels)
+    else:
+        with pytest.raises(SourceError, match=r"a\.tif.*its values are indices of .* colour table"):
+            open_image(path)
+    (tmp_path / "a.tif.aux.xml").write_text("<PAMDataset>")
+    if kind == "aux.xml":
+        assert np.array_equal(open_image(path).read(0, 0, 90, 70)[..., 0], labels), "statistics of a GIS, or no XML"
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import sft
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.sources import ArrayImage, Cropped, ImageLabels, LabelSource
-from sft.tissue import Regions
+from sft.tissue import Regions, TissueMask
 from sft.wsi.data.label_maps import absent_classes, align_labels, count_values, label_problem, values_text
-from sft.wsi.data.tissue import area_bounding_box, read_mask
+from sft.wsi.data.tissue import area_bounding_box, read_area, read_mask
 from sft.wsi.data.transforms import Turned
 from tests.helpers.wsi import real_pixels, tissue_places, write_config, write_slide, write_table
 from tests.helpers.wsi import run_wsi as main
@@ -228,10 +228,20 @@ def test_label_maps_of_any_resolution_follow_one_rule(shape: tuple[int, int], la
             assert source.repeated_rows(Interval(0, truth.shape[1])).tolist() == same
 
 
-@pytest.mark.parametrize("shape", [(101, 37), (37, 50), (26, 26), (1, 75), (12, 7)])
-def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(InputError, match="the sides have another ratio"):
+@pytest.mark.parametrize("shape", [(101, 37), (37, 50), (26, 26), (1, 75), (12, 7), (1, 1)])
+def test_label_maps_of_another_ratio_are_refused(shape: tuple[int, int], tmp_path: Path) -> None:
+    problem = "one pixel states no resolution" if shape == (1, 1) else "the sides have another ratio"
+    with pytest.raises(InputError, match=rf"{shape[1]} x {shape[0]} px, its slide 75 x 101 px, .*{problem}"):
         align_labels(ArrayImage(np.zeros(shape, np.uint8)), slide_size=(75, 101), image_size=(37, 50), scale=(2.0, 2.0), name="m")
+    np.save(tmp_path / "tissue.npy", np.ones(shape, np.uint8))
+    slide = ArrayImage(np.zeros((101, 75, 3), np.uint8))
+    with pytest.raises(InputError, match=rf"{shape[1]} x {shape[0]} px for .* of 75 x 101 px: {problem}"):
+        read_area(tmp_path / "tissue.npy", slide)
+    Image.fromarray(np.full(shape, 255, np.uint8)).save(tmp_path / "tissue.png")
+    with pytest.raises(InputError, match=rf"for a slide of 75 x 101 px: {problem}"):
+        TissueMask.load_png(tmp_path / "tissue.png", width_px=75, height_px=101)
+    with pytest.raises(InputError, match=rf"of 75 x 101 px for {shape[1]} x {shape[0]} px: {problem}"):
+        TissueMask(pixels=np.ones((1, 1), bool), width_px=75, height_px=101).at(shape[1], shape[0])
 
 
 def test_a_run_takes_label_maps_of_a_lower_resolution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +280,12 @@ def test_a_run_takes_annotations_and_panda_masks(tmp_path: Path, capsys: pytest.
     assert main(["train", "--config", str(config), "--dry-run"]) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert "1 annotations are of other classes, such as 'Tumour'. Its 1 annotations are 'Tumour' (1)" in told
+    assert "Name each in task.classes; data.ignore_other_classes: true leaves them out" in told
+    main(["train", "--config", str(config), "--dry-run", "--data.ignore_other_classes", "true"])
+    assert "1 problem - no train" in " ".join(capsys.readouterr().err.split()), "the one map of training has no annotation left"
+    _annotated(tmp_path, [(70, 8), (90, 8), (90, 30)], "tum", 0)
+    assert main(["train", "--config", str(config), "--dry-run"]) == 1
+    assert "m0.geojson on an image of 64 x 64 px: all 1 polygons are outside of the image" in " ".join(capsys.readouterr().err.split())
     labels = np.zeros((32, 32, 3), np.uint8)
     labels[8:24, 8:24, 0] = 1
     for number, entry in enumerate(rows):
@@ -277,5 +293,5 @@ def test_a_run_takes_annotations_and_panda_masks(tmp_path: Path, capsys: pytest.
         entry["mask"] = f"r{number}.tif"
     table = write_table(tmp_path / "panda.csv", rows)
     assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"])), "--dry-run"]) == 1
-    assert "it has 3 channels. Choose channel=0" in " ".join(capsys.readouterr().err.split())
+    assert "it has 3 channels. Set data.mask_channel: 0" in " ".join(capsys.readouterr().err.split())
     assert main(["train", "--config", str(_config(tmp_path, table, ["back", "tum"], mask_channel=0)), "--dry-run"]) == 0

@@ -71,6 +71,7 @@ class StepRecord:
         num_kernel_operators: operators that kernels run.
         replays_passes: true if both passes are replayed as CUDA graphs.
         modelled_seconds: seconds of the plan in the planner's time model.
+        planning_seconds: seconds of capturing, planning and trials of workspaces; other cases may plan at the same time.
     """
 
     name: str
@@ -91,6 +92,7 @@ class StepRecord:
     num_kernel_operators: int = 0
     replays_passes: bool = False
     modelled_seconds: float = 0.0
+    planning_seconds: float = 0.0
 
     def flag(self, status: str, note: str) -> None:
         """Lower the status, and add the reason."""
@@ -165,7 +167,9 @@ def _time_step(
         reserved_before += reserved_bytes(device) - without_plain
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
+    started = time.perf_counter()
     net: Any = compiled(case, model, x, case.options(record.backend), plain_bytes)
+    record.planning_seconds = time.perf_counter() - started
     if 1 < budget_bytes < net.plan.budget_bytes:
         record.note = f"smallest budget with a plan, {format_bytes(net.plan.budget_bytes)} in place of {format_bytes(budget_bytes)}"
     if options.prepare:
@@ -276,7 +280,7 @@ def step_table(records: Sequence[StepRecord]) -> str:
         "projected",
         "eager",
     )
-    more = ("reserved / projected", "FLOPs / plain", "kernels", "CUDA graphs", "note")
+    more = ("reserved / projected", "FLOPs / plain", "kernels", "CUDA graphs", "planning s", "note")
     lines = ["| " + " | ".join((*heads, *more)) + " |", "| --- " * (len(heads) + len(more)) + "|"]
     for r in records:
 
@@ -297,6 +301,7 @@ def step_table(records: Sequence[StepRecord]) -> str:
             f"{r.redundancy:.3f}" if r.redundancy else "",
             str(r.num_kernel_operators),
             "yes" if r.replays_passes else "",
+            f"{r.planning_seconds:.1f}" if r.planning_seconds else "",
             note,
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -378,7 +383,11 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
     ]
     if options.together:
         runs = [functools.partial(_run_process, case, name, backend, device, options) for case, name, backend in wanted]
-        done: Iterator[StepRecord] = run_in_processes(runs, options.minutes)
+
+        def report(number: int, state: str, seconds: float) -> None:
+            print(f"{seconds:5.0f} s  {state:8} {wanted[number][0].name}, {', '.join(wanted[number][1:])}", file=sys.stderr, flush=True)
+
+        done: Iterator[StepRecord] = run_in_processes(runs, options.minutes, report)
     else:
         done = (run_step(case, name, backend, device, options) for case, name, backend in wanted if not deadline.is_over)
     for record in done:

@@ -57,12 +57,15 @@ def _work(run: Callable[[Turns], Any], number: int, queue: Any, eager: Any, gran
     queue.put((number, run(Turns(eager=eager, timed=_Turn(number, queue, granted)))))
 
 
-def run_in_processes(runs: Sequence[Callable[[Turns], Any]], minutes: float | None) -> Iterator[Any]:
+def run_in_processes(
+    runs: Sequence[Callable[[Turns], Any]], minutes: float | None, report: Callable[[int, str, float], None]
+) -> Iterator[Any]:
     """Records of cases, in the order in which they end.
 
     Args:
         runs: one function for each case, which a process can import; it returns the record, whatever goes wrong.
         minutes: time limit; cases that have not ended by then have no record. ``None`` for no limit.
+        report: called with the number of a case, its new state and the seconds since the start.
     """
     context = multiprocessing.get_context("spawn")
     queue, eager = context.Queue(), context.Lock()
@@ -80,6 +83,7 @@ def run_in_processes(runs: Sequence[Callable[[Turns], Any]], minutes: float | No
                 return
             with contextlib.suppress(Empty):
                 number, record = queue.get(timeout=0.2)
+                report(number, "planned" if record is None else "ended", passed)
                 if record is None:
                     planned.add(number)
                 else:
@@ -93,6 +97,7 @@ def run_in_processes(runs: Sequence[Callable[[Turns], Any]], minutes: float | No
             all_planned = len(planned | ended) == len(runs)
             if current is None and waiting and (all_planned or (minutes is not None and passed > 60 * minutes * _PLANNING_PART)):
                 current = min(waiting)
+                report(current, "timed", passed)
                 granted[current].set()
     finally:
         for process in processes:

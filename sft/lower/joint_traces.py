@@ -406,7 +406,7 @@ def trace_pointwise(target: str, arguments: BitwiseKey, keywords: BitwiseKey, dt
     return trace_joint(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [ArgumentSpec(TINY_SHAPE, dtype, True)])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def trace_whole(
     target: str,
     arguments: BitwiseKey,

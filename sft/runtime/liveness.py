@@ -11,7 +11,7 @@ from sft.analysis.ir.graph import Graph
 from sft.lower.context import SegmentInfo
 from sft.runtime.machine import Buffer, Gradients, Machine, ProgramOps, ValueBindings
 from sft.runtime.moves import SegmentSchedule, default_schedule, last_uses
-from sft.runtime.offload import copy_schedule_error, value_lifetimes
+from sft.runtime.offload import copy_schedule_error, value_uses
 
 __all__ = ["Liveness", "Segment"]
 
@@ -167,7 +167,11 @@ class Liveness:
             self.schedule, self.reads_from_outside, backward_reads, self.writes, self.last_uses, self.movable, self.saving_segments
         )
 
-    def value_lifetimes(self, ops: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
-        """Lifetimes of the targets that may be offloaded, in a schedule without copies; see `sft.runtime.offload.value_lifetimes`."""
+    def value_uses(self, ops: SegmentSchedule) -> dict[str, list[list[int]]]:
+        """Uses of the targets that may be offloaded, in a schedule without copies; see `sft.runtime.offload.value_uses`."""
         backward_reads = self._backward_reads(through_residuals=True)
-        return value_lifetimes(ops, self.reads_from_outside, backward_reads, self.writes, self.movable, self.saving_segments)
+        return value_uses(ops, self.reads_from_outside, backward_reads, self.writes, self.movable, self.saving_segments)
+
+    def value_lifetimes(self, ops: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
+        """Positions of the ops that write such a target and read it last, once for each write."""
+        return {target: [(uses[0], uses[-1]) for uses in each] for target, each in self.value_uses(ops).items()}

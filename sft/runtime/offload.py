@@ -21,7 +21,7 @@ from sft.runtime.moves import ScheduleOp
 if TYPE_CHECKING:
     from sft.runtime.machine import Buffer
 
-__all__ = ["HostArena", "OffloadOps", "OffloadState", "OffloadedValue", "copy_schedule_error", "value_lifetimes"]
+__all__ = ["HostArena", "OffloadOps", "OffloadState", "OffloadedValue", "copy_schedule_error", "value_uses"]
 
 _ALIGNMENT_BYTES = 256
 
@@ -160,19 +160,19 @@ class OffloadState:
                 machine.release(copy)
 
 
-def value_lifetimes(
+def value_uses(
     ops: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     backward_reads: Sequence[Collection[str]],
     writes: Sequence[Collection[str]],
     movable: Collection[str],
     saving_segments: Collection[int],
-) -> dict[str, list[tuple[int, int]]]:
-    """Positions of the ops that write a target and read it last, once for each write, by target.
+) -> dict[str, list[list[int]]]:
+    """Positions of the ops that write a target, and then read it, once for each write, by target.
 
     Args: as for :func:`copy_schedule_error`; the ops contain no copies.
     """
-    lifetimes: dict[str, list[tuple[int, int]]] = {}
+    uses: dict[str, list[list[int]]] = {}
     for position, op in enumerate(ops):
         residuals = f"{op.segment}+"
         read: Collection[str] = ()
@@ -183,12 +183,12 @@ def value_lifetimes(
             written += [residuals] if op.keep and op.segment in saving_segments else []
         elif op.kind == "backward":
             read = (*backward_reads[op.segment], residuals)
-        for target in read:
-            if target in lifetimes:
-                lifetimes[target][-1] = (lifetimes[target][-1][0], position)
+        for target in dict.fromkeys(read):
+            if target in uses:
+                uses[target][-1].append(position)
         for target in written:
-            lifetimes.setdefault(target, []).append((position, position))
-    return lifetimes
+            uses.setdefault(target, []).append([position])
+    return uses
 
 
 def copy_schedule_error(

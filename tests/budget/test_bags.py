@@ -102,6 +102,20 @@ def test_attention_over_all_tokens_of_an_image() -> None:
     assert "tokens" in plan.explain(full=False)
 
 
+def test_tokens_of_idle_blocks_on_the_host() -> None:
+    """Device memory of a transformer whose idle values wait on the host: equal for any depth but for the gradients of parameters."""
+    token_bytes, options = 577 * 16 * 4, sft.Options(host_budget="1GiB")
+    above_gradients = []
+    for depth in (2, 4):
+        model, shape = ImageTransformer(16, 2, depth, 4, (24, 24)), (1, 3, 96, 96)
+        with pytest.raises(sft.BudgetError) as refusal:
+            sft.plan(model, shape, budget=1, options=options)
+        plan = sft.plan(model, shape, budget=refusal.value.needed_bytes, options=options)
+        assert plan.host_bytes >= 2 * token_bytes and plan.redundancy < 1.4
+        above_gradients.append(plan.projected_peak_bytes - sum(4 * parameter.numel() for parameter in model.parameters()))
+    assert above_gradients[1] == above_gradients[0] <= 13 * token_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "least_mib", "plain_mib"), [("fused", 16.0, 75.1), ("softmax", 26.0, 2361.0)])
 def test_attention_over_4096_tokens(form: AttentionForm, least_mib: float, plain_mib: float) -> None:

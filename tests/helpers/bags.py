@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from harness.bags import AttentionBag, VisionTransformer
 
 from sft.planner.cost.roofline import DeviceRates
-from sft.planner.materialize import ProjectedPlan
+from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.problem import PlanningProblem
 from sft.planner.search import auto
+from sft.planner.search.idle_values import idle_gaps, with_copies
 from sft.planner.search.samples import SamplePlans
 from sft.planner.search.window_plans import WindowPlans, has_window_runs
 
-__all__ = ["AttentionBag", "VisionTransformer", "take_samples", "take_windows"]
+__all__ = ["AttentionBag", "Copies", "VisionTransformer", "take_samples", "take_windows"]
+
+#: Copies of idle values to the host: none, those that overlap with computation, or those that free most memory.
+Copies = Literal["none", "ahead", "tight"]
 
 
 def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int, num_checkpoints: int = 0) -> None:
@@ -27,14 +33,27 @@ def take_samples(monkeypatch: pytest.MonkeyPatch, num_samples: int, num_checkpoi
 
 
 def take_windows(
-    monkeypatch: pytest.MonkeyPatch, num_windows: int, height: int = 0, num_checkpoints: int = 0, *, repeats: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    num_windows: int,
+    height: int = 0,
+    num_checkpoints: int = 0,
+    *,
+    repeats: bool = False,
+    copies: Copies = "none",
 ) -> None:
-    """Let every search return the plan of so many windows at a time, with this strip height of the grid and checkpoints within a chunk."""
+    """Let every search return the plan of so many windows at a time, with this strip height of the grid and checkpoints within a chunk.
+
+    With copies, all values that wait for their next use wait on the host.
+    """
 
     def fastest(search: auto.AutoSearch, room_bytes: int) -> ProjectedPlan:
         assert has_window_runs(search._problem), "the model has no windows"
         grid = next(auto.candidate_grids(search._problem, Options(), DeviceRates("cpu")))
         plans, strips = WindowPlans(grid, DeviceRates("cpu")), min(height, len(grid.axes.strip_rows) - 1)
-        return plans.plan(num_windows, strips, 0, num_checkpoints, repeats=repeats)
+        plan = plans.plan(num_windows, strips, 0, num_checkpoints, repeats=repeats)
+        gaps = [gap for each in idle_gaps(plan.region).values() for gap in each]
+        if copies == "none" or not gaps:
+            return plan
+        return materialize(search._problem, plan.choices, with_copies(plan.region.schedule, gaps, ahead=copies == "ahead"))
 
     monkeypatch.setattr(auto.AutoSearch, "fastest", fastest)

@@ -7,6 +7,9 @@ more backward. Operators that exchange rows of windows run untiled between them.
 
 **Queries, keys and values** cross from one run to the next, beside the residual stream. To keep the latter alone, the end of a run that
 computes them is a segment of its own, which also runs again before the backward pass of the attention that reads them.
+
+**On the host.** Where no such plan fits, and the host may be used, values between segments wait there for the backward pass
+(:mod:`sft.planner.search.idle_values`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from operator import itemgetter
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS
 from sft.analysis.tiling.window_runs import WindowStage
 from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
+from sft.planner.search.idle_values import fewest_offloaded, smallest_offloaded
 from sft.planner.search.samples import MIN_UNTILED_SHARE, NUM_CHECKPOINTS, cost_of, largest_chunk
 from sft.planner.search.tiled import CandidateGrid
 from sft.runtime.moves import LOSS_OP, ScheduleOp, SegmentSchedule
@@ -63,16 +68,33 @@ class WindowPlans:
         self._ends: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def smallest(self) -> list[ProjectedPlan]:
-        """The plans of one window at a time, in low strips; the smallest of them also with checkpoints within a window."""
-        strips = [(*each, repeats) for each in self._strips(lowest_first=True) for repeats in self._repeats]
+        """The plans of one window at a time, in low strips; the smallest of them also with checkpoints within a window, and those of
+        least memory with values on the host.
+        """
+        plans = self._smallest_on_device
+        bases = {plan.key: plan for plan in (min(plans, key=_peak_bytes), min(plans[: len(self._lowest_strips)], key=_peak_bytes))}
+        offloaded = (smallest_offloaded(self._problem, plan) for plan in bases.values() if self._may_offload)
+        return [*plans, *(plan for plan in offloaded if plan is not None)]
+
+    @cached_property
+    def _lowest_strips(self) -> list[tuple[int, int]]:
+        return self._strips(lowest_first=True)
+
+    @cached_property
+    def _smallest_on_device(self) -> list[ProjectedPlan]:
+        """These plans without values on the host; the first ones compute nothing again but the windows."""
+        strips = [(*each, repeats) for repeats in self._repeats for each in self._lowest_strips]
         plans = [self.plan(1, height, policy, repeats=repeats) for height, policy, repeats in strips]
         if self._problem.sized.training:
-            height, policy, repeats = strips[min(range(len(plans)), key=lambda index: plans[index].projection.peak_bytes)]
+            height, policy, repeats = strips[min(range(len(plans)), key=lambda index: _peak_bytes(plans[index]))]
             plans += [self.plan(1, height, policy, num_cuts, repeats=repeats) for num_cuts in NUM_CHECKPOINTS]
         return plans
 
     def cheapest(self, room_bytes: int, worse_than: float) -> tuple[float, ProjectedPlan] | None:
-        """The plan of the tallest strips, and then of most windows at a time, that fits and costs less than ``worse_than``."""
+        """The plan of the tallest strips, and then of most windows at a time, that fits and costs less than ``worse_than``.
+
+        Values wait on the host only where no other plan fits.
+        """
         max_projections = self._problem.limits.max_projections
         for repeats, strips in product(self._repeats, self._strips(lowest_first=False)):
             plan_of = partial(self._plan, strips, repeats=repeats)
@@ -80,10 +102,26 @@ class WindowPlans:
             cost = math.inf if plan is None else cost_of(plan, self._rates)
             if plan is not None and cost < worse_than:
                 return cost, plan
-        fitting = [plan for plan in self.smallest() if plan.projection.peak_bytes <= room_bytes]
+        fitting = [plan for plan in self._smallest_on_device if _peak_bytes(plan) <= room_bytes]
         costs = [(cost_of(plan, self._rates), plan) for plan in fitting]
-        best = min(costs, key=itemgetter(0), default=None)
+        best = min(costs, key=itemgetter(0), default=None) or self._cheapest_offloaded(room_bytes)
         return best if best is not None and best[0] < worse_than else None
+
+    def _cheapest_offloaded(self, room_bytes: int) -> tuple[float, ProjectedPlan] | None:
+        """The plan of fewest FLOPs that fits with values on the host, with its cost."""
+        bases = sorted(self._smallest_on_device, key=lambda plan: plan.projection.flops) if self._may_offload else ()
+        offloaded = (fewest_offloaded(self._problem, plan, room_bytes) for plan in bases)
+        plan = next((plan for plan in offloaded if plan is not None), None)
+        if plan is None:
+            return None
+        timeline = project_timeline(self._problem, plan.choices, plan.projection, self._rates)
+        return timeline.estimated_seconds * self._rates.flops_per_second, plan
+
+    @property
+    def _may_offload(self) -> bool:
+        """True if values may wait on the host for the backward pass."""
+        resources = self._problem.resources
+        return self._problem.sized.training and resources.host_budget_bytes != 0 and resources.weights is None
 
     @cached_property
     def _repeats(self) -> tuple[bool, ...]:
@@ -223,6 +261,10 @@ class WindowPlans:
         heights = sorted(axes.sampled, reverse=not lowest_first)
         policies = sorted({0, len(axes.policies) // 2})
         return [(height, policy) for height in heights[: self._problem.limits.num_smallest] for policy in policies]
+
+
+def _peak_bytes(plan: ProjectedPlan) -> int:
+    return plan.projection.peak_bytes
 
 
 def _stage_choice(stage: WindowStage, num_windows: int) -> SegmentChoice:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.helpers.bags import AttentionBag, take_samples, take_windows
+import sft
+from tests.helpers.bags import AttentionBag, Copies, take_samples, take_windows
 from tests.helpers.exactness import assert_exact
 from tests.helpers.transformers import AttentionForm, ImageTransformer
 
@@ -76,6 +77,18 @@ def test_queries_keys_and_values_are_computed_again(monkeypatch: pytest.MonkeyPa
     assert sum(segment.num_forwards == 2 for segment in report.plan.segments) >= 3
 
 
+@pytest.mark.parametrize("copies", ["ahead", "tight"])
+def test_keys_and_values_wait_on_the_host(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, values and the residual stream are on the host between the forward and the backward pass of a block."""
+    torch.manual_seed(0)
+    take_windows(monkeypatch, 4, copies=copies)
+    model = ImageTransformer(8, 2, 3, 4, (6, 5), dropout=0.2)
+    options = sft.Options(host_budget="1MiB")
+    report = assert_exact(model, torch.randn(1, 3, 24, 20), options=options, to_the_byte=True, steps=1)
+    token_bytes = 31 * 8 * 8
+    assert report.plan.host_bytes >= 3 * 4 * token_bytes and report.plan.redundancy < 1.36
+
+
 @settings(max_examples=3)
 @given(
     rows=st.integers(2, 5),
@@ -85,14 +98,15 @@ def test_queries_keys_and_values_are_computed_again(monkeypatch: pytest.MonkeyPa
     form=st.sampled_from(get_args(AttentionForm)),
     token=st.booleans(),
     repeats=st.booleans(),
+    copies=st.sampled_from(get_args(Copies)),
 )
 def test_any_chunk_of_any_tokens(
-    rows: int, columns: int, num_images: int, chunk: int, form: AttentionForm, token: bool, repeats: bool
+    rows: int, columns: int, num_images: int, chunk: int, form: AttentionForm, token: bool, repeats: bool, copies: Copies
 ) -> None:
     torch.manual_seed(0)
     model = ImageTransformer(8, 2, 1, 2, (rows, columns), form, token=token, dropout=0.1)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        take_windows(monkeypatch, chunk, repeats=repeats)
+        take_windows(monkeypatch, chunk, repeats=repeats, copies=copies)
         assert_exact(model, torch.randn(num_images, 3, 2 * rows, 2 * columns), steps=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -118,12 +119,101 @@ def test_refusals_are_one_line(budget: str, tmp_path: Path, capsys: pytest.Captu
     assert end.value.code == 1 and message.startswith("error: ") and message.count("\n") == 1 and budget in message
 
 
+class _BranchHead(nn.Module):
+    """A branch of a detector's head, with torchvision's names."""
+
+    def __init__(self, names: dict[str, int], num_anchors: int) -> None:
+        super().__init__()
+        self.num_classes = 3
+        self.conv = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU())
+        for name, size in names.items():
+            self.add_module(name, nn.Conv2d(6, num_anchors * size, 3, padding=1))
+
+
+class _Head(nn.Module):
+    """Head of RetinaNet, or with centreness of FCOS, written as torchvision writes it."""
+
+    def __init__(self, is_fcos: bool) -> None:
+        super().__init__()
+        centreness, self.num_anchors = ({"bbox_ctrness": 1}, 1) if is_fcos else ({}, 2)
+        self.classification_head = _BranchHead({"cls_logits": 3}, self.num_anchors)
+        self.regression_head: Any = _BranchHead({"bbox_reg": 4, **centreness}, self.num_anchors)
+
+    def forward(self, features: list[Tensor]) -> dict[str, Tensor]:
+        scores, boxes, is_fcos = self.classification_head, self.regression_head, self.num_anchors == 1
+        outputs: dict[str, list[Tensor]] = {}
+        for feature in features:
+            near = boxes.conv(feature)
+            regression = boxes.bbox_reg(near)
+            maps = {
+                "cls_logits": (scores.cls_logits(scores.conv(feature)), 3),  # type: ignore[operator]
+                "bbox_regression": (regression.relu() if is_fcos else regression, 4),
+                **({"bbox_ctrness": (boxes.bbox_ctrness(near), 1)} if is_fcos else {}),
+            }
+            for name, (values, size) in maps.items():
+                n, _, h, w = values.shape
+                values = values.view(n, -1, size, h, w).permute(0, 3, 4, 1, 2).reshape(n, -1, size)
+                outputs.setdefault(name, []).append(values)
+        return {name: torch.cat(columns, 1) for name, columns in outputs.items()}
+
+
+class _Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fpn = nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.ReLU()), _Levels()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        levels: dict[str, Tensor] = self.fpn(self.body(x))
+        return levels
+
+
+class _Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(6, 6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        fine = self.inner(x)
+        return {"0": fine, "pool": nn.functional.max_pool2d(fine, 1, 2)}
+
+
+def _assert_same_outputs(detector: Any, plain: Any, shape: tuple[int, int], budget: str) -> Any:
+    """Outputs of the head of a detector as the recipe compiles it, and the names of its weights, are those of the plain detector."""
+    names = list(detector.state_dict())
+    net = _recipe("detection").at_native_resolution(detector, budget)
+    assert list(detector.state_dict()) == names == list(plain.state_dict())
+    assert [id(value) for value in detector.parameters()] == [id(value) for value in dict(detector.named_parameters()).values()]
+    x = torch.rand(1, 3, *shape)
+    for is_training in (False, True):
+        ours, theirs = (each.train(is_training).head(list(each.backbone(x).values())) for each in (detector, plain))
+        assert list(ours) == list(theirs)
+        for name, values in theirs.items():
+            torch.testing.assert_close(ours[name], values, rtol=1e-4, atol=1e-5, msg=name)
+    return net
+
+
+@pytest.mark.parametrize("is_fcos", [False, True], ids=["retinanet", "fcos"])
+def test_a_head_in_the_compiled_part_of_a_detector(is_fcos: bool) -> None:
+    def make() -> nn.Module:
+        detector = nn.Module()
+        detector.backbone, detector.head = _Pyramid(), _Head(is_fcos)
+        detector.transform = nn.Module()
+        return detector
+
+    detector = seeded(make).float()
+    net = _assert_same_outputs(detector, copy.deepcopy(detector), (64, 48), "288KiB")
+    assert any(segment.mode == "tiled" for segment in net.plan_for((1, 3, 64, 48)).segments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["retinanet", "fcos"])
 def test_a_detector_at_native_resolution(kind: str) -> None:
     _libraries("torchvision")
-    comparison = _recipe("detection").main(["--detector", kind, "--height", "250", "--width", "200", "--budget", "256MiB"])
-    assert comparison.difference < 1e-4
+    recipe = _recipe("detection")
+    comparison = recipe.main(["--detector", kind, "--height", "250", "--width", "200", "--budget", "256MiB"])
+    assert comparison.difference < 1e-4 and comparison.sft_bytes < comparison.plain_bytes
+    detector = recipe.make_detector(kind)
+    _assert_same_outputs(detector, copy.deepcopy(detector), (128, 96), "1GiB")
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ class SimulatedMachine:
         host_memory: counter of the other bytes on the host (streamed cuts).
         staging: arena of the page-locked buffers of readers.
         transfer_bytes: bytes of the largest page-locked buffer of another copy.
+        num_known_rows: leading rows of outputs on the host that their consumer has already, as of an interrupted prediction.
     """
 
     memory: MemoryCounter = field(default_factory=MemoryCounter)
@@ -121,6 +122,7 @@ class SimulatedMachine:
     host_memory: MemoryCounter = field(default_factory=MemoryCounter)
     staging: HostArena = field(default_factory=HostArena)
     transfer_bytes: int = 0
+    num_known_rows: int = 0
 
     def caller(self) -> AbstractContextManager[None]:
         """Context of allocations by the code that calls the model: inputs, and gradients of outputs."""
@@ -199,7 +201,7 @@ class SimulatedMachine:
         self.note_transfer(source.num_bytes if rows is not None else min(source.num_bytes, FULL_READ_BYTES))
 
     def known_rows(self, host: Buffer) -> int:
-        return 0
+        return self.num_known_rows
 
     def read_output_grad(
         self, host: Buffer, target: Buffer, batch: Interval | None = None, rows: Interval | None = None, *_: Any, **__: Any

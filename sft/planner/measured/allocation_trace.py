@@ -208,15 +208,18 @@ class _RecordingMachine(SimulatedMachine):
         return [saved.values]
 
 
-def record_step(problem: PlanningProblem, region: Region, workspaces: Workspaces = _no_workspaces) -> AllocationTrace:
+def record_step(
+    problem: PlanningProblem, region: Region, workspaces: Workspaces = _no_workspaces, *, num_known_rows: int = 0
+) -> AllocationTrace:
     """Record one step of a plan.
 
     Args:
         problem: the planning problem.
         region: the plan's region.
         workspaces: workspace bytes of each program; none by default.
+        num_known_rows: leading rows of outputs on the host that are not computed: those of an interrupted prediction that is resumed.
     """
-    machine = _RecordingMachine(on_host=problem.resources.on_host, workspaces=workspaces)
+    machine = _RecordingMachine(on_host=problem.resources.on_host, workspaces=workspaces, num_known_rows=num_known_rows)
     run_step(problem, region, machine)
     return machine.recorder.trace()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from sft.common.memory import measure_peak
 from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
 from sft.lower.program import Program
 from sft.planner.materialize import ProjectedPlan
-from sft.planner.measured.allocation_trace import record_program, record_step
+from sft.planner.measured.allocation_trace import AllocationTrace, record_program, record_step
 from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
@@ -44,6 +44,10 @@ __all__ = ["GraphScope", "OverheadEstimator", "blas_workspace_bytes", "warn_abou
 _MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
 #: Unit that is recorded as a CUDA graph.
 GraphScope = Literal["passes", "strips"]
+#: Places of resumed predictions that are simulated: at least so many, and as many as have these events of a full step.
+_LEAST_STARTS, _RESUMED_EVENTS = 4, 40_000
+#: Dimension of rows in the shape of an image.
+_ROWS_DIM = 2
 _KIB = 2**10
 _MIB = 2**20
 
@@ -102,11 +106,27 @@ class OverheadEstimator:
         if (self._multiplies or segments is not None) and self.device is not None:  # a pool is entered with a handle of cuBLAS
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
-        memory = simulate_reserved_memory(trace, self.allocator, segments=segments, resident=resident)
+        # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
+        reserved_bytes = max(
+            simulate_reserved_memory(each, self.allocator, segments=segments, resident=resident).reserved_bytes
+            for each in (trace, *self._resumed_traces(problem, projected, len(trace.events)))
+        )
         projection = projected.projection
-        overhead_bytes = max(0, memory.reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
+        overhead_bytes = max(0, reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
         projection = replace(projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes)
         return replace(projected, projection=projection)
+
+    def _resumed_traces(self, problem: PlanningProblem, projected: ProjectedPlan, num_events: int) -> Iterator[AllocationTrace]:
+        """Traces of the step as interrupted predictions are resumed, for rows spaced evenly over the image and for the last one."""
+        sized = problem.sized
+        heights = [sized.shapes[name][_ROWS_DIM] for name in problem.resources.host_outputs if len(sized.shapes[name]) > _ROWS_DIM]
+        if sized.training or not heights:
+            return
+        num_rows = max(heights)
+        num_starts = min(max(_LEAST_STARTS, _RESUMED_EVENTS // max(1, num_events)), num_rows)
+        counts = {num_rows * number // num_starts for number in range(1, num_starts)} | {num_rows - 1}
+        for count in sorted(counts):
+            yield record_step(problem, projected.region, self._workspace_bytes, num_known_rows=count)
 
     def working_bytes(self, program: Program) -> int:
         """Bytes of the blocks of a program above its bindings, including results."""

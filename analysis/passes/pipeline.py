@@ -8,6 +8,7 @@ from sft.analysis.passes.canonicalize import canonicalize
 from sft.analysis.passes.decompose_norms import decompose_norms
 from sft.analysis.passes.decompose_pads import decompose_circular_pads
 from sft.analysis.passes.decompose_windows import decompose_transposed_convolutions
+from sft.analysis.passes.fold_norms import fold_frozen_norms
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.passes.positional_rng import make_rng_positional
 
@@ -24,6 +25,7 @@ def run_passes(graph: Graph) -> Graph:
         canonicalize,
         infer_attributes,
         decompose_norms,
+        fold_frozen_norms,
         decompose_transposed_convolutions,
         decompose_circular_pads,
         make_rng_positional,

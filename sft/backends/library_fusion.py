@@ -9,8 +9,10 @@ vanishes if it is in place; a ReLU into a buffer of carried rows becomes a copy:
     relu_(s)                                                                in place
     t = relu(s)                     t = convolution_relu(x, w, b)           into a new tensor
     clamp_min(s, 0, out=rows)       copy_(rows, s)                          into a buffer
+    add_(s, z); relu_(s)            s = convolution_add_relu(x, w, b, z)    after a sum: the shortcut of a residual block
 
-No other instruction may read the convolution's own result. The derivative of a ReLU needs only the ReLU's result.
+No other instruction may read the convolution's own result, or the sum. An addend must be there when the convolution runs, and must not be
+written until the sum. The derivative of a ReLU needs only the ReLU's result.
 
 Only convolutions in one group are fused: those of several groups, and depthwise ones, have kernels of their own in ATen. Images are
 channels last, and have at most 2^31 - 1 elements, as ATen divides larger ones.
@@ -19,12 +21,13 @@ channels last, and have at most 2^31 - 1 elements, as ATen divides larger ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from sft.backends.convolution_relu import convolution_relu
-from sft.backends.def_use import DefUse
+from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
+from sft.backends.def_use import DefUse, slots_in
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.lower.program import Instruction, Slot
 
@@ -33,6 +36,8 @@ __all__ = ["match_convolution_relus"]
 aten = torch.ops.aten
 
 _MAX_ELEMENTS = 2**31 - 1
+#: Dimension of the rows of an image.
+_ROWS = 2
 
 
 def match_convolution_relus(context: MatchContext) -> Iterator[Rewrite]:
@@ -58,28 +63,93 @@ def _is_fusable(context: MatchContext, call: Instruction) -> bool:
     return len({slot.dtype for slot in slots}) == 1 and min(sizes) > 0 and max(sizes) <= _MAX_ELEMENTS and context.is_channels_last(x)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sum:
+    """The sum of a convolution's result and another value.
+
+    Attributes:
+        at: position.
+        addend: the other value.
+        view_at: position of the instruction that makes the addend as a view after the convolution; ``None`` if it is there before.
+        out: the sum.
+    """
+
+    at: int
+    addend: Slot
+    view_at: int | None
+    out: Slot
+
+
 def _fused(context: MatchContext, at: int, call: Instruction, out: Slot) -> Rewrite | None:
-    """The rewrite of a convolution and the ReLU that reads its result; None if another instruction may read it."""
-    def_use = context.def_use
-    later = [position for position in def_use.accesses(out) if position > at]
-    if not later or later[0] in context.claimed:
+    """The rewrite of a convolution and the ReLU that reads its result, or its sum; None if another instruction may read it."""
+    total = _sum_of(context, at, out)
+    operand, removed = (out, {at}) if total is None else (total.out, {at, total.at})
+    following = _next_access(context, operand, max(removed))
+    if following is None:
         return None
-    relu = def_use.instructions[later[0]]
-    is_private = len(later) == 1 and out.root not in def_use.outside and not _is_viewed(def_use, out)
-    if relu.arguments[:1] != (out,):
+    position, is_private = following
+    relu = context.def_use.instructions[position]
+    if relu.arguments[:1] != (operand,):
         return None
-    result: Slot | None = out
+    result: Slot | None = operand
     copy: tuple[Instruction, ...] = ()
     if relu.function is aten.relu.default and is_private:
-        result = _relu_result(relu, out)
+        result = _relu_result(relu, operand)
     elif relu.function is aten.clamp_min.out and relu.arguments[1] == 0 and is_private:
         rows = relu.writes[0]
-        copy = (Instruction(aten.copy_.default, (rows, out), {}, (), (rows,), 0, 0, 0, relu.owner),)
+        copy = (Instruction(aten.copy_.default, (rows, operand), {}, (), (rows,), 0, 0, 0, relu.owner),)
     elif relu.function is not aten.relu_.default:
         return None
     if result is None:
         return None
-    return Rewrite(removed=frozenset((at, later[0])), inserted={at: (_instruction(call, result),), later[0]: copy})
+    fused = _instruction(call, result, None if total is None else total.addend)
+    view: tuple[Instruction, ...] = ()
+    if total is not None and total.view_at is not None:
+        view, removed = (context.def_use.instructions[total.view_at],), removed | {total.view_at}
+    return Rewrite(removed=frozenset((*removed, position)), inserted={at: (*view, fused), position: copy})
+
+
+def _next_access(context: MatchContext, slot: Slot, after: int) -> tuple[int, bool] | None:
+    """The next position that accesses a slot's elements, and whether it is the only one; None if there is none, or it is claimed."""
+    def_use = context.def_use
+    later = [position for position in def_use.accesses(slot) if position > after]
+    if not later or later[0] in context.claimed:
+        return None
+    return later[0], len(later) == 1 and slot.root not in def_use.outside and not _is_viewed(def_use, slot)
+
+
+def _sum_of(context: MatchContext, at: int, out: Slot) -> _Sum | None:
+    """The sum with an addend that is there when the convolution at this position runs; None if the next access is no such sum."""
+    following = _next_access(context, out, at)
+    if following is None:
+        return None
+    position, is_private = following
+    add = context.def_use.instructions[position]
+    if add.function not in (aten.add_.Tensor, aten.add.Tensor) or len(add.arguments) != 2 or add.keywords:
+        return None
+    total = out if add.function is aten.add_.Tensor else add.outputs[0]
+    others = [value for value in add.arguments if value != out]
+    if total is None or len(others) != 1 or not isinstance(others[0], Slot):
+        return None
+    if (add.arguments[0] != out and add.function is aten.add_.Tensor) or (total is not out and not is_private):
+        return None
+    addend = others[0]
+    fits = (addend.shape, addend.dtype) == (out.shape, out.dtype) == (total.shape, total.dtype) and addend.root != out.root
+    if not fits or not context.is_channels_last(addend) or context.def_use.is_written_between(addend, at, position):
+        return None
+    made = context.def_use.makers.get(addend.number, -1)
+    if made < at:
+        return _Sum(at=position, addend=addend, view_at=None, out=total)
+    return _Sum(at=position, addend=addend, view_at=made, out=total) if _can_move_view(context, made, at) else None
+
+
+def _can_move_view(context: MatchContext, made: int, at: int) -> bool:
+    """True if the instruction at ``made`` is a view of rows of one image, which is contiguous, and whose operand is there at ``at``."""
+    view = context.def_use.instructions[made]
+    sources = list(slots_in((view.arguments, view.keywords)))
+    if view.function is not aten.slice.Tensor or len(sources) != 1 or view.writes or made in context.claimed:
+        return False
+    return view.arguments[1] == _ROWS and sources[0].shape[0] == 1 and context.def_use.makers.get(sources[0].number, -1) < at
 
 
 def _relu_result(relu: Instruction, operand: Slot) -> Slot | None:
@@ -93,10 +163,11 @@ def _is_viewed(def_use: DefUse, slot: Slot) -> bool:
     return any(out is not None and out.root == slot.root and out != slot for i in def_use.instructions for out in i.outputs)
 
 
-def _instruction(call: Instruction, result: Slot) -> Instruction:
+def _instruction(call: Instruction, result: Slot, addend: Slot | None) -> Instruction:
     """The fused call in place of a convolution. Without a bias, ATen's operator makes one of zeros."""
     x, weight, bias, stride, padding, dilation, *_, groups = call.arguments
-    zeros_bytes = weight.shape[0] * weight.dtype.itemsize if bias is None else 0
-    arguments = (x, weight, bias, stride, padding, dilation, groups)
-    scratch_bytes = call.scratch_bytes + zeros_bytes
-    return Instruction(convolution_relu, arguments, {}, (result,), (), call.flops, result.num_bytes, scratch_bytes, call.owner)
+    scratch_bytes = call.scratch_bytes + (weight.shape[0] * weight.dtype.itemsize if bias is None else 0)
+    operands = (x, weight, bias) if addend is None else (x, weight, bias, addend)
+    function = convolution_relu if addend is None else convolution_add_relu
+    arguments = (*operands, stride, padding, dilation, groups)
+    return Instruction(function, arguments, {}, (result,), (), call.flops, result.num_bytes, scratch_bytes, call.owner)

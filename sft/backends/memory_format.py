@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sft.backends.convolution_relu import convolution_relu
+from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.concat import cat_slices
@@ -27,6 +27,7 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.slice.Tensor: 0,
     aten.convolution.default: 0,
     convolution_relu: 0,
+    convolution_add_relu: 0,
     aten.convolution_backward.default: 1,
     aten.constant_pad_nd.default: 0,
     aten.clone.default: 0,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sft.backends import convolution_relu as module
-from sft.backends.convolution_relu import FusionDevice, convolution_relu, keeps_nan
+from sft.backends.convolution_relu import FusionDevice, convolution_add_relu, convolution_relu, keeps_nan
 from sft.common.torch_internals import FakeTensorMode
 
 _aten = torch.ops.aten
@@ -41,17 +41,36 @@ def _operands(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
 
 
 def _two_operators(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
-    convolved: Tensor = _aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-    return convolved.relu()
+    return _operators(x, weight, bias, None, module._Geometry(stride, padding, dilation, groups))
 
 
+def _operators(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, at: Any) -> Tensor:
+    zeros = [0] * len(at.stride)
+    convolved: Tensor = _aten.convolution.default(x, weight, bias, at.stride, at.padding, at.dilation, False, zeros, at.groups)
+    return (convolved if addend is None else convolved + addend).relu()
+
+
+def _with_addend(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of the operator with an addend, and its result's layout."""
+    x, weight, bias, *geometry = operands
+    return x, weight, bias, torch.randn_like(_two_operators(*operands)), *geometry
+
+
+def _internal(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of the module's implementations."""
+    tensors = operands[:-4] if len(operands) == 8 else (*operands[:-4], None)
+    return *tensors, module._Geometry(*operands[-4:])
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["relu", "add relu"])
 @pytest.mark.parametrize("name", _LAYERS)
-def test_it_is_a_convolution_and_a_relu(name: str) -> None:
-    operands = _operands(name)
+def test_it_is_a_convolution_and_a_relu(name: str, adds: bool) -> None:
+    operands = _with_addend(_operands(name)) if adds else _operands(name)
+    convolution_relu: Any = convolution_add_relu if adds else module.convolution_relu
     with FlopCounterMode(display=False) as flops:
         result = convolution_relu(*operands)
     with FlopCounterMode(display=False) as plain_flops:
-        expected = _two_operators(*operands)
+        expected = _operators(*_internal(operands))
     assert torch.equal(result, expected) and result.stride() == expected.stride()
     assert flops.get_total_flops() == plain_flops.get_total_flops() > 0
     meta = convolution_relu(*(value.to("meta") if isinstance(value, Tensor) else value for value in operands))
@@ -63,8 +82,15 @@ def test_it_is_a_convolution_and_a_relu(name: str) -> None:
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, fused: Callable[..., Tensor]) -> None:
     """A build with cuDNN whose fused convolution is this function."""
-    operators = {name: getattr(_aten, name) for name in ("convolution", "relu_")}
-    monkeypatch.setattr(module, "aten", SimpleNamespace(cudnn_convolution_relu=SimpleNamespace(default=fused), **operators))
+    operators = {name: getattr(_aten, name) for name in ("convolution", "add_", "relu_")}
+    cudnn = {"cudnn_convolution_relu": SimpleNamespace(default=fused)}
+
+    def with_addend(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor | None, *geometry: Any) -> Tensor:
+        assert alpha == 1
+        return _operators(x, weight, bias, z, module._Geometry(*geometry))
+
+    cudnn["cudnn_convolution_add_relu"] = SimpleNamespace(default=with_addend)
+    monkeypatch.setattr(module, "aten", SimpleNamespace(**cudnn, **operators))
     monkeypatch.setattr(module, "_has_cudnn", lambda: True)
     monkeypatch.setattr(module, "_WITHOUT_ALGORITHM", set())
 
@@ -79,14 +105,16 @@ def test_cudnn_runs_where_the_settings_permit_it(monkeypatch: pytest.MonkeyPatch
 
     _stand_in(monkeypatch, fused)
     operands = _operands("3x3")
-    assert torch.equal(module._by_cudnn(*operands), _two_operators(*operands)) and num_calls == 1
-    assert module._by_cudnn(*_operands("3x3", dtype=torch.float64)).dtype == torch.float64 and num_calls == 1
+    assert torch.equal(module._by_cudnn(*_internal(operands)), _two_operators(*operands)) and num_calls == 1
+    summed = _with_addend(operands)
+    assert torch.equal(module._by_cudnn(*_internal(summed)), _operators(*_internal(summed))) and num_calls == 1
+    assert module._by_cudnn(*_internal(_operands("3x3", dtype=torch.float64))).dtype == torch.float64 and num_calls == 1
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        module._by_cudnn(*operands)
+        module._by_cudnn(*_internal(operands))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    module._by_cudnn(*operands)
+    module._by_cudnn(*_internal(operands))
     monkeypatch.undo()
-    module._by_cudnn(*operands)  # a build without cuDNN
+    module._by_cudnn(*_internal(operands))  # a build without cuDNN
     assert num_calls == 1
     assert not module._has_cudnn()
 
@@ -100,11 +128,11 @@ def test_shapes_without_an_algorithm_run_as_two_operators(monkeypatch: pytest.Mo
     _stand_in(monkeypatch, fused)
     operands = _operands("grouped")
     for _ in range(2):  # the second call does not try again
-        assert torch.equal(module._by_cudnn(*operands), _two_operators(*operands))
+        assert torch.equal(module._by_cudnn(*_internal(operands)), _two_operators(*operands))
     for error in (torch.OutOfMemoryError("full"), RuntimeError("CUDA error: an illegal memory access was encountered")):
         errors.append(error)
         with pytest.raises(type(error), match=str(error)[:4]):
-            module._by_cudnn(*_operands("3x3"))
+            module._by_cudnn(*_internal(_operands("3x3")))
 
 
 @pytest.mark.parametrize("num_axes", [2, 3])
@@ -113,9 +141,9 @@ def test_a_relu_that_loses_nan_is_detected(num_axes: int) -> None:
         raise RuntimeError("GET was unable to find an engine to execute this computation")
 
     cpu, half = torch.device("cpu"), torch.bfloat16
-    assert module._keeps_nan(_two_operators, cpu, half, num_axes)
-    assert not module._keeps_nan(lambda *operands: _two_operators(*operands).nan_to_num(0.0), cpu, half, num_axes)
-    assert not module._keeps_nan(lambda *operands: _two_operators(*operands) * torch.nan, cpu, half, num_axes)
+    assert module._keeps_nan(_operators, cpu, half, num_axes)
+    assert not module._keeps_nan(lambda *operands: _operators(*operands).nan_to_num(0.0), cpu, half, num_axes)
+    assert not module._keeps_nan(lambda *operands: _operators(*operands) * torch.nan, cpu, half, num_axes)
     assert not module._keeps_nan(without_algorithm, cpu, half, num_axes)
 
 
@@ -129,15 +157,17 @@ def test_devices_without_cudnn_fuse_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("adds", [False, True], ids=["relu", "add relu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", _LAYERS)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """Against float64: an error of at most 1.1 times that of the two operators, or a rounding."""
+def test_on_a_gpu(name: str, dtype: torch.dtype, adds: bool) -> None:
+    """Against float64: an error of at most 1.1 times that of the separate operators, or a rounding."""
     operands = _operands(name, "cuda", dtype)
-    x, weight, bias, *geometry = operands
-    exact = _two_operators(x.double(), weight.double(), None if bias is None else bias.double(), *geometry)
+    operands = _with_addend(operands) if adds else operands
+    exact = _operators(*_internal(tuple(each.double() if isinstance(each, Tensor) else each for each in operands)))
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch.no_grad():
-        result, separate = convolution_relu(*operands), _two_operators(*operands)
+        result = (convolution_add_relu if adds else convolution_relu)(*operands)
+        separate = _operators(*_internal(operands))
     assert result.dtype == dtype and result.shape == separate.shape and result.stride() == separate.stride()
     error, separate_error = (float((value - exact).norm() / exact.norm()) for value in (result, separate))
     assert error <= max(1.1 * separate_error, torch.finfo(dtype).eps)

@@ -195,8 +195,9 @@ def test_as_accurate_as_eager(name: str) -> None:
 def test_values_of_both_types() -> None:
     for autocast in (torch.bfloat16, None):
         eager, ours = _median_errors(_Mixed, autocast, torch.float32, 9)
-        for key in ("outputs", "input", "parameters"):
-            assert ours[key] <= _MOST * eager[key] + 1e-6, (autocast, key)
+        # A norm is folded into its convolution, whose bias is rounded then; eager PyTorch rounds the result of the convolution instead.
+        for key, limit in {"outputs": 1.2, "input": _MOST, "parameters": _MOST}.items():
+            assert ours[key] <= limit * eager[key] + 1e-6, (autocast, key)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.backends.convolution_relu import convolution_relu
+from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.common.torch_internals import FakeTensorMode, TorchDispatchMode
 from sft.lower.program import Instruction, Slot
 from sft.runtime.region import Region
@@ -26,7 +26,7 @@ from tests.helpers.fake_cuda import DEVICE
 __all__ = ["FakeTrace", "trace_step"]
 
 _aten = torch.ops.aten
-_CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default, convolution_relu)
+_CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default, convolution_relu, convolution_add_relu)
 
 
 def _indexed(tensor: Tensor, key: Any) -> Tensor:

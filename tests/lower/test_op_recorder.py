@@ -102,6 +102,8 @@ _ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "sft.variance": ([(2, 6, 3)], {"correction": 1.0, "shape": (2, 6)}),
     "sft.nth_root": ([(2, 6)], {"order": 3.0}),
     "sft.scale_shift": ([(2, 3, 3), (6,), (6,)], {"axes": 2, "channels": 6, "eps": 1e-5}),
+    "sft.folded_weight": ([(6, 3, 3, 3), (6,), (6,)], {"eps": 1e-5, "dtype": "bfloat16"}),
+    "sft.folded_bias": ([(6,)] * 5, {"eps": 1e-5, "dtype": "float32"}),
     "sft.affine": ([(2, 6, 4, 5), (2, 6, 1, 1, 2)], {}),
     "sft.running_mean": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
     "sft.running_var": ([(2, 6, 3), (6,)], {"momentum": 0.1}),

@@ -16,6 +16,8 @@ __all__ = [
     "channel_norm",
     "channel_rms_norm",
     "contract_pixels",
+    "folded_bias",
+    "folded_weight",
     "inverse_sqrt",
     "logsumexp",
     "minmax",
@@ -72,6 +74,33 @@ def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, axe
     if bias is not None:
         shift = shift + bias
     return torch.stack([scale, shift], -1).view(batch, channels, *[1] * axes, 2)
+
+
+def folded_weight(self: Tensor, norm_weight: Tensor | None, running_var: Tensor, eps: float, dtype: str) -> Tensor:
+    """The weight of a convolution times the scale of the norm that follows it; computed in fp32 for elements of half precision."""
+    scale = _frozen_scale(norm_weight, running_var, eps)
+    return (_widened(self) * scale.view(-1, *[1] * (self.dim() - 1))).to(getattr(torch, dtype))
+
+
+def folded_bias(
+    self: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    dtype: str,
+) -> Tensor:
+    """The bias of a convolution after the norm that follows it; ``dtype`` is that of the convolution."""
+    mean = _widened(running_mean)
+    centered = -mean if self is None else _widened(self) - mean
+    shift = centered * _frozen_scale(norm_weight, running_var, eps)
+    return (shift if norm_bias is None else shift + _widened(norm_bias)).to(getattr(torch, dtype))
+
+
+def _frozen_scale(weight: Tensor | None, running_var: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(_widened(running_var) + eps)
+    return scale if weight is None else scale * _widened(weight)
 
 
 def affine(self: Tensor, scale_shift: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""Frozen norms become part of their convolutions: the same function, the same gradients, fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from sft.analysis.frontend.capture import capture
+from sft.analysis.passes import fold_norms
+from sft.analysis.passes.pipeline import run_passes
+from tests.helpers.exactness import assert_exact
+
+_FROZEN = "aten._native_batch_norm_legit_no_training.default"
+
+
+def _norm(kind: type[nn.Module], channels: int, **options: Any) -> nn.Module:
+    """A norm with statistics, weight and bias that are no defaults, in evaluation mode."""
+    norm: Any = kind(channels, **options)
+    with torch.no_grad():
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+        for parameter in norm.parameters():
+            parameter.normal_()
+    return norm.eval()  # type: ignore[no-any-return]
+
+
+class _Frozen(nn.Module):
+    """A convolution and a frozen norm, in every mode."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = conv, norm
+
+    def train(self, mode: bool = True) -> _Frozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))  # type: ignore[no-any-return]
+
+
+def _network() -> nn.Module:
+    """All geometries: a bias, groups, strides, dilation, padding in words, and a norm without a weight."""
+    blocks = [
+        _Frozen(nn.Conv2d(3, 8, 5, stride=2, padding=2, bias=False), _norm(nn.BatchNorm2d, 8)),
+        nn.ReLU(),
+        _Frozen(nn.Conv2d(8, 8, 3, padding="same", dilation=2), _norm(nn.BatchNorm2d, 8)),
+        nn.SiLU(),
+        _Frozen(nn.Conv2d(8, 8, 3, padding=1, groups=4), _norm(nn.BatchNorm2d, 8, affine=False)),
+        nn.MaxPool2d(2),
+        _Frozen(nn.Conv2d(8, 6, 1), _norm(nn.BatchNorm2d, 6, eps=0.1)),
+    ]
+    return nn.Sequential(*blocks)
+
+
+def _targets(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
+    captured = capture(model, [shape], [torch.float32], torch.device("cpu"))
+    return [node.target for node in run_passes(captured.graph).operators]
+
+
+@settings(max_examples=8, deadline=None)
+@given(height=st.integers(24, 60), width=st.integers(16, 40), rows=st.integers(3, 16), batch=st.integers(1, 3), seed=st.integers(0, 9))
+def test_folded_networks_are_exact(height: int, width: int, rows: int, batch: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = _network()
+    assert_exact(model, torch.randn(batch, 3, height, width), options=sft.Options(tile=(rows, None)), seed=seed)
+
+
+def test_every_norm_after_a_convolution_is_folded() -> None:
+    targets = _targets(_network(), (1, 3, 48, 32))
+    assert _FROZEN not in targets and targets.count("sft.folded_weight") == targets.count("sft.folded_bias") == 4
+
+
+@pytest.mark.parametrize(("dim", "conv", "norm"), [(1, nn.Conv1d, nn.BatchNorm1d), (3, nn.Conv3d, nn.BatchNorm3d)])
+def test_signals_and_volumes(dim: int, conv: type[nn.Module], norm: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Frozen(conv(2, 4, 3, padding=1), _norm(norm, 4)), nn.ReLU())
+    shape = (2, 2, *(16, 8, 6)[:dim])
+    assert "sft.folded_weight" in _targets(model, shape)
+    assert_exact(model, torch.randn(shape), options=sft.Options(tile=(5, None)) if dim > 1 else None)
+
+
+class _Shared(nn.Module):
+    """Convolutions whose own result has another reader, whose weight depends on the input, or whose norm is in training mode."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv, self.norm = kind, nn.Conv2d(3, 4, 3, padding=1), _norm(nn.BatchNorm2d, 4)
+        self.weight_of = nn.Linear(3, 4)
+
+    def train(self, mode: bool = True) -> _Shared:
+        super().train(mode)
+        self.norm.train(self.kind == "training")
+        return self
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "input":
+            weight = self.conv.weight * self.weight_of(x.mean((2, 3))).mean(0)[:, None, None, None]
+            return self.norm(nn.functional.conv2d(x, weight, padding=1))
+        value = self.conv(x)
+        if self.kind == "result":
+            return self.norm(value), value
+        return self.norm(value) + (value if self.kind == "reader" else 0)
+
+
+@pytest.mark.parametrize("kind", ["reader", "result", "input", "training"])
+def test_other_norms_stay(kind: str) -> None:
+    torch.manual_seed(0)
+    model = _Shared(kind).train()
+    if kind != "training":  # a capture for training needs buffers that it may change
+        assert not any(target.startswith("sft.folded") for target in _targets(model, (1, 3, 24, 16)))
+    assert_exact(model, torch.randn(1, 3, 24, 16), options=sft.Options(tile=(6, None)))
+
+
+def test_large_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _network()
+    monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", 8 * 3 * 25 - 1)
+    assert _targets(model, (1, 3, 48, 32)).count(_FROZEN) == 1
+
+
+def test_the_result_of_the_convolution_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    blocks = [_Frozen(nn.Conv2d(8, 8, 3, padding=1), _norm(nn.BatchNorm2d, 8)) for _ in range(4)]
+    model = nn.Sequential(*(module for block in blocks for module in (block, nn.ReLU())))
+    shape, options = (1, 8, 256, 256), sft.Options(strategy="none")
+    folded = sft.plan(copy.deepcopy(model), shape, budget="1GiB", options=options)
+    monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", 0)
+    separate = sft.plan(copy.deepcopy(model), shape, budget="1GiB", options=options)
+    assert folded.projected_peak_bytes < 0.7 * separate.projected_peak_bytes
+    assert folded.flops == separate.flops == folded.plain_flops

@@ -121,7 +121,9 @@ def search(
     )
     fitted = plan_search.fit(problem)
     is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
-    return plan_search.fastest(fitted) if is_timed else fitted
+    fitted = plan_search.fastest(fitted) if is_timed else fitted
+    plan_search.select_algorithms(fitted)
+    return fitted
 
 
 def prepare(

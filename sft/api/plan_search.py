@@ -232,6 +232,14 @@ class PlanSearch:
         with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
             return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
 
+    def select_algorithms(self, fitted: FittedPlan) -> None:
+        """Let libraries select their algorithms for a plan, before the memory of its steps is reserved."""
+        if _has_device_overhead(self.signature.device):
+            with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
+                estimator = self._overhead_estimator(fitted.problem)
+                assert estimator is not None
+                estimator.select_algorithms(fitted.problem, fitted.projected)
+
     def _algorithm_search(self, projected: ProjectedPlan) -> AbstractContextManager[None]:
         """Setting of cuDNN with which a plan runs, and with which it is measured."""
         return algorithm_search_for(projected.region, in_strips=self.settings.options.cudnn_benchmark)

@@ -37,6 +37,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         3,
         {"FrozenNormCall.run", "FrozenNormCall.sum", "FrozenNormCall.differentiate", "LoadRowsCall.run"},
     ),
+    "folded norm": ("residual, eval norm", (1, 3, 12, 8), {"tile": (8, None)}, 3, {"ConvolutionCall.run", "WeightGradientCall.run"}),
     "train norm": ("residual, train norm", (2, 3, 8, 6), {"tile": (4, None)}, 1, {"MomentsCall.run", "AffineCall.run", "AffineCall.sum"}),
     "u-net": ("u-net", (1, 3, 8, 6), {"tile": (4, None)}, 3, {"ResizeCall.run", "MaxPoolCall.run", "MaxPoolCall.differentiate"}),
     "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, 1, {"ConvolutionCall.run", "WeightGradientCall.run"}),
@@ -67,7 +68,8 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
 @pytest.mark.parametrize("case", _STEPS)
 def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
     name, shape, options, seeds, wanted = _STEPS[case]
-    (found,) = interpret_networks([{"run": "steps", "name": name, "shape": shape, "options": options, "seeds": seeds}], tmp_path)
+    job = {"run": "steps", "name": name, "shape": shape, "options": options, "seeds": seeds, "folds_norms": case != "eval norm"}
+    (found,) = interpret_networks([job], tmp_path)
     assert wanted <= found["calls"].keys()
     assert found["ours"] <= _MOST * found["eager"]
     assert found["same"]
@@ -80,7 +82,7 @@ def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "shape"), [("residual, eval norm", (1, 3, 12, 8)), ("volume, eval norm", (1, 2, 6, 4, 5))], ids=str)
 def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}}
+    job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}, "folds_norms": False}
     (found,) = interpret_networks([job], tmp_path)
     assert found["calls"].keys() >= {"NormedConvolutionCall.run", "ConvolutionCall.run"}
     assert "FrozenNormCall.run" not in found["calls"]
@@ -93,7 +95,8 @@ def test_each_group_equals_what_it_replaces(dtype: str, tmp_path: Path) -> None:
     """Also in the parts that a measured table may choose alone. The interpreter rounds to bfloat16 by cutting off: one unit in the last
     place of each number, and so does what it stores between two kernels."""
     cases = [("residual, eval norm", (1, 3, 8, 6)), ("u-net", (1, 3, 8, 6))] + [("vgg", (1, 3, 8, 6))] * (dtype == "float32")
-    jobs = [{"run": "trials", "name": name, "shape": shape, "options": {"tile": (8, None)}, "dtype": dtype} for name, shape in cases]
+    common = {"run": "trials", "options": {"tile": (8, None)}, "dtype": dtype, "folds_norms": False}
+    jobs = [{"name": name, "shape": shape, **common} for name, shape in cases]
     groups = [group for found in interpret_networks(jobs, tmp_path) for group in found]
     limit = 2e-6 if dtype == "float32" else 2.0**-6
     wrong = [f"{label}: {kernels:.2g} (ATen {aten:.2g})" for _, label, kernels, aten in groups if not kernels <= max(limit, 2 * aten)]

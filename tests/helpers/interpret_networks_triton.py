@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import GridExecutor
 
 import sft
+from sft.analysis.passes import fold_norms
 from sft.api.engine import Engine
 from sft.backends.autotune.benchmark import verify_on
 from sft.backends.autotune.cases import CaseCollector
@@ -154,7 +155,9 @@ def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: st
 
 
 def run(job: dict[str, Any]) -> Any:
-    """One job."""
+    """One job. Without ``folds_norms`` frozen norms stay operators, as those after wide convolutions do."""
     torch.set_num_threads(1)
     functions: dict[str, Callable[..., Any]] = {"steps": steps, "inference": inference, "trials": trials}
-    return functions[job.pop("run")](**job)
+    limit = fold_norms.MAX_FOLDED_ELEMENTS if job.pop("folds_norms", True) else 0
+    with patch.object(fold_norms, "MAX_FOLDED_ELEMENTS", limit):
+        return functions[job.pop("run")](**job)

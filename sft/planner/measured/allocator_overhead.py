@@ -8,8 +8,10 @@ The projection counts tensors. A GPU takes more for three reasons:
 
 No formula gives the first two. So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the
 allocator's peak shows the bytes in excess of its tensors: on this thread, and on the thread that runs backward passes, as libraries select
-algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). A plan that is made on a machine
-without the GPU has no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
+algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). The first run of a convolution in
+a process takes more: cuDNN tries algorithms, with workspaces of their own, until one runs. So the programs of the plan that is used run
+once in any case, before the memory of its steps is reserved (:meth:`OverheadEstimator.select_algorithms`). A plan made without the GPU has
+no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
 overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -36,7 +38,7 @@ from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 from sft.torch_runtime.pass_graphs import can_record_passes
-from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, run_on_autograd_thread, timing_key
+from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
 
 __all__ = ["GraphScope", "OverheadEstimator", "blas_workspace_bytes", "warn_about_allocator"]
 
@@ -48,6 +50,8 @@ GraphScope = Literal["passes", "strips"]
 _LEAST_STARTS, _RESUMED_EVENTS = 4, 40_000
 #: Dimension of rows in the shape of an image.
 _ROWS_DIM = 2
+#: Keys of the programs that ran in this process: libraries have selected their algorithms.
+_SELECTED: set[tuple[Hashable, ...]] = set()
 _KIB = 2**10
 _MIB = 2**20
 
@@ -133,9 +137,42 @@ class OverheadEstimator:
         trace = record_program(program, self._workspace_bytes(program, None))
         return simulate_reserved_memory(trace, self.allocator).allocated_bytes
 
+    def select_algorithms(self, problem: PlanningProblem, projected: ProjectedPlan) -> None:
+        """Run each program of a plan once, unless it ran in this process: libraries then select algorithms outside of the plan's pool.
+
+        Raises:
+            BudgetError: a program does not fit into the free memory of the device.
+        """
+        if self.device is not None:
+            record_step(problem, projected.region, self._run_once)
+
+    def _run_once(self, program: Program, first: Program | None) -> int:
+        assert self.device is not None
+        key = self._process_key(program, first)
+        if key not in _SELECTED:
+            self._measure(self.device, program, first)
+            _SELECTED.add(key)
+        return 0
+
     def _workspace_bytes(self, program: Program, first: Program | None) -> int:
         if self.device is None:
             return 0
+        _, key, is_lasting = self._key_of(program, first)
+        known, multiplies = self.costs.get(f"requested workspace {key}"), self.costs.get(f"products {key}")
+        if known is None or multiplies is None:
+            known, multiplies = self._measure(self.device, program, first)
+            _SELECTED.add(self._process_key(program, first))
+            self.costs.add(f"requested workspace {key}", known, lasting=is_lasting)
+            self.costs.add(f"products {key}", multiplies, lasting=is_lasting)
+        self._multiplies = self._multiplies or multiplies > 0
+        return int(known)
+
+    def _process_key(self, program: Program, first: Program | None) -> tuple[Hashable, ...]:
+        """Key of a program in this process: libraries select again under other settings."""
+        return (self.device, self._key_of(program, first)[1], *kernel_settings().items())
+
+    def _key_of(self, program: Program, first: Program | None) -> tuple[Program, str, bool]:
+        """The program, its key in the cache of measurements, and whether the measurement holds in other processes."""
         if id(program) not in self._keys:
             name, is_lasting = timing_key(program, first)
             # With cudnn.benchmark each process searches for the fastest algorithm again, and uses the memory that is free at that moment.
@@ -143,14 +180,7 @@ class OverheadEstimator:
             threads = "two threads" if self.is_training else "one thread"
             search = "search " if torch.backends.cudnn.benchmark else ""
             self._keys[id(program)] = (program, f"{threads} {search}{name}", is_lasting)  # the reference keeps the id unique
-        _, key, is_lasting = self._keys[id(program)]
-        known, multiplies = self.costs.get(f"requested workspace {key}"), self.costs.get(f"products {key}")
-        if known is None or multiplies is None:
-            known, multiplies = self._measure(self.device, program, first)
-            self.costs.add(f"requested workspace {key}", known, lasting=is_lasting)
-            self.costs.add(f"products {key}", multiplies, lasting=is_lasting)
-        self._multiplies = self._multiplies or multiplies > 0
-        return int(known)
+        return self._keys[id(program)]
 
     def _measure(self, device: torch.device, program: Program, first: Program | None) -> tuple[float, float]:
         """Workspace bytes, and 1.0 if matrices are multiplied, over all threads that run the program: libraries select per thread."""

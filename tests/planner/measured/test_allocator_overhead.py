@@ -265,6 +265,27 @@ def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
     assert len(tried) == 4 * num_first
 
 
+def test_programs_with_cached_workspaces_run_once_in_each_process(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """cuDNN's search for an algorithm that runs takes memory, which must not come from the pool of the steps."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    tried = []
+    measure = OverheadEstimator._measure
+
+    def count(overheads: OverheadEstimator, *programs: Any) -> Any:
+        tried.append(programs)
+        return measure(overheads, *programs)
+
+    options = sft.Options(tile=(16, None))
+    first: Any = sft.compile(seeded(Residual), _SHAPE, options=options)
+    monkeypatch.setattr(OverheadEstimator, "_measure", count)
+    monkeypatch.setattr("sft.planner.measured.allocator_overhead._SELECTED", set())  # another process
+    for _ in range(2):
+        again: Any = sft.compile(seeded(Residual), _SHAPE, options=options)
+    assert again.plan == first.plan
+    programs = {id(program) for _, program, _ in tried}
+    assert len(first.plan.segments) <= len(tried) == len(programs)
+
+
 def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial with its own weights would need memory for a second copy."""
     monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)

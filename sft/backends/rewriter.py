@@ -15,6 +15,7 @@ from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
 from sft.backends.library_fusion import match_convolution_relus
+from sft.backends.library_norms import match_frozen_norm_image_gradients
 from sft.backends.memory_format import channels_last_slots
 from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
@@ -43,7 +44,10 @@ _PATTERNS: tuple[Pattern, ...] = (
     match_resizes,
     match_row_loads,
     match_convolution_relus,
+    match_frozen_norm_image_gradients,
 )
+#: Those without a Triton kernel.
+_LIBRARY_PATTERNS: tuple[Pattern, ...] = (match_convolution_relus, match_frozen_norm_image_gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ class KernelBackend:
             may_fold_norms=not training,
             fusion_device=self.fusion_device,
         )
-        for pattern in _PATTERNS if self.has_kernels else (match_convolution_relus,):
+        for pattern in _PATTERNS if self.has_kernels else _LIBRARY_PATTERNS:
             for rewrite in pattern(context):
                 if not context.claimed.isdisjoint(rewrite.removed) or not rewrite.removed.issuperset(rewrite.inserted):
                     raise InternalError(f"{pattern}: two groups share an instruction, at {sorted(rewrite.removed)}")

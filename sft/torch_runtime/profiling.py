@@ -92,11 +92,11 @@ class ProgramBenchmark:
     def _machine(self) -> TorchMachine:
         return TorchMachine(self.device)
 
-    def run(self, *, is_last: bool = False) -> None:
+    def run(self, *, is_last: bool = False, machine: TorchMachine | None = None) -> None:
         """Run the program and wait for the device; the last run frees the residuals while it reads them, as a step does."""
         residuals = None if not self._saved else Residuals(self._saved) if is_last else Residuals(self._saved).fork()
         with torch.no_grad():
-            self._machine.run(self.program, self._bindings, residuals)
+            (machine or self._machine).run(self.program, self._bindings, residuals)
         synchronize_device(self.device)
 
     def _bindings_of(self, program: Program) -> dict[Port, Any]:

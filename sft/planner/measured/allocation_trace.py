@@ -23,12 +23,12 @@ from sft.torch_runtime.profiling import SimulatedResiduals, producer_program
 
 __all__ = ["AllocationTrace", "Workspaces", "record_program", "record_step"]
 
-#: Bytes of the largest workspace that a program's operators take, given its forward program if it is a backward program.
-Workspaces = Callable[[Program, Program | None], int]
+#: Bytes of the workspaces of a program's instructions, by position, given its forward program if it is a backward program.
+Workspaces = Callable[[Program, Program | None], Mapping[int, int]]
 
 
-def _no_workspaces(program: Program, first: Program | None) -> int:
-    return 0
+def _no_workspaces(program: Program, first: Program | None) -> Mapping[int, int]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class _RecordingMachine(SimulatedMachine):
     """Simulated machine that runs every instruction of its programs.
 
     Attributes:
-        workspaces: workspace bytes of a program; the operators with FLOPs take them.
+        workspaces: workspace bytes of a program's instructions.
     """
 
     workspaces: Workspaces = _no_workspaces
@@ -163,14 +163,14 @@ class _RecordingMachine(SimulatedMachine):
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
     ) -> tuple[dict[Port, Buffer], Residuals]:
         self.memory.flops += program.flops
-        workspace_bytes = self.workspaces(program, producer_program(saved))
+        workspaces = self.workspaces(program, producer_program(saved))
         buffers: dict[int, SimulatedBuffer] = {}
         if saved is not None:
             buffers.update(saved.values.by_slot)
             if not saved.is_retained:
                 saved.values = None
-        for instruction in program.instructions:
-            self._run_instruction(instruction, buffers, workspace_bytes)
+        for position, instruction in enumerate(program.instructions):
+            self._run_instruction(instruction, buffers, workspaces.get(position, 0))
         results: dict[Port, Buffer] = {}
         owners: dict[int, SimulatedBuffer] = {}
         for port, slot in program.results.items():
@@ -191,7 +191,7 @@ class _RecordingMachine(SimulatedMachine):
             extra_bytes, opaque_bytes = (opaque_bytes, 0) if opaque_bytes > 0 else (0, opaque_bytes)  # several tensors in one slot
             buffers[root.number] = SimulatedBuffer(self.memory, root.num_bytes + extra_bytes)
         scratch = SimulatedBuffer(self.memory, instruction.scratch_bytes)
-        if workspace_bytes and instruction.flops:
+        if workspace_bytes:
             self.memory.record_peak(workspace_bytes)
         del scratch
         for number in instruction.frees:
@@ -216,7 +216,7 @@ def record_step(
     Args:
         problem: the planning problem.
         region: the plan's region.
-        workspaces: workspace bytes of each program; none by default.
+        workspaces: workspace bytes of each program's instructions; none by default.
         num_known_rows: leading rows of outputs on the host that are not computed: those of an interrupted prediction that is resumed.
     """
     machine = _RecordingMachine(on_host=problem.resources.on_host, workspaces=workspaces, num_known_rows=num_known_rows)
@@ -224,8 +224,8 @@ def record_step(
     return machine.recorder.trace()
 
 
-def record_program(program: Program, workspace_bytes: int = 0) -> AllocationTrace:
-    """Record one run of a program without residuals."""
-    machine = _RecordingMachine(workspaces=lambda _program, _first: workspace_bytes)
+def record_program(program: Program, workspaces: Mapping[int, int]) -> AllocationTrace:
+    """Record one run of a program without residuals, with the workspaces of its instructions."""
+    machine = _RecordingMachine(workspaces=lambda _program, _first: workspaces)
     machine.run(program, {})
     return machine.recorder.trace()

@@ -7,11 +7,11 @@ The projection counts tensors. A GPU takes more for three reasons:
 - PyTorch's allocator reserves memory in *segments*, and divides them into blocks (:mod:`sft.planner.measured.reserved_memory`).
 
 No formula gives the first two. So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the
-allocator's peak shows the bytes in excess of its tensors: on this thread, and on the thread that runs backward passes, as libraries select
-algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). The first run of a convolution in
-a process takes more: cuDNN tries algorithms, with workspaces of their own, until one runs. So the programs of the plan that is used run
-once in any case, before the memory of its steps is reserved (:meth:`OverheadEstimator.select_algorithms`). A plan made without the GPU has
-no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
+allocator's peak shows the bytes of each instruction in excess of its tensors: on this thread, and on the thread that runs backward passes,
+as libraries select algorithms per thread. The result is cached in the file of measured times (`sft.torch_runtime.profiling`). The first run
+of a convolution in a process takes more: cuDNN tries algorithms, with workspaces of their own, until one runs. So the programs of the plan
+that is used run once in any case, before the memory of its steps is reserved (:meth:`OverheadEstimator.select_algorithms`). A plan made
+without the GPU has no workspaces. The step with its workspaces is then replayed through a simulation of the allocator. On a CPU there is no
 overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
 """
 
@@ -30,13 +30,14 @@ from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
 from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
-from sft.lower.program import Program
+from sft.lower.program import Instruction, Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import AllocationTrace, record_program, record_step
 from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
+from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
 
@@ -70,6 +71,19 @@ class _MatmulDetector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workspaces:
+    """Measured workspaces of a program.
+
+    Attributes:
+        num_bytes: bytes by position of the instruction.
+        multiplies: true if matrices are multiplied.
+    """
+
+    num_bytes: Mapping[int, int]
+    multiplies: bool
+
+
 @dataclass(slots=True)
 class OverheadEstimator:
     """Estimates the overhead of plans on one GPU.
@@ -90,6 +104,7 @@ class OverheadEstimator:
     cuda_graphs: GraphScope | None = None
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings.of_environment)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
+    _known: dict[int, _Workspaces] = field(default_factory=dict)
     _multiplies: bool = False
 
     def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
@@ -99,7 +114,7 @@ class OverheadEstimator:
             BudgetError: a program does not fit into the free memory of the device.
         """
         self._multiplies = False
-        trace = record_step(problem, projected.region, self._workspace_bytes)
+        trace = record_step(problem, projected.region, self._workspaces)
         resident = resident_sizes(problem)
         records_passes = self.cuda_graphs == "passes" and can_record_passes(projected.region)
         if records_passes:
@@ -130,11 +145,11 @@ class OverheadEstimator:
         num_starts = min(max(_LEAST_STARTS, _RESUMED_EVENTS // max(1, num_events)), num_rows)
         counts = {num_rows * number // num_starts for number in range(1, num_starts)} | {num_rows - 1}
         for count in sorted(counts):
-            yield record_step(problem, projected.region, self._workspace_bytes, num_known_rows=count)
+            yield record_step(problem, projected.region, self._workspaces, num_known_rows=count)
 
     def working_bytes(self, program: Program) -> int:
         """Bytes of the blocks of a program above its bindings, including results."""
-        trace = record_program(program, self._workspace_bytes(program, None))
+        trace = record_program(program, self._workspaces(program, None))
         return simulate_reserved_memory(trace, self.allocator).allocated_bytes
 
     def select_algorithms(self, problem: PlanningProblem, projected: ProjectedPlan) -> None:
@@ -146,26 +161,29 @@ class OverheadEstimator:
         if self.device is not None:
             record_step(problem, projected.region, self._run_once)
 
-    def _run_once(self, program: Program, first: Program | None) -> int:
+    def _run_once(self, program: Program, first: Program | None) -> Mapping[int, int]:
         assert self.device is not None
         key = self._process_key(program, first)
         if key not in _SELECTED:
             self._measure(self.device, program, first)
             _SELECTED.add(key)
-        return 0
+        return {}
 
-    def _workspace_bytes(self, program: Program, first: Program | None) -> int:
+    def _workspaces(self, program: Program, first: Program | None) -> Mapping[int, int]:
+        """Workspace bytes of the instructions of a program, by position."""
         if self.device is None:
-            return 0
-        _, key, is_lasting = self._key_of(program, first)
-        known, multiplies = self.costs.get(f"requested workspace {key}"), self.costs.get(f"products {key}")
-        if known is None or multiplies is None:
-            known, multiplies = self._measure(self.device, program, first)
-            _SELECTED.add(self._process_key(program, first))
-            self.costs.add(f"requested workspace {key}", known, lasting=is_lasting)
-            self.costs.add(f"products {key}", multiplies, lasting=is_lasting)
-        self._multiplies = self._multiplies or multiplies > 0
-        return int(known)
+            return {}
+        if id(program) not in self._known:
+            _, key, is_lasting = self._key_of(program, first)
+            measured = _read_workspaces(self.costs, key)
+            if measured is None:
+                measured = self._measure(self.device, program, first)
+                _SELECTED.add(self._process_key(program, first))
+                _write_workspaces(self.costs, key, measured, is_lasting=is_lasting)
+            self._known[id(program)] = measured
+        measured = self._known[id(program)]
+        self._multiplies = self._multiplies or measured.multiplies
+        return measured.num_bytes
 
     def _process_key(self, program: Program, first: Program | None) -> tuple[Hashable, ...]:
         """Key of a program in this process: libraries select again under other settings."""
@@ -182,8 +200,8 @@ class OverheadEstimator:
             self._keys[id(program)] = (program, f"{threads} {search}{name}", is_lasting)  # the reference keeps the id unique
         return self._keys[id(program)]
 
-    def _measure(self, device: torch.device, program: Program, first: Program | None) -> tuple[float, float]:
-        """Workspace bytes, and 1.0 if matrices are multiplied, over all threads that run the program: libraries select per thread."""
+    def _measure(self, device: torch.device, program: Program, first: Program | None) -> _Workspaces:
+        """Workspaces over all threads that run the program: libraries select per thread."""
         try:
             trial = ProgramBenchmark(program, first, device, self.weights)
             measurements = [_measure_here(trial)] if first is None else []
@@ -195,17 +213,58 @@ class OverheadEstimator:
                 f"tensors, ran out of memory ({error}). Free other tensors and models on the device, or lower the budget to what is free.",
                 needed_bytes=program.peak_bytes,
             ) from error
-        workspaces, products = zip(*measurements, strict=True)
-        return float(max(workspaces)), float(any(products))
+        positions = sorted({position for each in measurements for position in each.num_bytes})
+        return _Workspaces(
+            num_bytes={position: max(each.num_bytes.get(position, 0) for each in measurements) for position in positions},
+            multiplies=any(each.multiplies for each in measurements),
+        )
 
 
-def _measure_here(trial: ProgramBenchmark) -> tuple[int, bool]:
+@dataclass(slots=True)
+class _MeteredMachine(TorchMachine):
+    """Machine that measures the workspace of each instruction.
+
+    Attributes:
+        num_bytes: bytes above the tensors of an instruction while it runs, by its position; only those above zero.
+    """
+
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    _position: int = 0
+
+    def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
+        with measure_peak(self.device) as peak:
+            super(_MeteredMachine, self)._execute(instruction, tensors)
+        excess_bytes = peak.requested_bytes - instruction.num_bytes - instruction.scratch_bytes
+        if excess_bytes > 0:
+            self.num_bytes[self._position] = excess_bytes
+        self._position += 1
+
+
+def _measure_here(trial: ProgramBenchmark) -> _Workspaces:
     """Measure on this thread. The first run allocates lasting workspaces, and selects algorithms."""
     with _MatmulDetector() as products:
         trial.run()
-    with measure_peak(trial.device) as peak:
-        trial.run(is_last=True)
-    return max(0, peak.requested_bytes - trial.program.peak_bytes), products.detected
+    machine = _MeteredMachine(trial.device)
+    trial.run(is_last=True, machine=machine)
+    return _Workspaces(num_bytes=machine.num_bytes, multiplies=products.detected)
+
+
+def _read_workspaces(costs: TimingCache, key: str) -> _Workspaces | None:
+    """Measurement of an earlier trial; ``None`` if it is not complete."""
+    multiplies, count = costs.get(f"products {key}"), costs.get(f"workspaces {key}")
+    if multiplies is None or count is None:
+        return None
+    pairs = [(costs.get(f"workspace position {n} {key}"), costs.get(f"workspace bytes {n} {key}")) for n in range(int(count))]
+    known = {int(position): int(num_bytes) for position, num_bytes in pairs if position is not None and num_bytes is not None}
+    return _Workspaces(num_bytes=known, multiplies=multiplies > 0) if len(known) == count else None
+
+
+def _write_workspaces(costs: TimingCache, key: str, measured: _Workspaces, *, is_lasting: bool) -> None:
+    for number, (position, num_bytes) in enumerate(measured.num_bytes.items()):
+        costs.add(f"workspace position {number} {key}", position, lasting=is_lasting)
+        costs.add(f"workspace bytes {number} {key}", num_bytes, lasting=is_lasting)
+    costs.add(f"workspaces {key}", len(measured.num_bytes), lasting=is_lasting)
+    costs.add(f"products {key}", float(measured.multiplies), lasting=is_lasting)
 
 
 def blas_workspace_bytes(device: torch.device) -> int:

@@ -35,7 +35,9 @@ _LARGE_SHAPE = (1, 3, 768, 640)
 
 
 class _GpuMeter(_DispatchMeter):
-    """Simulated GPU: a block of the caching allocator for each storage, and a workspace of a quarter of the image for every convolution.
+    """Simulated GPU: a block of the caching allocator for each storage, and a workspace for every convolution.
+
+    It is a quarter of the image, or 20 times the weight: so that of a wide layer, whose image is small, may be the largest.
 
     Attributes:
         outside: the default pool of the device.
@@ -64,7 +66,9 @@ class _GpuMeter(_DispatchMeter):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call(func, args, kwargs)
         if func.__name__.startswith(("convolution", "mkldnn_convolution")):
-            workspace = max(each.numel() * each.element_size() for each in args if isinstance(each, torch.Tensor)) // 4
+            tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 1]
+            sizes = sorted(each.numel() * each.element_size() for each in tensors)
+            workspace = max(sizes[-1] // 4, 20 * sizes[0])
             self.peak_bytes = max(self.peak_bytes, self.current_bytes + workspace)
             allocator = self.pool if self.is_in_pool else self.outside
             allocator.free(allocator.allocate(workspace))
@@ -115,20 +119,11 @@ def _measured(model: nn.Module | None = None) -> Iterator[_GpuMeter]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.api.plan_search._has_device_overhead", lambda _: True)
     monkeypatch.setattr("sft.api.pipeline._has_pool", lambda _: True)
-    trials: list[_GpuMeter] = []
-    run = ProgramBenchmark.run
 
     @contextmanager
     def measured(device: object) -> Iterator[_GpuPeak]:
         with _measured() as meter:
-            trials.append(meter)
             yield _GpuPeak(meter)
-            trials.pop()
-
-    def run_seen(trial: ProgramBenchmark, *, is_last: bool = False) -> None:
-        if trials:
-            trials[-1].adopt(each for each in trial._saved.values() if isinstance(each, torch.Tensor))
-        run(trial, is_last=is_last)
 
     @contextmanager
     def use(pool: DevicePool, device: torch.device, segments: tuple[int, ...]) -> Iterator[None]:
@@ -141,7 +136,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             meter.is_in_pool = False
 
     monkeypatch.setattr(DevicePool, "use", use)
-    monkeypatch.setattr(ProgramBenchmark, "run", run_seen)
     monkeypatch.setattr("sft.planner.measured.allocator_overhead.measure_peak", measured)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:3")
 
@@ -265,6 +259,27 @@ def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
     assert len(tried) == 4 * num_first
 
 
+def test_each_convolution_has_its_own_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wide layer may take more than the image of a narrow one leaves free, although the program's peak is at the narrow one."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    measured: dict[int, tuple[Any, dict[int, int]]] = {}
+    measure = OverheadEstimator._measure
+
+    def note(overheads: OverheadEstimator, device: torch.device, program: Any, first: Any) -> Any:
+        result = measure(overheads, device, program, first)
+        measured[id(program)] = program, dict(result.num_bytes)
+        return result
+
+    monkeypatch.setattr(OverheadEstimator, "_measure", note)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(8), nn.Conv2d(8, 96, 3, padding=1), nn.ReLU())
+    with torch.no_grad():
+        plans = [sft.compile(copy.deepcopy(model), (1, 3, 256, 256), options=sft.Options(strategy="none")).plan for _ in range(2)]
+    ((program, workspaces),) = measured.values()
+    convolutions = [at for at, instruction in enumerate(program.instructions) if instruction.flops]
+    assert workspaces == {convolutions[0]: 4 * 3 * 256 * 256 // 4, convolutions[1]: 20 * 4 * 96 * 8 * 9}
+    assert plans[0] == plans[1]
+
+
 def test_programs_with_cached_workspaces_run_once_in_each_process(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """cuDNN's search for an algorithm that runs takes memory, which must not come from the pool of the steps."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
@@ -309,7 +324,7 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_device_filled_by_other_processes(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(trial: ProgramBenchmark, *, is_last: bool = False) -> None:
+    def full(trial: ProgramBenchmark, **_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(ProgramBenchmark, "run", full)

@@ -143,7 +143,8 @@ def test_a_step_that_fits_beside_the_resident_tensors_has_no_pool() -> None:
 def test_workspaces_are_requested_with_the_results_of_operators() -> None:
     fitted = _strips(1024)
     plain = record_step(fitted.problem, fitted.projected.region)
-    trace = record_step(fitted.problem, fitted.projected.region, lambda program, first: 7 * _MIB)
+    convolutions = lambda program, first: {at: 7 * _MIB for at, each in enumerate(program.instructions) if each.flops}  # noqa: E731
+    trace = record_step(fitted.problem, fitted.projected.region, convolutions)
     assert plain.peak_bytes < trace.peak_bytes <= plain.peak_bytes + 7 * _MIB
     assert sum(num_bytes == 7 * _MIB for _, num_bytes in trace.events) > 10
 

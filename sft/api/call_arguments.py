@@ -189,14 +189,21 @@ def use_structure(model: nn.Module, structure: CallStructure | None) -> Iterator
         return
     own_forward, instance_forward = model.forward, vars(model).get("forward")
 
+    def restore() -> None:
+        del vars(model)["forward"]
+        if instance_forward is not None:
+            vars(model)["forward"] = instance_forward
+
     def forward(*inputs: Any) -> Any:
         args, keywords = structure.unflatten(inputs)
-        return own_forward(*args, **keywords)
+        restore()  # for a model that calls its own ``forward`` again, with arguments of its choice
+        try:
+            return own_forward(*args, **keywords)
+        finally:
+            vars(model)["forward"] = forward
 
     vars(model)["forward"] = forward
     try:
         yield
     finally:
-        del vars(model)["forward"]
-        if instance_forward is not None:
-            vars(model)["forward"] = instance_forward
+        restore()

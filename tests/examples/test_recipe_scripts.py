@@ -226,10 +226,20 @@ def test_yolo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_hugging_face() -> None:
+def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     _libraries("transformers")
     comparison = _recipe("hf_trainer").main(["--height", "128", "--width", "96", "--budget", "8MiB"])
     assert comparison.difference < 1e-5
+    from transformers import Trainer, TrainingArguments
+
+    recipe = _recipe("hf_trainer")
+    model, dataset = recipe.segformer(), recipe.Stripes(64, 48, 3)
+    net = sft.compile(copy.deepcopy(model), {name: column[None] for name, column in dataset[0].items()}, budget="16MiB")
+    folder = str(tmp_path)
+    arguments = TrainingArguments(folder, per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    theirs, ours = (Trainer(model=each, args=arguments).predict(dataset) for each in (model, net))
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-5)
+    np.testing.assert_allclose(ours.predictions, theirs.predictions, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -161,3 +162,32 @@ def test_switches_of_quantization_observers(observes: int, quantizes: int) -> No
             x = image(1, 3, 16, 12, seed=step)
             torch.testing.assert_close(net(x), eager(x))
             torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
+
+
+class _OwnLoss(nn.Module):
+    """A detector whose ``forward`` takes a batch with targets as well, and then calls itself with the images, as ultralytics' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            return F.mse_loss(self.forward(x["img"]), x["target"])
+        return self.layers(x)
+
+
+def test_ultralytics_ultralytics_18612_a_model_that_calls_its_own_forward() -> None:
+    """Ended in a StopIteration without a message."""
+    plain = seeded(_OwnLoss)
+    model = copy.deepcopy(plain)
+    net: Any = sft.compile(model, (1, 3, None, None), options=sft.Options(tile=(16, None)))
+    batch = {"img": image(1, 3, 48, 32), "target": image(1, 2, 48, 32)}
+    for _ in range(2):
+        for each in (net, plain):
+            each.zero_grad()
+            each(batch).backward()
+    assert "forward" not in vars(model) and net.plan.segments
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(net(batch["img"]), plain(batch["img"]))

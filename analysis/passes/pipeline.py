@@ -11,6 +11,7 @@ from sft.analysis.passes.decompose_windows import decompose_transposed_convoluti
 from sft.analysis.passes.fold_norms import fold_frozen_norms
 from sft.analysis.passes.infer_attributes import infer_attributes
 from sft.analysis.passes.positional_rng import make_rng_positional
+from sft.analysis.passes.prefix_tokens import include_prefix_tokens
 
 __all__ = ["run_passes"]
 
@@ -29,6 +30,7 @@ def run_passes(graph: Graph) -> Graph:
         decompose_transposed_convolutions,
         decompose_circular_pads,
         make_rng_positional,
+        include_prefix_tokens,
     ):
         graph = graph_pass(graph)
     return clone_updated_buffers(graph.without_dead_operators())

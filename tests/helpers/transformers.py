@@ -13,8 +13,9 @@ from tests.helpers.positional_rng import DropPath
 __all__ = ["Attention", "AttentionForm", "ChannelsLast", "CosineWindows", "GridAndBlocks", "ImageTransformer", "PaddedWindows"]
 
 #: Spellings of attention: torch's operator, a softmax of products (with a mask), index notation, ``nn.MultiheadAttention``, and torch's
-#: operator with separate layers and a learned bias, and with a causal mask.
-AttentionForm = Literal["fused", "softmax", "einsum", "multihead", "biased", "causal"]
+#: operator with separate layers and a learned bias, with a causal mask, and with rotary positions of all tokens but a class token (of
+#: neighbouring channels, as in EVA-02, or of halves, as in DINOv3).
+AttentionForm = Literal["fused", "softmax", "einsum", "multihead", "biased", "causal", "rotary", "rotary_halves"]
 
 
 class ChannelsLast(nn.Module):
@@ -35,12 +36,13 @@ class Attention(nn.Module):
         width: channels.
         heads: number of heads.
         form: spelling.
-        num_tokens: tokens, for a bias or a mask of pairs of them.
+        num_tokens: tokens, for a bias or a mask of pairs of them, and for their positions.
+        num_prefix: tokens without a position, which come first.
     """
 
-    def __init__(self, width: int, heads: int, form: AttentionForm = "fused", num_tokens: int = 0) -> None:
+    def __init__(self, width: int, heads: int, form: AttentionForm = "fused", num_tokens: int = 0, num_prefix: int = 0) -> None:
         super().__init__()
-        self.heads, self.form = heads, form
+        self.heads, self.form, self.num_prefix = heads, form, num_prefix
         if form == "multihead":
             self.inner = nn.MultiheadAttention(width, heads, batch_first=True)
         elif form == "biased":
@@ -50,6 +52,10 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(width, 3 * width)
         if form == "softmax":
             self.register_buffer("mask", torch.rand(num_tokens, num_tokens) < 0.2)
+        if form in ("rotary", "rotary_halves"):
+            angles = torch.rand(num_tokens - num_prefix, width // heads)
+            self.register_buffer("cosine", angles.cos())
+            self.register_buffer("sine", angles.sin())
         self.project = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +71,9 @@ class Attention(nn.Module):
         return self.project(y.transpose(1, 2).reshape(num, tokens, width))  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.form in ("fused", "causal"):
+        if self.form in ("rotary", "rotary_halves"):
+            q, k = self._rotate(q), self._rotate(k)
+        if self.form in ("fused", "causal", "rotary", "rotary_halves"):
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.form == "causal")
         scale = q.shape[-1] ** -0.5
         if self.form == "einsum":
@@ -73,6 +81,16 @@ class Attention(nn.Module):
         mask: Tensor = self.get_buffer("mask")
         scores: Tensor = (q @ k.transpose(-2, -1)) * scale
         return scores.masked_fill(mask, -20.0).softmax(-1) @ v
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        prefix, x = x.split((self.num_prefix, x.shape[2] - self.num_prefix), 2)
+        if self.form == "rotary":
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)
+        else:
+            first, second = x.chunk(2, -1)
+            turned = torch.cat((-second, first), -1)
+        x = x * self.get_buffer("cosine") + turned * self.get_buffer("sine")
+        return torch.cat((prefix, x), 2) if self.num_prefix else x
 
 
 class _Block(nn.Module):
@@ -118,7 +136,7 @@ class ImageTransformer(nn.Module):
         self.embed = nn.Conv2d(3, width, patch_px, patch_px)
         self.token = nn.Parameter(torch.zeros(1, 1, width)) if token else None
         self.position = nn.Parameter(0.02 * torch.randn(1, num_tokens, width))
-        self.blocks = nn.Sequential(*(_Block(width, Attention(width, heads, form, num_tokens), dropout) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(_Block(width, Attention(width, heads, form, num_tokens, int(token)), dropout) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ With a journal, the thread first gives the writers the rows of an earlier, inter
 
 from __future__ import annotations
 
+import os
 import queue
 import tempfile
 import threading
@@ -23,7 +24,7 @@ from torch import Tensor
 from sft.common.errors import InputError, SourceError
 from sft.common.interval import Interval
 from sft.prediction.prediction_head import Kind
-from sft.prediction.raster import PredictedRaster, RasterRows, RasterWriter
+from sft.prediction.raster import FileWriter, PredictedRaster, RasterRows, RasterWriter
 from sft.prediction.row_journal import RowJournal
 
 __all__ = ["Delivery", "resolve_dtype"]
@@ -109,7 +110,10 @@ class Delivery:
         if self._journal is not None:
             self._journal.open(self.raster)
             self._next_row = self._journal.num_rows
+        owner = None if self._journal is None else os.fspath(self._journal.path.absolute())
         for position, writer in enumerate(self._writers):
+            if isinstance(writer, FileWriter):
+                writer.mark_temporary_files(owner)
             with _Stopwatch(self.write_seconds, position):
                 writer.begin(self.raster)
         self._thread = threading.Thread(target=self._write_all, name="sft-write", daemon=True)

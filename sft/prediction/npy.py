@@ -33,7 +33,8 @@ class NpyWriter(FileWriter):
         self._top = 0
         self.discard()
         self._is_map = raster.is_classes
-        self._file = NpyFile(self.path, shape[1:] if raster.is_classes else shape, getattr(torch, raster.dtype.name))
+        shape_of_file, dtype = shape[1:] if raster.is_classes else shape, getattr(torch, raster.dtype.name)
+        self._file = NpyFile(self.path, shape_of_file, dtype, part_name=self._new_temporary(".npy").name)
 
     def write(self, rows: RasterRows) -> None:
         """Write the next rows; see `RasterWriter`."""
@@ -53,6 +54,7 @@ class NpyWriter(FileWriter):
         if self._file is not None:
             self._file.publish()
             self._file = None
+            self._temporary.clear()
 
     def discard(self) -> None:
         """Remove all temporary files; no effect after ``publish``."""

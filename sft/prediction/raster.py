@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from sft.common.atomic_files import PARTIAL_MARK, as_path, folder_problem, fsync_folder
 from sft.common.errors import InputError, SourceError
+from sft.prediction.identity import sha256_of_text
 from sft.sources.georeference import Georeference
 
 __all__ = ["FileWriter", "PredictedRaster", "RasterRows", "RasterWriter", "check_tiff_type"]
@@ -142,6 +143,8 @@ class FileWriter(ABC):
             raise InputError(f"{purpose}: no permission to write into {os.fspath(folder)!r}; choose another folder")
         self._temporary: list[Path] = []
         self._partial: Path | None = None
+        self._mark: str | None = None
+        self._num_marked = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({os.fspath(self._path)!r})"
@@ -162,6 +165,18 @@ class FileWriter(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Complete the file under its temporary name; see `RasterWriter`."""
+
+    def mark_temporary_files(self, owner: str | None) -> None:
+        """Names of temporary files by which the next process of the same owner finds those that a kill has left; these are removed here.
+
+        Args:
+            owner: of the files, one process at a time, such as the path of a journal; None for random names.
+        """
+        self._mark = None if owner is None else sha256_of_text(f"{owner}\n{self._path.name}")[:16]
+        self._num_marked = 0
+        if self._mark is not None:
+            for path in self._path.parent.glob(f"{PARTIAL_MARK}{self._mark}-*"):
+                _remove(path)
 
     def publish(self) -> None:
         """Rename the file to its final path; see `RasterWriter`."""
@@ -190,7 +205,9 @@ class FileWriter(ABC):
 
     def _new_temporary(self, suffix: str) -> Path:
         """A new temporary path next to the target."""
-        path = self._path.with_name(f"{PARTIAL_MARK}{secrets.token_hex(8)}{suffix}")
+        self._num_marked += 1
+        name = secrets.token_hex(8) if self._mark is None else f"{self._mark}-{self._num_marked}"
+        path = self._path.with_name(f"{PARTIAL_MARK}{name}{suffix}")
         self._temporary.append(path)
         return path
 

@@ -236,22 +236,26 @@ class NpyFile:
         path: final name; :meth:`publish` replaces an existing file.
         shape: of the array.
         dtype: of the array; one that NumPy has.
+        part_name: name of the file until it is published, in the folder of the final one; an earlier file of this name is removed.
+            Default: `None` (a random name)
 
     Raises:
         InputError: the file cannot be created.
         SourceError: the disk is full, or fails. No file is left in either case.
     """
 
-    def __init__(self, path: Path, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, shape: Sequence[int], dtype: torch.dtype, *, part_name: str | None = None) -> None:
         kind = numpy_dtype(dtype)
         assert kind is not None, f"{dtype} is refused when the plan is made"
         # Through a link, as numpy.save writes; a name of its own, as the target's may be as long as names can be.
         self.path = Path(os.path.realpath(path))
-        self._part: Path | None = self.path.with_name(f".sft-{secrets.token_hex(8)}.part")
+        self._part: Path | None = self.path.with_name(part_name or f".sft-{secrets.token_hex(8)}.part")
         num_bytes = prod(shape) * kind.itemsize
         try:
             if self.path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(self.path))
+            if part_name is not None:
+                self._part.unlink(missing_ok=True)
             self.array = _mapped(self._part, tuple(shape), kind)
         except OSError as error:
             self.discard()

@@ -30,7 +30,7 @@ from sft.planner.measured.allocator_overhead import OverheadEstimator
 from sft.planner.measured.reserved_memory import resident_sizes, simulate_reserved_memory
 from sft.prediction import NpyWriter, OmeTiffWriter, OmeZarrWriter, PolygonWriter, PredictionResult
 from sft.prediction.prediction_head import PredictionHead
-from sft.prediction.raster import RasterRows
+from sft.prediction.raster import PredictedRaster, RasterRows
 from sft.runtime.caching_allocator import AllocatorSettings
 from sft.sources import ArrayImage, ArraySource, Normalized, open_image
 from tests.helpers.exactness import relative_error
@@ -295,6 +295,36 @@ print(result.num_resumed_rows, np.array_equal(np.load("map.npy"), np.load("full.
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("map.npy", NpyWriter), ("map.ome.tif", OmeTiffWriter), ("map.zarr", OmeZarrWriter), ("map.geojson", PolygonWriter)],
+)
+def test_temporary_files_of_a_killed_call_are_removed_by_the_next(name: str, make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Those of other owners and of other targets stay."""
+    raster = PredictedRaster(height_px=40, width_px=30, num_channels=1, dtype=np.dtype(np.uint8), is_classes=True)
+    rows = np.ones((1, 40, 30), np.uint8)
+
+    def begun(name: str, owner: str | None) -> Any:
+        writer = make(tmp_path / name)
+        writer.mark_temporary_files(owner)
+        writer.begin(raster)
+        return writer
+
+    others = [begun(name, "b"), begun(f"2{name}", "a"), begun(name, None)]
+    kept = set(tmp_path.glob(".partial-*"))
+    killed = begun(name, "a")
+    killed.write(rows)
+    assert set(tmp_path.glob(".partial-*")) > kept
+    second = begun(name, "a")
+    second.write(rows)
+    second.finish()
+    second.publish()
+    assert (tmp_path / name).exists() and set(tmp_path.glob(".partial-*")) == kept
+    for other in (*others, killed):
+        other.discard()
+    assert not list(tmp_path.glob(".partial-*"))
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_resumed_by_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _KILLED]
@@ -305,6 +335,7 @@ def test_a_killed_process_is_resumed_by_the_next(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     rows, is_equal = result.stdout.splitlines()[-1].split()
     assert int(rows) >= 14 and is_equal == "True" and not (tmp_path / "rows").exists()
+    assert not list(tmp_path.glob(".partial-*")), "temporary files of the killed process"
 
 
 @pytest.mark.parametrize("from_source", [False, True], ids=["tensor", "source"])

@@ -13,7 +13,8 @@ two passes over the image, forward and backward, and the result of the convoluti
 Under autocast the weight that is folded is the one before its conversion to half precision, so that it is rounded once.
 
 A folded weight and its gradient are two more tensors of the weight's size in the step. So weights above :data:`MAX_FOLDED_ELEMENTS` stay
-unfolded: layers that have them have small images.
+unfolded: layers that have them have small images. A budget without room for the other ones has a plan without any
+(:meth:`sft.api.capture_cache.CapturedModel.unfolded`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops.table import CASTS
 from sft.analysis.passes.positional_rng import SEED_NAME
 
-__all__ = ["MAX_FOLDED_ELEMENTS", "fold_frozen_norms"]
+__all__ = ["MAX_FOLDED_ELEMENTS", "fold_frozen_norms", "has_folded_norms"]
 
 #: Largest number of elements of a weight that is folded: 3 x 3 convolutions of up to 170 channels.
 MAX_FOLDED_ELEMENTS = 2**18
@@ -51,6 +52,11 @@ def fold_frozen_norms(graph: Graph) -> Graph:
         elif node.name not in dropped:
             nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
+
+
+def has_folded_norms(graph: Graph) -> bool:
+    """True if norms were folded in a graph."""
+    return any(node.target == "sft.folded_weight" for node in graph.operators)
 
 
 def _is_frozen_norm(node: Node) -> bool:

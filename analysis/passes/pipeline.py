@@ -16,8 +16,12 @@ from sft.analysis.passes.prefix_tokens import include_prefix_tokens
 __all__ = ["run_passes"]
 
 
-def run_passes(graph: Graph) -> Graph:
+def run_passes(graph: Graph, *, folds_norms: bool = True) -> Graph:
     """Rewrite the graph to operators of the operator table, without dead operators.
+
+    Args:
+        graph: the captured graph.
+        folds_norms: fold frozen norms into convolutions.
 
     Raises:
         UnsupportedError: a random mask with a shape that depends on the image's size but on none of its values.
@@ -26,7 +30,7 @@ def run_passes(graph: Graph) -> Graph:
         canonicalize,
         infer_attributes,
         decompose_norms,
-        fold_frozen_norms,
+        fold_frozen_norms if folds_norms else _unchanged,
         decompose_transposed_convolutions,
         decompose_circular_pads,
         make_rng_positional,
@@ -34,3 +38,7 @@ def run_passes(graph: Graph) -> Graph:
     ):
         graph = graph_pass(graph)
     return clone_updated_buffers(graph.without_dead_operators())
+
+
+def _unchanged(graph: Graph) -> Graph:
+    return graph

@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy as sp
@@ -27,6 +28,7 @@ from sft.analysis.frontend.trace_context import squeeze_label_channels
 from sft.analysis.ir.graph import Node
 from sft.analysis.ir.isomorphism import isomorphism, renamed, without_full_slices
 from sft.analysis.ir.ops import ELEMENTWISE
+from sft.analysis.passes.fold_norms import has_folded_norms
 from sft.analysis.passes.layout_tracker import PERMUTES, RESHAPES
 from sft.analysis.passes.pipeline import run_passes
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
@@ -60,6 +62,7 @@ class CapturedModel:
         permutes: whether the model permutes dimensions itself, which may leave an image in channels-last layout.
         raw: the capture before all passes.
         depends_on_size: whether it reshapes or changes values of which only the size tells whether they are images.
+        folds_norms: whether frozen norms were folded into convolutions where that is possible.
     """
 
     capture: Capture
@@ -68,20 +71,26 @@ class CapturedModel:
     permutes: bool
     raw: Capture
     depends_on_size: bool = False
+    folds_norms: bool = True
 
     @classmethod
-    def of(cls, capture: Capture, key: CaptureKey) -> CapturedModel:
+    def of(cls, capture: Capture, key: CaptureKey, *, folds_norms: bool = True) -> CapturedModel:
         """Run the passes on a capture and find its phases.
 
         Raises:
             UnsupportedError: it has an operator without a rule.
             TypeError: a rule depends on the value of a symbolic size.
         """
-        graph = run_passes(capture.graph)
+        graph = run_passes(capture.graph, folds_norms=folds_norms)
         phases = find_phases(graph)
         depends_on_size = bool(capture.bounds) and any(_changes_whole_image(node, phases) for node in phases.graph.operators)
         permutes = any(node.target in PERMUTES for node in capture.graph.operators)
-        return cls(replace(capture, graph=graph), phases, key, permutes, capture, depends_on_size)
+        return cls(replace(capture, graph=graph), phases, key, permutes, capture, depends_on_size, folds_norms)
+
+    @cached_property
+    def unfolded(self) -> CapturedModel | None:
+        """The model with every frozen norm as an operator, which takes less memory for weights; ``None`` if no norm is folded."""
+        return CapturedModel.of(self.raw, self.key, folds_norms=False) if has_folded_norms(self.capture.graph) else None
 
     def specialize(self, shapes: Sequence[Shape]) -> SpecializedModel | None:
         """The model with all sizes as numbers; ``None`` if the capture does not hold for inputs of these shapes.
@@ -106,7 +115,7 @@ class CapturedModel:
         """
         if not self.depends_on_size:
             return self
-        graph = run_passes(specialize_graph(self.raw.graph, symbols))
+        graph = run_passes(specialize_graph(self.raw.graph, symbols), folds_norms=self.folds_norms)
         phases = find_phases(graph)
         is_better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
         return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if is_better else self

@@ -17,7 +17,7 @@ from torch import nn
 from sft.analysis.frontend.submodule_hooks import check_hook_kinds
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
-from sft.api.capture_cache import CaptureCache
+from sft.api.capture_cache import CaptureCache, SpecializedModel
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
 from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
@@ -155,22 +155,43 @@ class PlanCache:
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         model, settings = self.model, self.settings
+        errors: list[BudgetError] = []
         with planning_context(model, signature, settings), stages(f"capture of {type(model).__name__}") as show_stage:
-            specialized = self.captures.get_or_capture(signature)
-            problem = build_problem(model, signature, settings, specialized, self._shared)
-            show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
-            try:
-                if settings.mesh is not None:
-                    return prepare_on_mesh(problem, specialized, model, signature, settings)
-                fitted = self._search(problem, signature)
-                return prepare(fitted, specialized, model, signature, settings)
-            finally:
-                problem.memo.clear()
+            for specialized in self._forms(signature):
+                problem = build_problem(model, signature, settings, specialized, self._shared)
+                show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
+                try:
+                    if settings.mesh is not None:
+                        return prepare_on_mesh(problem, specialized, model, signature, settings)
+                    fitted = self._search(problem, signature)
+                    return prepare(fitted, specialized, model, signature, settings)
+                except BudgetError as error:
+                    errors.append(error)
+                finally:
+                    problem.memo.clear()
+        raise min(errors, key=lambda error: error.needed_bytes)
+
+    def _forms(self, signature: CallSignature) -> Iterator[SpecializedModel]:
+        """The model with frozen norms folded into convolutions, and without, for budgets that have no room for the folded weights.
+
+        A plan that was given, or made before, is for one of them.
+        """
+        folded = self.captures.get_or_capture(signature)
+        unfolded = folded.captured.unfolded
+        separate = None if unfolded is None else unfolded.specialize(signature.shapes)
+        plan = self.settings.plan or self.plans.get(signature)
+        if separate is None:
+            yield folded
+        elif plan is None:
+            yield from (folded, separate)
+        else:
+            yield separate if _is_plan_of(plan, separate.phases) else folded
 
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
+        others = [plan for plan in self._plans_of_other_samples(signature) if _is_plan_of(plan, problem.sized.phases)]
         try:
-            return search(problem, self.model, signature, self.settings, self.plans.get(signature), self._plans_of_other_samples(signature))
+            return search(problem, self.model, signature, self.settings, self.plans.get(signature), others)
         except BudgetError as error:
             without = replace(signature, input_grads=(False,) * len(signature.input_grads))
             if without not in self.plans:
@@ -182,6 +203,11 @@ class PlanCache:
                 "x.detach(), or compile with a tensor that requires a gradient as input_shape.\nTry: net(x.detach())",
                 needed_bytes=error.needed_bytes,
             ) from error
+
+
+def _is_plan_of(plan: Plan, phases: PhasedGraph) -> bool:
+    """True if a plan runs exactly the operators of a graph."""
+    return {name for segment in plan.segments for name in segment.nodes} == {node.name for node in phases.graph.operators}
 
 
 def _of_any_samples(signature: CallSignature) -> CallSignature | None:

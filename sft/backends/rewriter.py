@@ -14,8 +14,7 @@ from sft.backends.conv import match_conv_backward, match_convolutions
 from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
-from sft.backends.library_fusion import match_convolution_relus
-from sft.backends.library_norms import match_frozen_norm_image_gradients
+from sft.backends.library_fusion import match_convolution_relus, match_frozen_norm_image_gradients
 from sft.backends.memory_format import channels_last_slots
 from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
 from sft.backends.pattern import MatchContext, Pattern, Rewrite

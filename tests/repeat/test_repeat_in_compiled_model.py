@@ -313,7 +313,7 @@ def test_modes_sizes_and_copies() -> None:
     x = torch.randn(_SHAPE)
     captured = net._sft_engine.plan_cache.captures
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        assert torch.equal(net.eval()(x), model(x))
+        torch.testing.assert_close(net.eval()(x), model(x), rtol=0.02, atol=0.02)  # the stem's norm is folded
     with torch.no_grad():
         torch.testing.assert_close(net(x), model(x))
         torch.testing.assert_close(net(x[..., :40]), model(x[..., :40]))

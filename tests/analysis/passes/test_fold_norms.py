@@ -136,3 +136,33 @@ def test_the_result_of_the_convolution_is_not_kept(monkeypatch: pytest.MonkeyPat
     separate = sft.plan(copy.deepcopy(model), shape, budget="1GiB", options=options)
     assert folded.projected_peak_bytes < 0.7 * separate.projected_peak_bytes
     assert folded.flops == separate.flops == folded.plain_flops
+
+
+def _least(model: nn.Module, shape: tuple[int, ...]) -> int:
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(model, shape, budget=1)
+    return refusal.value.needed_bytes
+
+
+def _folds(plan: sft.Plan) -> bool:
+    return any("__weight" in name for segment in plan.segments for name in segment.nodes)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_small_budgets_have_no_folded_weights(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest budget is that of separate norms, and its plan is exact; a larger one folds."""
+    torch.manual_seed(0)
+    blocks = [_Frozen(nn.Conv2d(i, 96, 3, padding=1), _norm(nn.BatchNorm2d, 96)) for i in (3, 96, 96)]
+    model = nn.Sequential(*(module for block in blocks for module in (block, nn.ReLU()))).double()
+    shape = (1, 3, 40, 12)
+    with torch.set_grad_enabled(training):
+        least = _least(model, shape)
+        assert not _folds(sft.plan(model, shape, budget=least)) and _folds(sft.plan(model, shape, budget="64MiB"))
+        saved = sft.Plan.from_json(sft.plan(model, shape, budget=least).to_json())
+        net: Any = sft.compile(copy.deepcopy(model), shape, budget=least, plan=saved)
+        assert net.plan.segments == saved.segments
+        monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", 0)
+        assert least == _least(model, shape)
+    if training:
+        monkeypatch.undo()
+        assert_exact(model, torch.randn(shape), budget=least + 12 * 40 * 3 * 8)  # the input has a gradient

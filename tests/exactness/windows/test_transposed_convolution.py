@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from typing import Any
 
 import pytest
@@ -195,14 +196,17 @@ def test_no_product_is_computed_twice(use: str, rows: int) -> None:
 @pytest.mark.parametrize("use", ["unet", "dcgan"])
 def test_autocast(use: str) -> None:
     """Products are rounded to half precision one by one, their sums once: about as far from float64 as eager PyTorch is."""
-    model = seeded(lambda: _UNet(2, **_USES[use]).eval()).float()
-    x = image(1, 3, 32, 24).float()
-    net = sft.compile(model, tuple(x.shape), budget="4GiB", options=sft.Options(tile=(8, None)))
-    exact = copy.deepcopy(model).double()(x.double()).detach()
-    with torch.autocast("cpu", torch.bfloat16):
-        errors = [float((m(x).detach().double() - exact).norm()) for m in (net, model)]
-        assert_within_budget(net, x, budget="4GiB")
-    assert errors[0] <= 1.25 * errors[1]
+    ratios = []
+    for seed in range(5):  # a network may round to one side or to the other
+        model = seeded(lambda: _UNet(2, **_USES[use]).eval(), seed=seed).float()
+        x = image(1, 3, 32, 24).float()
+        net = sft.compile(model, tuple(x.shape), budget="4GiB", options=sft.Options(tile=(8, None)))
+        exact = copy.deepcopy(model).double()(x.double()).detach()
+        with torch.autocast("cpu", torch.bfloat16):
+            errors = [float((m(x).detach().double() - exact).norm()) for m in (net, model)]
+            assert_within_budget(net, x, budget="4GiB")
+        ratios.append(errors[0] / errors[1])
+    assert statistics.median(ratios) <= 1.1
 
 
 @st.composite

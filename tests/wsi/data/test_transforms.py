@@ -144,7 +144,7 @@ def test_a_network_computes_the_same_in_strips_of_an_augmented_slide(tmp_path: P
     net: Any = sft.compile(model, source, budget="8MiB", options=sft.Options(tile=(16, None)))
     tensor = (torch.from_numpy(_whole(image)).permute(2, 0, 1)[None] / 255.0 - 0.5).double() / 0.25
     plain = torch.autograd.grad(model(tensor).square().sum(), list(model.parameters()))
-    assert net.plan_for(source).segments[0].num_steps > 1
+    assert max(segment.num_steps for segment in net.plan_for(source).segments) > 1
     streamed = torch.autograd.grad(net(source).square().sum(), list(model.parameters()))
     for a, b in zip(plain, streamed, strict=True):
         # The pixels are normalised in another order of operations, in float64: rounding of some thousand summands.

@@ -36,7 +36,8 @@ _NOTES = {
     "smoke": "One training step in float64 against eager PyTorch (`gpu_smoke.py`): largest relative L2 error of output, gradients and "
     "buffers, and peaks with their projections.",
     "tests": "Tests of `gpu.sh`: those marked `gpu`, and the kernels' interpreted tests, compiled.",
-    "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most.",
+    "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most. A step has "
+    "the commit at which it was measured, if that is not the one below.",
 }
 
 
@@ -143,16 +144,33 @@ def _steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
     def milliseconds(seconds: Sequence[float] | None) -> str:
         return f"{1e3 * seconds[1]:.1f} ({1e3 * seconds[0]:.1f} to {1e3 * seconds[2]:.1f})" if seconds else ""
 
+    def modelled(step: Mapping[str, Any]) -> str:
+        return f"{1e3 * step['modelled_seconds']:.1f}" if step.get("modelled_seconds") else ""
+
     def size(num_bytes: int) -> str:
         return format_bytes(num_bytes) if num_bytes else ""
 
     rows = [
-        [step["name"], step["dtype"], step["backend"], step["status"], milliseconds(step["seconds"]), milliseconds(step["plain_seconds"])]
+        [step["name"], step["dtype"], step["backend"], step["status"], milliseconds(step["seconds"]), modelled(step)]
+        + [milliseconds(step["plain_seconds"])]
         + [size(step[name]) for name in ("allocated_bytes", "projected_peak_bytes", "reserved_bytes", "plain_allocated_bytes")]
-        + [_short(step["note"])]
+        + [step.get("commit", ""), _short(step["note"])]
         for step in steps
     ]
-    headers = ("case", "dtype", "backend", "status", "ms", "eager ms", "allocated", "projected", "reserved", "eager allocated", "note")
+    headers = (
+        "case",
+        "dtype",
+        "backend",
+        "status",
+        "ms",
+        "modelled ms",
+        "eager ms",
+        "allocated",
+        "projected",
+        "reserved",
+        "eager allocated",
+    )
+    headers += ("commit", "note")
     return Table(title="Steps", headers=headers, rows=rows)
 
 

@@ -157,21 +157,9 @@ def _steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
         + [step.get("commit", ""), _short(step["note"])]
         for step in steps
     ]
-    headers = (
-        "case",
-        "dtype",
-        "backend",
-        "status",
-        "ms",
-        "modelled ms",
-        "eager ms",
-        "allocated",
-        "projected",
-        "reserved",
-        "eager allocated",
-    )
-    headers += ("commit", "note")
-    return Table(title="Steps", headers=headers, rows=rows)
+    times = ("case", "dtype", "backend", "status", "ms", "modelled ms", "eager ms")
+    sizes = ("allocated", "projected", "reserved", "eager allocated")
+    return Table(title="Steps", headers=(*times, *sizes, "commit", "note"), rows=rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -66,8 +66,31 @@ def test_times_of_other_steps() -> None:
     def milliseconds(case: str, key: str = "seconds") -> str:
         return f"{1e3 * steps[case][key][1]:.1f} ms"
 
+    for case in ("vgg16 large", "resnet18 frozen large"):
+        assert _link(f"{steps[case]['seconds'][1]:.2f} s", name, "../") in text
+    assert f"With its norms as operators it took {steps['resnet18 frozen large, norms apart']['seconds'][1]:.2f} s" in text
+    assert _link(milliseconds("vgg16 step in 1.2 GiB"), name, "../") in text
+    assert _link(f"{milliseconds('u-net step')}, and eager PyTorch {milliseconds('u-net step', 'plain_seconds')}", name, "../") in text
+
+
+def test_steps_with_more_memory_than_projected() -> None:
+    name, results = _newest("steps")
+    wrong = [step for step in results["steps"] if step["status"] == "wrong"]
+    text = (_ROOT / "docs" / "gpu.md").read_text()
+    link = _link(f"{len(results['steps'])} larger steps", name, "../")
+    assert len(wrong) == 3 and f"Of {link} three reserved more" in text
+    shares = {step["name"]: step["reserved_bytes"] / step["projected_reserved_bytes"] for step in wrong}
+    assert shares["ViT-S adapters, 512 tiles"] < 1.0045 and "512 tiles of a ViT (0.4 %)" in text
+
+
+def test_times_of_graphs() -> None:
+    name, results = _newest("steps")
+    steps, text = {step["name"]: step for step in results["steps"]}, (_ROOT / "docs" / "gpu.md").read_text()
+
+    def milliseconds(case: str, key: str = "seconds") -> str:
+        return f"{1e3 * steps[case][key][1]:.1f} ms"
+
     graphs = f"{milliseconds('resnet18 frozen strips')} a step without graphs, and "
     assert _link(f"{graphs}{milliseconds('resnet18 frozen strips, CUDA graphs')} with them", name, "../") in text
-    assert _link(f"{steps['vgg16 large']['seconds'][1]:.2f} s", name, "../") in text
     small = f"{milliseconds('resnet18 frozen step')}, and eager PyTorch {milliseconds('resnet18 frozen step', 'plain_seconds')}"
     assert _link(small, name, "../") in text

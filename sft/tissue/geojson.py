@@ -122,7 +122,7 @@ def read_features(
 
     Args:
         path: of the file.
-        selected: names of the features whose geometry is read. Default: `None` (all)
+        selected: names of the features of which the geometry is read. Default: `None` (all)
         georeference: of the image. Default: `None`
         column: property with the class of features without a ``classification``. Default: `None`
         crs: coordinate system of the file, or ``"pixels"``. Default: `None` (its member ``crs``; pixels without one)

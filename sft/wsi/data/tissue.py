@@ -24,6 +24,7 @@ from sft.sources.readers.label_images import open_label_image
 from sft.sources.views import RasterView
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
 from sft.tissue.mask import Box
+from sft.tissue.polygons import check_overlap
 from sft.wsi.run.files import atomic_write_with_parents
 
 __all__ = [
@@ -119,6 +120,8 @@ def area_bounding_box(area: TissueArea, image: Raster) -> Box:
     if isinstance(area, TissueMask):
         box = area.bounding_box()
     else:
+        purpose = f"cannot crop {image!r} to its tissue, or mask it: the mask has none there"
+        check_overlap([area], width_px=image.width_px, height_px=image.height_px, purpose=purpose)
         left, top, right, bottom = area.bounding_box() or (0.0, 0.0, 0.0, 0.0)
         x, y = max(0, math.floor(left)), max(0, math.floor(top))
         box = Box(x=x, y=y, w=min(image.width_px, math.ceil(right)) - x, h=min(image.height_px, math.ceil(bottom)) - y)

@@ -185,6 +185,10 @@ def test_polygons_smaller_than_a_pixel_are_no_tissue() -> None:
     with pytest.raises(InputError, match="the mask has none there"):
         area_bounding_box(Regions([[ring]]), slide)
     assert area_bounding_box(Regions([[np.array([[11.0, 11.0], [15.0, 11.0], [15.0, 15.0]])]]), slide).w == 4
+    with pytest.raises(
+        InputError, match=r"all 1 polygons are outside of the image\. They span columns 110\.1 to .*, the image columns 0 to 80"
+    ):
+        area_bounding_box(Regions([[ring + 100]]), slide)
 
 
 def _labels_under_centres(values: Any, size: tuple[int, int], scale: float, label_px: tuple[float, float]) -> Any:

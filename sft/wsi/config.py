@@ -14,7 +14,15 @@ from typing import Any, Literal
 
 from sft.common.errors import some_names
 from sft.common.legacy_names import restore_fields
-from sft.wsi.config_checks import byte_problems, channel_problems, mask_value_problems, refuse, refuse_nulls, tile_problems
+from sft.wsi.config_checks import (
+    annotation_problems,
+    byte_problems,
+    channel_problems,
+    mask_value_problems,
+    refuse,
+    refuse_nulls,
+    tile_problems,
+)
 from sft.wsi.data_config import DataConfig
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
@@ -316,6 +324,7 @@ class Config:
         elif (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
         problems += mask_value_problems(self.data.mask_values, self.task)
+        problems += annotation_problems(self.data, self.task)
         if self.model.takes_tiles and self.model.norm == "train" and self.ranks.bands > 1:
             problems.append(
                 f"model.norm train with model.encoder tiles and ranks.bands {self.ranks.bands}: the statistics of a slide's tiles would be "

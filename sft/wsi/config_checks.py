@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sft.wsi.data_config import DataConfig
 
 __all__ = [
+    "annotation_problems",
     "byte_problems",
     "channel_problems",
     "mask_value_problems",
@@ -114,6 +115,14 @@ def mask_value_problems(values: dict[int, int] | None, task: TaskConfig) -> list
     if unused:
         problems.append(f"data.mask_values {values}: no value is of class {', '.join(unused)}; give each class a value")
     return problems
+
+
+def annotation_problems(data: DataConfig, task: TaskConfig) -> list[str]:
+    """Problems of settings of annotated classes in a run without a segmentation, which would have no effect."""
+    settings = {} if data.mask_column == "class" else {"mask_column": data.mask_column}
+    settings |= {"ignore_other_classes": "true"} if data.ignore_other_classes else {}
+    unused = {} if task.kind == "segmentation" else settings
+    return [f"data.{name} {value} with task.kind {task.kind}: it is for segmentation; leave it out" for name, value in unused.items()]
 
 
 def pixel_problems(data: DataConfig) -> list[str]:

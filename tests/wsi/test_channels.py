@@ -132,6 +132,8 @@ def test_several_files_are_one_image(tmp_path: Path) -> None:
         ({"data": {"channels": [0]}, "augment": {"brightness": 0.0, "saturation": 0.0, "hed": 0.1}}, "augment.hed with data.channels"),
         ({"data": {"fill_value": 3.0}}, "data.invalid_pixels fill"),
         ({"data": {"at": {"z": -1}}}, "data.at"),
+        ({"data": {"mask_column": "land"}}, "data.mask_column land with task.kind classification: it is for segmentation"),
+        ({"data": {"ignore_other_classes": True}}, "data.ignore_other_classes true with task.kind classification"),
         ({"data": {"channels": "DAPI"}}, "data.channels 'DAPI': give texts or whole numbers in brackets"),
         ({"data": {"value_range": 3}}, "data.value_range '3': give numbers in brackets"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,12 @@ def test_a_run_takes_annotations_and_panda_masks(tmp_path: Path, capsys: pytest.
     assert "Name each in task.classes; data.ignore_other_classes: true leaves them out" in told
     main(["train", "--config", str(config), "--dry-run", "--data.ignore_other_classes", "true"])
     assert "1 problem - no train" in " ".join(capsys.readouterr().err.split()), "the one map of training has no annotation left"
+    for number in range(2):
+        annotations = tmp_path / f"m{number}.geojson"
+        annotations.write_text(re.sub(r'"classification": {"name": "\w+"}', '"land": "tum"', annotations.read_text()))
+    assert main(["train", "--config", str(config), "--dry-run"]) == 1
+    assert "their properties land: data.mask_column chooses the one with the class" in " ".join(capsys.readouterr().err.split())
+    assert main(["train", "--config", str(config), "--dry-run", "--data.mask_column", "land"]) == 0
     _annotated(tmp_path, [(70, 8), (90, 8), (90, 30)], "tum", 0)
     assert main(["train", "--config", str(config), "--dry-run"]) == 1
     assert "m0.geojson on an image of 64 x 64 px: all 1 polygons are outside of the image" in " ".join(capsys.readouterr().err.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,8 +36,8 @@ _SHAPE = (1, 3, 24, 20)
 
 
 class _Network(nn.Sequential):
-    def __init__(self) -> None:
-        upsample = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
+    def __init__(self, factor: int = 2) -> None:
+        upsample = nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=False)
         super().__init__(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), upsample, nn.Conv2d(4, 2, 3))
 
 
@@ -61,12 +62,18 @@ def test_statistics_that_were_not_saved_are_empty_tensors(monkeypatch: pytest.Mo
 
 
 def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
-    """Rows are gathered first; CUDA would take a scale for theirs once more, and read row r of the result at r / 2."""
-    for name in ("upsample_bilinear2d.", "upsample_bilinear2d_backward."):
-        found = _calls(seeded(_Network), name, tile=(8, None))
-        assert found
-        for arguments in found:
-            assert arguments[-2:] == (None, 2.0)
+    """Rows are gathered first; CUDA would take a scale for theirs once more, and read row r of the result at r / 2.
+
+    Where ATen interpolates both axes of a strip, it has both scales.
+    """
+    for name, factor, scales in (
+        ("upsample_bilinear2d.", 2, (2.0, 2.0)),
+        ("upsample_bilinear2d.", 3, (None, 3.0)),
+        ("upsample_bilinear2d_backward.", 2, (None, 2.0)),
+    ):
+        network = seeded(partial(_Network, factor))
+        calls = _calls(network, name, tile=(4 * factor, None))
+        assert calls and all(arguments[-2:] == scales for arguments in calls)
 
 
 def test_messages_of_one_group_are_posted_together() -> None:

@@ -9,6 +9,9 @@ strip's position, which is bound when the program runs (the ``origin`` port); so
 
 In a linear interpolation ATen resamples the axes that the panel covers fully (it leaves the already resampled rows unchanged), unless sums
 need a fixed order, which ATen's derivative does not keep on GPUs.
+
+By a factor that is a power of two it also resamples the rows of one image: positions in the strip are those in the image less a whole
+number, without rounding. The result begins some rows earlier than the strip, and is a view without these.
 """
 
 from __future__ import annotations
@@ -240,6 +243,38 @@ def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence
     return spans
 
 
+@dataclass(frozen=True, slots=True)
+class _StripRows:
+    """View of the rows of a strip in the interpolation of all its input rows.
+
+    Attributes:
+        span: the range of rows.
+        dim: their dimension.
+    """
+
+    span: ResampledRange
+    dim: int
+
+    def __call__(self, value: Tensor, origin: tuple[int, int, int]) -> Tensor:
+        """The view for a strip at ``origin`` of the image."""
+        return value.narrow(self.dim, self._first_row(origin), self.span.length)
+
+    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+        """True if the view has the same rows at both origins."""
+        return self._first_row(here) == self._first_row(there)
+
+    def _first_row(self, origin: tuple[int, int, int]) -> int:
+        first, start = self.span.first_rows(origin)
+        return first - _whole_factor(self.span.sampling) * start
+
+
+def _whole_factor(sampling: AxisResampling) -> int:
+    """Factor of an interpolation by a power of two, with positions that are exact in every type; 0 for another one."""
+    factor, rest = divmod(sampling.length, sampling.extent)
+    is_plain = sampling.kind == "linear" and not sampling.align_corners and sampling.scale in (None, factor)
+    return factor if is_plain and not rest and factor > 1 and factor & (factor - 1) == 0 else 0
+
+
 class ResamplingRule(Rule):
     """Interpolation and adaptive average pooling, in single precision or wider until the last axis."""
 
@@ -247,6 +282,9 @@ class ResamplingRule(Rule):
         builder, strip = ctx.builder, ctx.strip(self._operand(ctx))
         spans, is_linear = self._split_axes(ctx, strip)
         ctx.saved.update(spans=spans, is_linear=is_linear)
+        has_kernels = ctx.scope.backend is not None and ctx.scope.backend.has_kernels
+        if is_linear and strip.shape[0] == 1 and spans and _whole_factor(spans[0].sampling) and not has_kernels:
+            return self._interpolate(ctx, strip, spans[0])
         value, wide = strip, accumulation_dtype(strip.dtype)
         for span in spans:
             value = emit_resampling(ctx, value, span, wide)
@@ -256,6 +294,18 @@ class ResamplingRule(Rule):
                 self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype
             )
         return builder.call(aten.clone.default, strip, shape=strip.shape) if value is strip else builder.cast(value, strip.dtype)
+
+    def _interpolate(self, ctx: NodeContext, strip: Slot, span: ResampledRange) -> Slot:
+        """Interpolate all rows of the strip by ATen, and take a view of those of the result."""
+        builder, dim, factor = ctx.builder, ctx.scope.axes.dim(len(strip.shape), ROWS), _whole_factor(span.sampling)
+        assert dim is not None
+        ctx.saved["inner"] = (*strip.shape[:dim], span.length, *strip.shape[dim + 1 :])
+        shape = (*ctx.out_shape[:dim], factor * strip.shape[dim], *ctx.out_shape[dim + 1 :])
+        align_corners, _, *scales = self._geometry(ctx)
+        sizes = list(ctx.scope.axes.of(shape))
+        full = builder.call(self._function(ctx, ""), strip, sizes, align_corners, float(factor), *scales, shape=shape, dtype=strip.dtype)
+        rows, origin = _StripRows(span, dim), builder.port("origin", ctx.node.name, ())
+        return builder.call(rows, full, origin, shape=ctx.out_shape, view_of=full, dtype=strip.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, value, wide = ctx.builder, grad, accumulation_dtype(grad.dtype)

@@ -5,14 +5,13 @@ The host issues instructions one after the other while the device works, so a pr
     max(sum of host seconds, sum of kernel seconds).
 
 An instruction takes the host the call of PyTorch and the interpretation of the instruction. A kernel takes the larger of its floating-point
-operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Four kernels are bound
-by neither: a convolution adds its bias in a kernel of its own, element by element, a reduction (the gradient of a bias) reads slowly, and
-so do a max pool, window by window, and its gradient.
+operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Two kernels are bound
+by neither: a convolution adds its bias in a kernel of its own, element by element, and a reduction (the gradient of a bias) reads slowly.
 Convolutions and matrix products run in tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles may leave
 multiprocessors idle.
 
 The rates of :data:`H100` are rounded measurements (``benchmarks/gpu_rates.py``, ``benchmarks/results/*-h100-gpu-rates.md``; a test compares
-them with the newest result), except six that the script does not measure: the interpretation of an instruction and of a program, from
+them with the newest result), except four that the script does not measure: the interpretation of an instruction and of a program, from
 profiles of whole steps, the share of double precision, and the number of multiprocessors. They rank plans of one model; the seconds are not
 a forecast. Single precision is TF32, as PyTorch's default; without it, products take 3 to 40 times as long.
 """
@@ -41,8 +40,6 @@ _TILE = 128
 _MIN_OCCUPANCY = 0.15
 #: Least ratio of elements read to elements written of a reduction.
 _REDUCTION_RATIO = 16
-_MAX_POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
-_MAX_POOL_GRADIENTS = (aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +76,6 @@ class GpuModel:
         bytes_per_second: bandwidth of the memory.
         biases_per_second: elements to which a convolution adds its bias.
         reduced_elements_per_second: elements that a reduction reads.
-        pooled_elements_per_second: elements that a max pool compares, each as often as windows have it.
-        pool_gradients_per_second: elements of the gradient of a max pool's image.
         link_bytes_per_second: bandwidth to the host, in each direction.
         num_multiprocessors: number of multiprocessors.
         min_kernel_seconds: floor of a kernel in a stream.
@@ -101,8 +96,6 @@ class GpuModel:
     bytes_per_second: float
     biases_per_second: float
     reduced_elements_per_second: float
-    pooled_elements_per_second: float
-    pool_gradients_per_second: float
     link_bytes_per_second: float
     num_multiprocessors: int
     min_kernel_seconds: float
@@ -156,11 +149,6 @@ class GpuModel:
         device = num_bytes / self.bytes_per_second
         if num_read > _REDUCTION_RATIO * num_written:
             device = max(device, num_read / self.reduced_elements_per_second)
-        elif instruction.function in _MAX_POOLS:
-            (pooled, *_), window = outputs, instruction.arguments[1]
-            device = max(device, math.prod(pooled.shape) * math.prod(window) / self.pooled_elements_per_second)
-        elif instruction.function in _MAX_POOL_GRADIENTS:
-            device = max(device, num_written / self.pool_gradients_per_second)
         return self.instruction_seconds + host, device + floor
 
     def _product_seconds(self, instruction: Instruction, reads: list[Slot], num_bytes: int, floor: float) -> tuple[float, float]:
@@ -220,8 +208,6 @@ H100 = GpuModel(
     bytes_per_second=2.9e12,
     biases_per_second=3.3e11,
     reduced_elements_per_second=4.7e11,
-    pooled_elements_per_second=5.2e11,
-    pool_gradients_per_second=1.0e11,
     link_bytes_per_second=54e9,
     num_multiprocessors=132,
     min_kernel_seconds=2e-6,

@@ -10,6 +10,7 @@ with ``scale = weight / sqrt(var + eps)`` for each channel (Jacob et al. 2018, s
 the strips; gradients of ``W``, ``c``, ``weight`` and ``bias`` follow by the chain rule from those of ``W'`` and ``c'``. The strips lose
 two passes over the image, forward and backward, and the result of the convolution, which the norm's gradient needs, is not kept.
 
+Weights in float16 stay unfolded: the norm of an image in 0..65535 scales them by 1e-4, to numbers below the normal ones of that type.
 Under autocast the weight that is folded is the one before its conversion to half precision, so that it is rounded once.
 
 A folded weight and its gradient are two more tensors of the weight's size in the step. So weights above :data:`MAX_FOLDED_ELEMENTS` stay
@@ -65,7 +66,7 @@ def _is_frozen_norm(node: Node) -> bool:
 
 def _folds(graph: Graph, norm: Node, conv: Node, dynamic: frozenset[str], updated: set[str]) -> bool:
     """True if a norm can be folded: the convolution has no other reader, and all weights and statistics are fixed during a step."""
-    if conv.target not in _CONVOLUTIONS or conv.dtype != norm.dtype:
+    if conv.target not in _CONVOLUTIONS or conv.dtype != norm.dtype or norm.dtype == "float16":
         return False
     if graph.users[conv.name] != (norm.name,) or conv.name in graph.results:
         return False

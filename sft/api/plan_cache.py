@@ -157,8 +157,11 @@ class PlanCache:
         model, settings = self.model, self.settings
         errors: list[BudgetError] = []
         with planning_context(model, signature, settings), stages(f"capture of {type(model).__name__}") as show_stage:
-            for specialized in self._forms(signature):
+            forms = self._forms(signature)
+            for specialized in forms:
                 problem = build_problem(model, signature, settings, specialized, self._shared)
+                if specialized is not forms[-1] and _adds_weight_gradients(problem):
+                    continue
                 show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
                 try:
                     if settings.mesh is not None:
@@ -171,7 +174,7 @@ class PlanCache:
                     problem.memo.clear()
         raise min(errors, key=lambda error: error.needed_bytes)
 
-    def _forms(self, signature: CallSignature) -> Iterator[SpecializedModel]:
+    def _forms(self, signature: CallSignature) -> tuple[SpecializedModel, ...]:
         """The model with frozen norms folded into convolutions, and without, for budgets that have no room for the folded weights.
 
         A plan that was given, or made before, is for one of them.
@@ -179,13 +182,12 @@ class PlanCache:
         folded = self.captures.get_or_capture(signature)
         unfolded = folded.captured.unfolded
         separate = None if unfolded is None else unfolded.specialize(signature.shapes)
-        plan = self.settings.plan or self.plans.get(signature)
         if separate is None:
-            yield folded
-        elif plan is None:
-            yield from (folded, separate)
-        else:
-            yield separate if _is_plan_of(plan, separate.phases) else folded
+            return (folded,)
+        plan = self.settings.plan or self.plans.get(signature)
+        if plan is None:
+            return folded, separate
+        return (separate if _is_plan_of(plan, separate.phases) else folded,)
 
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
@@ -208,6 +210,13 @@ class PlanCache:
 def _is_plan_of(plan: Plan, phases: PhasedGraph) -> bool:
     """True if a plan runs exactly the operators of a graph."""
     return {name for segment in plan.segments for name in segment.nodes} == {node.name for node in phases.graph.operators}
+
+
+def _adds_weight_gradients(problem: PlanningProblem) -> bool:
+    """True if a norm is trained and the weight that it is folded into is not: its gradient would need that of the weight."""
+    trained = problem.sized.requires_grad
+    folded = (node for node in problem.sized.graph.operators if node.target == "sft.folded_weight")
+    return any(node.name in trained and node.argument("self").name not in trained for node in folded)
 
 
 def _of_any_samples(signature: CallSignature) -> CallSignature | None:

@@ -120,6 +120,41 @@ def test_other_norms_stay(kind: str) -> None:
     assert_exact(model, torch.randn(1, 3, 24, 16), options=sft.Options(tile=(6, None)))
 
 
+def test_instance_norms_with_running_statistics_are_folded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        _Frozen(nn.Conv2d(3, 4, 3, padding=1), _norm(nn.InstanceNorm2d, 4, affine=True, track_running_stats=True)), nn.ReLU()
+    )
+    assert "sft.folded_weight" in _targets(model, (1, 3, 24, 16))
+    assert_exact(model, torch.randn(1, 3, 24, 16), options=sft.Options(tile=(6, None)))
+
+
+def test_trained_norms_of_frozen_weights_stay() -> None:
+    """The gradient of a folded norm's weight needs that of the convolution's weight, which eager PyTorch does not compute."""
+    torch.manual_seed(0)
+    model, shape = _network().double(), (1, 3, 48, 32)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.requires_grad_(False)
+    plan = sft.plan(model, shape, budget="1GiB", options=sft.Options(strategy="none"))
+    assert not _folds(plan) and plan.flops == plan.plain_flops
+    assert_exact(model, torch.randn(shape), options=sft.Options(tile=(8, None)))
+    with torch.no_grad():
+        assert _folds(sft.plan(model, shape, budget="1GiB"))
+    for module in model.modules():
+        module.requires_grad_(isinstance(module, nn.Conv2d))
+    assert _folds(sft.plan(model, shape, budget="1GiB"))
+
+
+def test_half_precision_with_five_bits_of_exponent_stays() -> None:
+    """Statistics of raw 16-bit pixels would make weights of float16 subnormal."""
+    for dtype, folds in ((torch.float16, False), (torch.bfloat16, True)):
+        model = _network().to(dtype)
+        assert _folds(sft.plan(model, (1, 3, 48, 32), budget="1GiB")) == folds
+        with torch.autocast("cpu", dtype):
+            assert _folds(sft.plan(_network(), (1, 3, 48, 32), budget="1GiB")) == folds
+
+
 def test_large_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _network()
     monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", 8 * 3 * 25 - 1)

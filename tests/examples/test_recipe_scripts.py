@@ -206,12 +206,23 @@ def test_a_head_in_the_compiled_part_of_a_detector(is_fcos: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["retinanet", "fcos"])
-def test_a_detector_at_native_resolution(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "budget"), [("retinanet", "360MiB"), ("fcos", "450MiB")])
+def test_a_detector_at_native_resolution(kind: str, budget: str) -> None:
     _libraries("torchvision")
     recipe = _recipe("detection")
-    comparison = recipe.main(["--detector", kind, "--height", "250", "--width", "200", "--budget", "256MiB"])
-    assert comparison.difference < 1e-4 and comparison.sft_bytes < comparison.plain_bytes
+    comparison = recipe.main(["--detector", kind, "--height", "512", "--width", "448", "--budget", budget])
+    # In float32 rounding switches single ReLUs, of which the gradients of one box are made.
+    assert comparison.difference < 1e-2 and comparison.sft_bytes < comparison.plain_bytes
+    torch.manual_seed(0)
+    detector = recipe.make_detector(kind).double()
+    plain = copy.deepcopy(detector)
+    net = recipe.at_native_resolution(detector, "1GiB")
+    plain.transform.resize = detector.transform.resize
+    image, boxes = torch.rand(3, 512, 448, dtype=torch.float64), torch.tensor([[20.0, 30.0, 60.0, 80.0]], dtype=torch.float64)
+    for each in (plain, detector):
+        recipe.step(each, image, {"boxes": boxes, "labels": torch.tensor([1])})
+    assert recipe.gradient_difference(detector, plain) < 1e-12
+    assert net is not None
     detector = recipe.make_detector(kind)
     _assert_same_outputs(detector, copy.deepcopy(detector), (128, 96), "1GiB")
 

@@ -110,8 +110,8 @@ def _permits_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tenso
 
 
 def _has_cudnn() -> bool:
-    """True if torch has cuDNN, and its use is enabled; ROCm has another library under the same name."""
-    return torch.version.hip is None and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+    """True if torch has cuDNN and a GPU, and the use is enabled; ROCm has another library under the same name."""
+    return torch.version.hip is None and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() and torch.cuda.is_available()
 
 
 _Implementation = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, _Geometry], Tensor]

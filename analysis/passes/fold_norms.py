@@ -14,7 +14,7 @@ Weights in float16 stay unfolded: the norm of an image in 0..65535 scales them b
 Under autocast the weight that is folded is the one before its conversion to half precision, so that it is rounded once.
 
 A folded weight and its gradient are two more tensors of the weight's size in the step. So weights above :data:`MAX_FOLDED_ELEMENTS` stay
-unfolded: layers that have them have small images. A budget without room for the other ones has a plan without any
+unfolded: wide layers have small images. A budget without room for the other ones has a plan without any
 (:meth:`sft.api.capture_cache.CapturedModel.unfolded`).
 """
 

@@ -7,7 +7,7 @@ with a known signature reuses the prepared plan; any other one runs the planning
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -19,7 +19,7 @@ from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
 from sft.api.capture_cache import CaptureCache, SpecializedModel
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
-from sft.api.plan_search import FittedPlan
+from sft.api.plan_search import FittedPlan, PlanSearch, computes_little_again
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.byte_units import format_bytes
@@ -111,20 +111,20 @@ class PlanCache:
             return self.captures.get_or_capture(signature).phases
 
     @contextmanager
-    def problem(self, signature: CallSignature) -> Iterator[PlanningProblem]:
-        """The planning problem of calls of a signature; nothing is prepared or stored.
+    def problems(self, signature: CallSignature) -> Iterator[tuple[PlanningProblem, ...]]:
+        """The planning problems of calls of a signature, of each form of the graph; nothing is prepared or stored.
 
         Raises:
             UnsupportedError, InputError: as :func:`sft.compile`.
         """
         signature = self.with_guards(signature)
         with planning_context(self.model, signature, self.settings):
-            specialized = self.captures.get_or_capture(signature)
-            problem = build_problem(self.model, signature, self.settings, specialized, self._shared)
+            problems = tuple(problem for _, problem in self._problems(signature))
             try:
-                yield problem
+                yield problems
             finally:
-                problem.memo.clear()
+                for problem in problems:
+                    problem.memo.clear()
 
     def with_guards(self, signature: CallSignature) -> CallSignature:
         """The signature with the guards of all captures so far."""
@@ -155,45 +155,71 @@ class PlanCache:
 
     def _run_pipeline(self, signature: CallSignature) -> PreparedPlan:
         model, settings = self.model, self.settings
-        errors: list[BudgetError] = []
         with planning_context(model, signature, settings), stages(f"capture of {type(model).__name__}") as show_stage:
-            forms = self._forms(signature)
-            for specialized in forms:
-                problem = build_problem(model, signature, settings, specialized, self._shared)
-                if specialized is not forms[-1] and _adds_weight_gradients(problem):
-                    continue
-                show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
-                try:
-                    if settings.mesh is not None:
-                        return prepare_on_mesh(problem, specialized, model, signature, settings)
-                    fitted = self._search(problem, signature)
-                    return prepare(fitted, specialized, model, signature, settings)
-                except BudgetError as error:
-                    errors.append(error)
-                finally:
+            problems = self._problems(signature)
+            show_stage(f"search for a plan within {format_bytes(settings.budget_bytes)}")
+            try:
+                if settings.mesh is not None:
+                    return self._prepare_on_mesh(problems, signature)
+                specialized, fitted = self._search_forms(problems, signature)
+                return prepare(fitted, specialized, model, signature, settings)
+            finally:
+                for _, problem in problems:
                     problem.memo.clear()
+
+    def _problems(self, signature: CallSignature) -> tuple[tuple[SpecializedModel, PlanningProblem], ...]:
+        """The forms of the graph with their problems: frozen norms folded into convolutions, and apart.
+
+        The second one is for budgets without room for the folded weights. A plan that was given for this call has one of them, and so has
+        a network with a trained norm after a weight that is not trained.
+        """
+        forms = [self.captures.get_or_capture(signature)]
+        unfolded = forms[0].captured.unfolded
+        if unfolded is not None:
+            forms += [form for form in (unfolded.specialize(signature.shapes),) if form is not None]
+        problems = [(form, build_problem(self.model, signature, self.settings, form, self._shared)) for form in forms]
+        plan = self.settings.plan
+        if plan is not None and plan.input_shapes == signature.shapes:
+            return tuple([each for each in problems if _is_plan_of(plan, each[0].phases)] or problems[:1])
+        return tuple(problems[1:] if len(problems) > 1 and _adds_weight_gradients(problems[0][1]) else problems)
+
+    def _prepare_on_mesh(self, problems: Sequence[tuple[SpecializedModel, PlanningProblem]], signature: CallSignature) -> PreparedPlan:
+        """The prepared plan of one rank: of the first form that fits on all of them."""
+        errors: list[BudgetError] = []
+        for specialized, problem in problems:
+            try:
+                return prepare_on_mesh(problem, specialized, self.model, signature, self.settings)
+            except BudgetError as error:
+                errors.append(error)
         raise min(errors, key=lambda error: error.needed_bytes)
 
-    def _forms(self, signature: CallSignature) -> tuple[SpecializedModel, ...]:
-        """The model with frozen norms folded into convolutions, and without, for budgets that have no room for the folded weights.
-
-        A plan that was given, or made before, is for one of them.
-        """
-        folded = self.captures.get_or_capture(signature)
-        unfolded = folded.captured.unfolded
-        separate = None if unfolded is None else unfolded.specialize(signature.shapes)
-        if separate is None:
-            return (folded,)
-        plan = self.settings.plan or self.plans.get(signature)
-        if plan is None:
-            return folded, separate
-        return (separate if _is_plan_of(plan, separate.phases) else folded,)
+    def _search_forms(
+        self, problems: Sequence[tuple[SpecializedModel, PlanningProblem]], signature: CallSignature
+    ) -> tuple[SpecializedModel, FittedPlan]:
+        """The fastest plan of all forms; of the first one alone if that computes little again."""
+        fitting: list[tuple[SpecializedModel, FittedPlan]] = []
+        errors: list[BudgetError] = []
+        for specialized, problem in problems:
+            try:
+                fitting.append((specialized, self._search(problem, signature)))
+            except BudgetError as error:
+                errors.append(error)
+            else:
+                if computes_little_again(fitting[-1][1]):
+                    break
+        if not fitting:
+            raise min(errors, key=lambda error: error.needed_bytes)
+        search = PlanSearch(model=self.model, signature=signature, settings=self.settings)
+        return min(fitting, key=lambda each: search.rank(each[1]))
 
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""
         others = [plan for plan in self._plans_of_other_samples(signature) if _is_plan_of(plan, problem.sized.phases)]
+        previous = self.plans.get(signature)
+        if previous is not None and not _is_plan_of(previous, problem.sized.phases):
+            previous = None
         try:
-            return search(problem, self.model, signature, self.settings, self.plans.get(signature), others)
+            return search(problem, self.model, signature, self.settings, previous, others)
         except BudgetError as error:
             without = replace(signature, input_grads=(False,) * len(signature.input_grads))
             if without not in self.plans:

@@ -34,6 +34,7 @@ from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
 from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
 from sft.planner.problem import PlanningProblem
+from sft.planner.projection import plain_programs
 from sft.planner.remedies import Remedy, with_remedies
 from sft.planner.repeat_budgets import with_free_budgets, with_smaller_repeats
 from sft.planner.search.timed import timing_candidates
@@ -49,6 +50,8 @@ __all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
 
 
 #: Condition on a plan for a problem.
+#: FLOPs over plain's of a plan with one more forward pass, and some.
+_MOST_FLOPS = 1.4
 _Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
 
@@ -232,6 +235,11 @@ class PlanSearch:
         with autocast_disabled(self.signature.device), self._algorithm_search(fitted.projected):
             return replace(fitted, projected=estimator.with_overhead(fitted.problem, fitted.projected))
 
+    def rank(self, fitted: FittedPlan) -> tuple[bool, float]:
+        """Order of plans of several forms of a graph: resident weights first, then the time of a step."""
+        seconds = self._estimated_seconds(fitted) if fitted.seconds is None else sum(fitted.seconds)
+        return fitted.problem.resources.weights is not None, seconds
+
     def select_algorithms(self, fitted: FittedPlan) -> None:
         """Let libraries select their algorithms for a plan, before the memory of its steps is reserved."""
         if _has_device_overhead(self.signature.device):
@@ -407,6 +415,14 @@ def overhead_estimator(
         is_training=problem.sized.training,
         cuda_graphs=cuda_graphs,
     )
+
+
+def computes_little_again(fitted: FittedPlan) -> bool:
+    """True if a plan has all on the device, and computes no more than one more forward pass."""
+    projection = fitted.projected.projection
+    plain_flops = sum(program.flops for program in plain_programs(fitted.problem))
+    is_resident = fitted.problem.resources.weights is None and not projection.host_bytes
+    return is_resident and projection.flops <= _MOST_FLOPS * plain_flops
 
 
 def _is_untiled(fitted: FittedPlan) -> bool:

@@ -97,8 +97,11 @@ class _Attempts:
         try:
             with patch_lock(), _in_evaluation(frozen):
                 signature = self.signature_of()
-                with self.plans.problem(signature) as problem:
-                    return self._planned(problem, signature, tuple(changes))
+                self.count += 1
+                with self.plans.problems(signature) as problems:
+                    planned = [self._planned(problem, signature, tuple(changes)) for problem in problems]
+                remedies = [remedy for remedy in planned if remedy is not None]
+                return min(remedies, key=lambda remedy: (not remedy.fits, remedy.needed_bytes), default=None)
         except SftError:
             return None
 
@@ -112,7 +115,6 @@ class _Attempts:
                 changed = step
             elif setting == "weights" and not self._may_stream(problem):
                 return None
-        self.count += 1
         settings = self.plans.settings
         search = PlanSearch(model=self.plans.model, signature=signature, settings=settings)
         try:

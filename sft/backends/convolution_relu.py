@@ -64,41 +64,43 @@ class _Geometry:
     groups: int
 
 
-def _separate(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, at: _Geometry) -> Tensor:
+def _separate(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, geometry: _Geometry) -> Tensor:
     """The convolution, and the sum and the ReLU in place."""
-    zeros = [0] * len(at.stride)
-    result: Tensor = aten.convolution.default(x, weight, bias, at.stride, at.padding, at.dilation, False, zeros, at.groups)
+    zeros = [0] * len(geometry.stride)
+    result: Tensor = aten.convolution.default(
+        x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups
+    )
     if addend is not None:
         result = aten.add_.Tensor(result, addend)
     result = aten.relu_.default(result)
     return result
 
 
-def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, at: _Geometry) -> Tensor:
+def _fused(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, geometry: _Geometry) -> Tensor:
     """One call of cuDNN."""
-    geometry = (at.stride, at.padding, at.dilation, at.groups)
+    arguments = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     if addend is None:
-        result: Tensor = aten.cudnn_convolution_relu.default(x, weight, bias, *geometry)
+        result: Tensor = aten.cudnn_convolution_relu.default(x, weight, bias, *arguments)
     else:
-        result = aten.cudnn_convolution_add_relu.default(x, weight, addend, 1.0, bias, *geometry)
+        result = aten.cudnn_convolution_add_relu.default(x, weight, addend, 1.0, bias, *arguments)
     return result
 
 
-def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, at: _Geometry) -> Tensor:
+def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, geometry: _Geometry) -> Tensor:
     """One call of cuDNN where it computes the same as the operators, and these otherwise."""
-    geometry = (*map(tuple, (at.stride, at.padding, at.dilation)), at.groups)
-    case = (x.device, x.dtype, tuple(x.shape), tuple(weight.shape), *geometry, addend is None)
+    sizes = map(tuple, (x.shape, weight.shape, geometry.stride, geometry.padding, geometry.dilation))
+    case = (x.device, x.dtype, *sizes, geometry.groups, addend is None)
     if not _permits_cudnn(x, weight, bias, addend) or case in _WITHOUT_ALGORITHM:
-        return _separate(x, weight, bias, addend, at)
+        return _separate(x, weight, bias, addend, geometry)
     try:
-        return _fused(x, weight, bias, addend, at)
+        return _fused(x, weight, bias, addend, geometry)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         if "unable to find an engine" not in str(error) and "CUDNN_STATUS_NOT_SUPPORTED" not in str(error):
             raise
         _WITHOUT_ALGORITHM.add(case)
-        return _separate(x, weight, bias, addend, at)
+        return _separate(x, weight, bias, addend, geometry)
 
 
 def _permits_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> bool:

@@ -13,8 +13,8 @@ vanishes if it is in place; a ReLU into a buffer of carried rows becomes a copy:
     clamp_min(s, 0, out=rows)       copy_(rows, s)                          into a buffer
     add_(s, z); relu_(s)            s = convolution_add_relu(x, w, b, z)    after a sum: the shortcut of a residual block
 
-No other instruction may read the convolution's own result, or the sum. An addend must be there when the convolution runs, and must not be
-written until the sum. The derivative of a ReLU needs only the ReLU's result.
+No other instruction may read the convolution's own result, or the sum. An addend must be computed before the convolution, and must not
+be written until the sum. The derivative of a ReLU needs only the ReLU's result.
 
 Only convolutions in one group are fused: those of several groups, and depthwise ones, have kernels of their own in ATen. Images are
 channels last, and have at most 2^31 - 1 elements, as ATen divides larger ones.

@@ -29,7 +29,7 @@ import platform
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +184,29 @@ def program_hash(program: Program) -> str | None:
 def _function_name(function: Callable[..., Any]) -> str:
     if isinstance(function, OpOverload):
         return str(function)
+    value: Any = function
+    if is_dataclass(value) and not isinstance(value, type):
+        return _dataclass_text(value)
     owner = getattr(function, "__self__", None)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name is None or "<" in name:  # a local function, or a lambda
         raise _UnnamedFunctionError
     bound = "" if owner is None or isinstance(owner, type(torch)) else _canonical_text(owner, {})
     return f"{module or ''}.{name}{bound}"
+
+
+def _dataclass_text(value: Any) -> str:
+    """Class and fields of a dataclass of numbers, strings and such dataclasses."""
+    texts = []
+    for each in fields(value):
+        content = getattr(value, each.name)
+        if is_dataclass(content) and not isinstance(content, type):
+            texts.append(_dataclass_text(content))
+        elif content is None or isinstance(content, (bool, int, float, str)):
+            texts.append(repr(content))
+        else:
+            raise _UnnamedFunctionError
+    return f"{type(value).__module__}.{type(value).__qualname__}({','.join(texts)})"
 
 
 def _canonical_text(value: Any, numbers: dict[int, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ class _Block(nn.Module):
 
 def _measure(model: nn.Module, **options: Any) -> sft.Plan:
     return sft.plan(model, _SHAPE, options=sft.Options(tile=(8, None), profile="measure", **options))
+
+
+@dataclass(frozen=True)
+class _Range:
+    length: Any
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Function with fields."""
+
+    factor: float
+    span: _Range
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        return x
 
 
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
@@ -173,6 +190,11 @@ def test_programs_are_known_by_what_they_do() -> None:
     others = [_program(5), _program(4, 2.0), _program(4, function=torch.ops.aten.add.Scalar), _program(4, function=_doubled)]
     assert len({plain, *map(program_hash, others)}) == 5
     # What is made inside a function has no name that another process would give it.
+    scaled = [
+        program_hash(_program(4, function=_Scaled(factor, _Range(length)))) for factor, length in ((2.0, 3), (2.0, 3), (2.0, 4), (1.0, 3))
+    ]
+    assert scaled[0] == scaled[1] is not None and len(set(scaled)) == 3
+    assert program_hash(_program(4, function=_Scaled(2.0, _Range(torch.zeros(3))))) is None
     assert program_hash(_program(4, function=lambda x, y: x)) is None
 
 

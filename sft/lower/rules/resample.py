@@ -304,8 +304,8 @@ class ResamplingRule(Rule):
         align_corners, _, *scales = self._geometry(ctx)
         sizes = list(ctx.scope.axes.of(shape))
         full = builder.call(self._function(ctx, ""), strip, sizes, align_corners, float(factor), *scales, shape=shape, dtype=strip.dtype)
-        rows, origin = _StripRows(span, dim), builder.port("origin", ctx.node.name, ())
-        return builder.call(rows, full, origin, shape=ctx.out_shape, view_of=full, dtype=strip.dtype)
+        take_rows, origin = _StripRows(span, dim), builder.port("origin", ctx.node.name, ())
+        return builder.call(take_rows, full, origin, shape=ctx.out_shape, view_of=full, dtype=strip.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         builder, value, wide = ctx.builder, grad, accumulation_dtype(grad.dtype)

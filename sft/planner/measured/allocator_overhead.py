@@ -163,10 +163,9 @@ class OverheadEstimator:
 
     def _run_once(self, program: Program, first: Program | None) -> Mapping[int, int]:
         assert self.device is not None
-        key = self._process_key(program, first)
-        if key not in _SELECTED:
+        if self._process_key(program, first) not in _SELECTED:
             self._measure(self.device, program, first)
-            _SELECTED.add(key)
+            self._note_selected(program, first)
         return {}
 
     def _workspaces(self, program: Program, first: Program | None) -> Mapping[int, int]:
@@ -174,30 +173,35 @@ class OverheadEstimator:
         if self.device is None:
             return {}
         if id(program) not in self._known:
-            _, key, is_lasting = self._key_of(program, first)
+            _, key, is_named = self._key_of(program, first)
+            # With cudnn.benchmark each process searches for the fastest algorithm again, and uses the memory that is free at that moment.
+            is_lasting = is_named and not torch.backends.cudnn.benchmark
             measured = _read_workspaces(self.costs, key)
             if measured is None:
                 measured = self._measure(self.device, program, first)
-                _SELECTED.add(self._process_key(program, first))
+                self._note_selected(program, first)
                 _write_workspaces(self.costs, key, measured, is_lasting=is_lasting)
             self._known[id(program)] = measured
         measured = self._known[id(program)]
         self._multiplies = self._multiplies or measured.multiplies
         return measured.num_bytes
 
+    def _note_selected(self, program: Program, first: Program | None) -> None:
+        """Note that a program has run; not one without a name, as another program may get its key."""
+        if self._key_of(program, first)[2]:
+            _SELECTED.add(self._process_key(program, first))
+
     def _process_key(self, program: Program, first: Program | None) -> tuple[Hashable, ...]:
         """Key of a program in this process: libraries select again under other settings."""
         return (self.device, self._key_of(program, first)[1], *kernel_settings().items())
 
     def _key_of(self, program: Program, first: Program | None) -> tuple[Program, str, bool]:
-        """The program, its key in the cache of measurements, and whether the measurement holds in other processes."""
+        """The program, its key in the cache of measurements, and whether the key names no other program."""
         if id(program) not in self._keys:
-            name, is_lasting = timing_key(program, first)
-            # With cudnn.benchmark each process searches for the fastest algorithm again, and uses the memory that is free at that moment.
-            is_lasting = is_lasting and not torch.backends.cudnn.benchmark
+            name, is_named = timing_key(program, first)
             threads = "two threads" if self.is_training else "one thread"
             search = "search " if torch.backends.cudnn.benchmark else ""
-            self._keys[id(program)] = (program, f"{threads} {search}{name}", is_lasting)  # the reference keeps the id unique
+            self._keys[id(program)] = (program, f"{threads} {search}{name}", is_named)  # the reference keeps the id unique
         return self._keys[id(program)]
 
     def _measure(self, device: torch.device, program: Program, first: Program | None) -> _Workspaces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -201,3 +202,52 @@ def test_small_budgets_have_no_folded_weights(training: bool, monkeypatch: pytes
     if training:
         monkeypatch.undo()
         assert_exact(model, torch.randn(shape), budget=least + 12 * 40 * 3 * 8)  # the input has a gradient
+
+
+def _chain(width: int = 96) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [_Frozen(nn.Conv2d(i, width, 3, padding=1), _norm(nn.BatchNorm2d, width)) for i in (3, width, width)]
+    return nn.Sequential(*(module for block in blocks for module in (block, nn.ReLU()))).double()
+
+
+def test_a_larger_budget_is_not_slower() -> None:
+    """Just above the least budget of folded norms a plan with separate norms may compute less again."""
+    model, shape = _chain(), (1, 3, 96, 48)
+    least = _least(model, shape)
+    plans = [sft.plan(model, shape, budget=int(least * factor)) for factor in (1, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 4)]
+    assert all(later.estimated_seconds <= 1.06 * earlier.estimated_seconds for earlier, later in pairwise(plans))
+    assert not _folds(plans[0]) and _folds(plans[-1])
+
+
+def test_weights_stay_resident_where_separate_norms_fit() -> None:
+    model, shape = _chain(), (1, 3, 40, 12)
+    plan = sft.plan(model, shape, budget=_least(model, shape), options=sft.Options(weights="auto"))
+    assert plan.streamed_weights == 0 and not _folds(plan)
+
+
+def test_a_plan_for_one_size_does_not_decide_for_another() -> None:
+    model, small, large = _chain(), (1, 3, 40, 12), (1, 3, 80, 24)
+    least = _least(model, large)
+    folded = sft.plan(model, small, budget="64MiB")
+    net: Any = sft.compile(copy.deepcopy(model), small, budget=max(least, folded.total_bytes), plan=folded)
+    assert not _folds(net.plan_for(torch.rand(large, dtype=torch.float64)))
+    separate = sft.plan(model, small, budget=_least(model, small))
+    net = sft.compile(copy.deepcopy(model), small, budget="64MiB", plan=separate)
+    assert _folds(net.plan_for(torch.rand(large, dtype=torch.float64))) and not _folds(net.plan_for(torch.rand(small, dtype=torch.float64)))
+    other = sft.plan(nn.Sequential(nn.Conv2d(3, 4, 3)).double(), small, budget="64MiB")
+    with pytest.raises(sft.InputError, match="other operators than the model has"):
+        sft.compile(copy.deepcopy(model), small, budget="64MiB", plan=other)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained weights", "fixed weights"])
+def test_remedies_name_bytes_of_the_form_that_runs(trained: bool) -> None:
+    model, shape, options = _chain(32), (1, 3, 400, 40), sft.Options(tile=(200, None))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.requires_grad_(trained)
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(model, shape, budget=1, options=options)
+    with pytest.raises(sft.BudgetError) as least:
+        sft.plan(model, shape, budget=1, options=options, output="host")
+    (named,) = [remedy.needed_bytes for remedy in refusal.value.remedies if remedy.settings == ("output",)]
+    assert named == least.value.needed_bytes

@@ -16,7 +16,7 @@ from torch import nn
 
 from sft.api.call_signature import CallSignature
 from sft.api.plan_cache import PlanCache
-from sft.api.plan_search import PlanSearch
+from sft.api.plan_search import FittedPlan, PlanSearch, computes_little_again
 from sft.common.errors import BudgetError, SftError
 from sft.common.process_lock import patch_lock
 from sft.planner.problem import PlanningProblem
@@ -97,35 +97,44 @@ class _Attempts:
         try:
             with patch_lock(), _in_evaluation(frozen):
                 signature = self.signature_of()
-                self.count += 1
                 with self.plans.problems(signature) as problems:
-                    planned = [self._planned(problem, signature, tuple(changes)) for problem in problems]
-                remedies = [remedy for remedy in planned if remedy is not None]
-                return min(remedies, key=lambda remedy: (not remedy.fits, remedy.needed_bytes), default=None)
+                    return self._planned(problems, signature, tuple(changes))
         except SftError:
             return None
 
-    def _planned(self, problem: PlanningProblem, signature: CallSignature, changes: tuple[Setting, ...]) -> Remedy | None:
-        changed = problem
+    def _planned(self, problems: Sequence[PlanningProblem], signature: CallSignature, changes: tuple[Setting, ...]) -> Remedy | None:
+        """The remedy of the plan that would be chosen of those for all forms of the graph."""
+        search = PlanSearch(model=self.plans.model, signature=signature, settings=self.plans.settings)
+        fitting: list[FittedPlan] = []
+        needed: list[int] = []
+        for problem in problems:
+            changed = self._with_changes(problem, changes)
+            if changed is None:
+                return None
+            self.count += not fitting and not needed
+            try:
+                fitting.append(search.fit_projected(changed, streams_weights="weights" in changes))
+                if computes_little_again(fitting[-1]):
+                    break
+            except BudgetError as error:
+                needed.append(error.needed_bytes)
+            finally:
+                changed.memo.clear()  # a changed problem has a memo of its own
+        if fitting:
+            best = min(fitting, key=search.rank)
+            return Remedy(settings=changes, num_bytes=best.projected.projection.host_bytes, needed_bytes=best.needed_bytes, fits=True)
+        is_less = min(needed) <= (1 - _MIN_REDUCTION) * self.error.needed_bytes
+        return Remedy(settings=changes, needed_bytes=min(needed)) if is_less else None
+
+    def _with_changes(self, problem: PlanningProblem, changes: Sequence[Setting]) -> PlanningProblem | None:
+        """The problem with several changes; ``None`` where one could not matter."""
+        changed: PlanningProblem | None = problem
         for setting in changes:
             if setting in ("read", "output", "host"):
-                step = self._changed(changed, setting)
-                if step is None:
-                    return None
-                changed = step
+                changed = None if changed is None else self._changed(changed, setting)
             elif setting == "weights" and not self._may_stream(problem):
                 return None
-        settings = self.plans.settings
-        search = PlanSearch(model=self.plans.model, signature=signature, settings=settings)
-        try:
-            fitted = search.fit_projected(changed, streams_weights="weights" in changes)
-        except BudgetError as error:
-            if error.needed_bytes > (1 - _MIN_REDUCTION) * self.error.needed_bytes:
-                return None
-            return Remedy(settings=changes, needed_bytes=error.needed_bytes)
-        finally:
-            changed.memo.clear()  # a changed problem has a memo of its own
-        return Remedy(settings=changes, num_bytes=fitted.projected.projection.host_bytes, needed_bytes=fitted.needed_bytes, fits=True)
+        return changed
 
     def _changed(self, problem: PlanningProblem, setting: Setting) -> PlanningProblem | None:
         """The problem with a change of its resources; ``None`` where it could not matter."""

@@ -216,7 +216,7 @@ stage_check() {
 steps_of() {
     local backend=$1 options=(--dry-run --only "vgg block 1")
     shift
-    if [ -z "$dry_run" ]; then options=(--minutes "$(minutes_left)"); fi
+    if [ -z "$dry_run" ]; then options=(--minutes "$(minutes_left)" --together); fi
     attempt "$python" "$root/benchmarks/kernels/kernel_steps.py" "${options[@]}" --dtypes bf16 --backends "$backend" \
         --name "gpu-steps-$backend" --out "$work" "$@"
 }

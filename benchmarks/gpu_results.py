@@ -3,13 +3,14 @@
     python benchmarks/gpu_results.py results --gpu h100 --out benchmarks/results
 
 The folder is the one that `gpu.sh --out` filled, or an unpacked archive. Several files of one kind are merged; of two results with one name
-the later file counts. Written are ``<date>-<gpu>-gpu-rates``, ``-gpu-smoke``, ``-gpu-tests`` and ``-gpu-steps`` as ``.json`` and ``.md``,
-each if the folder has something of the kind.
+the later file counts. Written are ``<date>-<gpu>-gpu-rates``, ``-gpu-smoke``, ``-gpu-tests``, ``-gpu-steps`` and ``-gpu-kernels`` as
+``.json`` and ``.md``, each if the folder has something of the kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 import sys
@@ -27,6 +28,10 @@ __all__ = ["collect", "main"]
 #: Summary line of pytest, and the line of a failed test.
 _SUMMARY = re.compile(r"^=*\s*((?:\d+ (?:passed|failed|skipped|deselected|errors?|warnings?)(?:, )?)+) in [\d.]+s", re.MULTILINE)
 _FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+#: Parts of names of kernels that tell nothing.
+_NOISE = re.compile(r"void |at::native::|\(anonymous namespace\)::")
+#: Kernels of a step in the table.
+_MOST_KERNELS = 16
 #: Settings of a process that differ from command to command.
 _OF_A_COMMAND = ("command", "tf32", "cudnn.benchmark")
 _NOTES = {
@@ -36,6 +41,7 @@ _NOTES = {
     "smoke": "One training step in float64 against eager PyTorch (`gpu_smoke.py`): largest relative L2 error of output, gradients and "
     "buffers, and peaks with their projections.",
     "tests": "Tests of `gpu.sh`: those marked `gpu`, and the kernels' interpreted tests, compiled.",
+    "kernels": "Kernels of one step by PyTorch's profiler (`kernels/kernel_steps.py --trace`): all, and those with the most time.",
     "steps": "Medians of training steps in milliseconds against eager PyTorch (`kernels/kernel_steps.py`), with least and most. A step has "
     "the commit at which it was measured, if that is not the one below.",
 }
@@ -137,7 +143,30 @@ def collect(folder: Path, gpu: str, out: Path) -> list[str]:
     if files:
         steps = list({(step["name"], step["dtype"], step["backend"]): step for file in files for step in file["steps"]}.values())
         write("steps", date, {"environment": _environment(files), "steps": steps}, [_steps_table(steps)])
+        kernels = _kernels(folder)
+        if kernels:
+            write("kernels", date, {"environment": _environment(files), "kernels": kernels}, [_kernels_table(kernels)])
     return names
+
+
+def _kernels(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Kernels of each trace of a step, those with the most time first, and the sum of all."""
+    steps = {}
+    for path in sorted(folder.rglob("*.trace.json.gz")):
+        calls: dict[str, list[float]] = {}
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+            if event.get("cat") == "kernel":
+                calls.setdefault(_NOISE.sub("", event["name"])[:90], []).append(event["dur"] / 1e3)
+        listed = [{"kernel": name, "calls": len(times), "ms": sum(times)} for name, times in calls.items()]
+        listed.sort(key=lambda each: -each["ms"])
+        total = {"kernel": "all", "calls": sum(each["calls"] for each in listed), "ms": sum(each["ms"] for each in listed)}
+        steps[path.name.removesuffix(".trace.json.gz")[len("2026-01-01-") :]] = [total, *listed[:_MOST_KERNELS]]
+    return steps
+
+
+def _kernels_table(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    rows = [[step, each["kernel"], str(each["calls"]), f"{each['ms']:.2f}"] for step, kernels in steps.items() for each in kernels]
+    return Table(title="Kernels", headers=("step", "kernel", "calls", "ms"), rows=rows)
 
 
 def _steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["AttentionBag", "LowRankLinear", "TransformerBlock", "VisionTransformer", "add_adapters", "checkpoint_modules"]
+__all__ = ["AttentionBag", "LowRankLinear", "TransformerBlock", "VisionTransformer", "adapted_bag", "checkpoint_modules"]
 
 
 class TransformerBlock(nn.Module):
@@ -85,6 +85,15 @@ def add_adapters(encoder: VisionTransformer, rank: int) -> VisionTransformer:
             assert isinstance(layer, nn.Linear)
             block.add_module(name, LowRankLinear(layer, rank))
     return encoder
+
+
+def adapted_bag() -> AttentionBag:
+    """ViT-S/14 (shape of DINOv2) for tiles of 224 px with adapters of rank 8, and pooling by attention."""
+    encoder = add_adapters(VisionTransformer(width=384, heads=6, depth=12, patch_px=14, tile_px=224), rank=8)
+    for name, parameter in encoder.named_parameters():
+        if name.endswith("up.weight"):
+            nn.init.normal_(parameter, std=0.02)  # LoRA begins with zeros, for which the gradient of the other matrix is zero
+    return AttentionBag(encoder, 384)
 
 
 def checkpoint_modules(modules: Iterable[nn.Module]) -> None:

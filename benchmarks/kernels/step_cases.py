@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from harness.bags import AttentionBag, VisionTransformer, add_adapters
+from harness.bags import adapted_bag
 
 import sft
 from sft.cli.tune import STANDARD_NETWORKS
@@ -86,22 +86,13 @@ def _block(num_in: int, width: int) -> nn.Module:
     return nn.Sequential(*first, nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
 
 
-def _adapted_bag() -> nn.Module:
-    """ViT-S/14 with low-rank adapters of rank 8 on tiles of 224 px, and pooling by attention."""
-    encoder = add_adapters(VisionTransformer(width=384, heads=6, depth=12, patch_px=14, tile_px=224), rank=8)
-    for name, parameter in encoder.named_parameters():
-        if name.endswith("up.weight"):
-            nn.init.normal_(parameter, std=0.02)  # the gradient of the other matrix is zero where this one is
-    return AttentionBag(encoder, 384)
-
-
 def step_cases() -> list[StepCase]:
     """All cases, the most telling first: steps that eager PyTorch can take, steps that it cannot, segments, and further modes."""
     vgg, frozen = STANDARD_NETWORKS["vgg16"], STANDARD_NETWORKS["resnet18"]
     training, unet = STANDARD_NETWORKS["resnet18 in training"], STANDARD_NETWORKS["u-net"]
     image = functools.partial(StepCase, num_channels=3, size=2048, has_plain=True)
     large = functools.partial(StepCase, num_channels=3, size=20480, has_plain=False, dtypes=("bf16",))
-    bag = functools.partial(StepCase, make=_adapted_bag, num_channels=3, size=224, budget="2GiB", dtypes=("bf16",))
+    bag = functools.partial(StepCase, make=adapted_bag, num_channels=3, size=224, budget="2GiB", dtypes=("bf16",))
     return [
         image(name="vgg16 step", make=vgg),
         image(name="resnet18 frozen step", make=frozen),

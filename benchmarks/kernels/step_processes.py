@@ -38,23 +38,17 @@ class Turns:
         return cls(eager=contextlib.nullcontext(), timed=contextlib.nullcontext())
 
 
-class _Turn:
-    """Wait for the turn of a case; the parent process learns that it is planned."""
-
-    def __init__(self, number: int, queue: Any, granted: Any) -> None:
-        self.number, self.queue, self.granted = number, queue, granted
-
-    def __enter__(self) -> None:
-        self.queue.put((self.number, None))
-        self.granted.wait()
-
-    def __exit__(self, *_: object) -> None:
-        pass
+@contextlib.contextmanager
+def _turn(number: int, queue: Any, granted: Any) -> Iterator[None]:
+    """Context that begins with the turn of a case; the parent process learns that it is planned."""
+    queue.put((number, None))
+    granted.wait()
+    yield
 
 
 def _work(run: Callable[[Turns], Any], number: int, queue: Any, eager: Any, granted: Any) -> None:
     """One case: its process."""
-    queue.put((number, run(Turns(eager=eager, timed=_Turn(number, queue, granted)))))
+    queue.put((number, run(Turns(eager=eager, timed=_turn(number, queue, granted)))))
 
 
 def run_in_processes(

@@ -121,9 +121,7 @@ def search(
     )
     fitted = plan_search.fit(problem)
     is_timed = settings.options.profile == "measure" and signature.device.type != "meta"
-    fitted = plan_search.fastest(fitted) if is_timed else fitted
-    plan_search.select_algorithms(fitted)
-    return fitted
+    return plan_search.fastest(fitted) if is_timed else fitted
 
 
 def prepare(

@@ -2,7 +2,8 @@
 
 This is the specialization cache of a compiled module. As in Dynamo, an entry is guarded: a :class:`~sft.api.call_signature.CallSignature`
 contains shapes, layouts, requested gradients, modes and the answers to the questions that ``forward`` asks of a call (its *guards*). A call
-with a known signature reuses the prepared plan; any other one runs the planning pipeline (:mod:`sft.api.pipeline`).
+with a known signature reuses the prepared plan; any other one runs the planning pipeline (:mod:`sft.api.pipeline`), with frozen norms
+folded into convolutions (:mod:`sft.analysis.passes.fold_norms`), and apart where the folded ones do not fit or compute much again.
 """
 
 from __future__ import annotations
@@ -210,7 +211,9 @@ class PlanCache:
         if not fitting:
             raise min(errors, key=lambda error: error.needed_bytes)
         search = PlanSearch(model=self.model, signature=signature, settings=self.settings)
-        return min(fitting, key=lambda each: search.rank(each[1]))
+        best = min(fitting, key=lambda each: search.rank(each[1]))
+        search.select_algorithms(best[1])
+        return best
 
     def _search(self, problem: PlanningProblem, signature: CallSignature) -> FittedPlan:
         """Search a plan; the error, if none fits, mentions a plan that did fit without gradients of the inputs."""

@@ -19,9 +19,9 @@ be written until the sum. The derivative of a ReLU needs only the ReLU's result.
 Only convolutions in one group are fused: those of several groups, and depthwise ones, have kernels of their own in ATen. Images are
 channels last, and have at most 2^31 - 1 elements, as ATen divides larger ones.
 
-*Frozen norms.* ``native_batch_norm_backward`` in evaluation mode computes the image's gradient in a kernel of mixed element types: 29e9
-elements a second on an H100 (bfloat16, channels last), where the memory permits 480e9. The gradient of an affine map of each channel is the
-map without its shift, which the forward operator computes at the memory's bandwidth:
+*Frozen norms.* ``native_batch_norm_backward`` in evaluation mode computes the image's gradient in a kernel of mixed element types, which
+takes 551 of 1,525 ms of a step of ResNet-18 on an H100 (``benchmarks/results/*-h100-gpu-kernels.md``). The gradient of an affine map of
+each channel is the map without its shift, which the forward operator computes at the memory's bandwidth:
 
 .. code-block:: text
 

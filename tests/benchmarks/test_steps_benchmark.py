@@ -77,6 +77,18 @@ def test_a_case_without_a_plan_gets_the_smallest_budget(
     assert 0 < record.allocated_bytes <= record.projected_peak_bytes
 
 
+def test_cases_plan_together_and_are_timed_in_turn(tmp_path: Path) -> None:
+    script = _ROOT / "benchmarks" / "kernels" / "kernel_steps.py"
+    options = ["--dry-run", "--together", "--time", "--only", "vgg block 1", "vgg block 2", "--dtypes", "bf16", "--backends", "aten"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    command = [sys.executable, str(script), *options, "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 of 2 right" in done.stdout, done.stderr
+    states = [line.split("s  ", 1)[1].split(",")[0].split(maxsplit=1) for line in done.stderr.splitlines() if " s  " in line]
+    last = [" ".join(state) for state in states[-4:]]
+    assert last == ["timed vgg block 1", "ended vgg block 1", "timed vgg block 2", "ended vgg block 2"]
+
+
 def test_all_networks_and_modes_have_a_case(bench: Any) -> None:
     cases = bench.step_cases()
     words = " ".join(case.name for case in cases)

@@ -73,6 +73,22 @@ def test_times_of_other_steps() -> None:
     assert _link(f"{milliseconds('u-net step')}, and eager PyTorch {milliseconds('u-net step', 'plain_seconds')}", name, "../") in text
 
 
+def test_shares_of_kernels() -> None:
+    name, results = _newest("kernels")
+    text = (_ROOT / "docs" / "gpu.md").read_text()
+
+    def share(step: str, *words: str) -> tuple[float, float]:
+        total, *kernels = results["kernels"][step]
+        return sum(each["ms"] for each in kernels if any(word in each["kernel"] for word in words)), total["ms"]
+
+    norms, total = share("resnet18-frozen-large-norms-apart", "batch_norm_elementwise_backward_eval")
+    assert _link(f"{norms:.0f} of {total:,.0f} ms", name, "../") in text
+    assert f"{norms:.0f} of {total:,.0f} ms" in (_ROOT / "sft" / "backends" / "library_fusion.py").read_text()
+    interpolation, total = share("u-net-step", "EmbeddingBag", "upsample_bilinear2d")
+    share_link = _link("kernels' time", name, "../")
+    assert abs(interpolation / total - 1 / 3) < 0.03 and f"a third of its\n  {share_link} is interpolation" in text
+
+
 def test_steps_with_more_memory_than_projected() -> None:
     name, results = _newest("steps")
     wrong = [step for step in results["steps"] if step["status"] == "wrong"]

@@ -249,10 +249,12 @@ class _StripRows:
 
     Attributes:
         span: the range of rows.
+        factor: rows of the result for each input row.
         dim: their dimension.
     """
 
     span: ResampledRange
+    factor: int
     dim: int
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int]) -> Tensor:
@@ -265,14 +267,14 @@ class _StripRows:
 
     def _first_row(self, origin: tuple[int, int, int]) -> int:
         first, start = self.span.first_rows(origin)
-        return first - _whole_factor(self.span.sampling) * start
+        return first - self.factor * start
 
 
-def _whole_factor(sampling: AxisResampling) -> int:
-    """Factor of an interpolation by a power of two, with positions that are exact in every type; 0 for another one."""
+def _whole_factor(sampling: AxisResampling) -> int | None:
+    """Factor of an interpolation by a power of two, with positions that are exact in every type; ``None`` for another one."""
     factor, rest = divmod(sampling.length, sampling.extent)
     is_plain = sampling.kind == "linear" and not sampling.align_corners and sampling.scale in (None, factor)
-    return factor if is_plain and not rest and factor > 1 and factor & (factor - 1) == 0 else 0
+    return factor if is_plain and not rest and factor > 1 and factor & (factor - 1) == 0 else None
 
 
 class ResamplingRule(Rule):
@@ -283,8 +285,9 @@ class ResamplingRule(Rule):
         spans, is_linear = self._split_axes(ctx, strip)
         ctx.saved.update(spans=spans, is_linear=is_linear)
         has_kernels = ctx.scope.backend is not None and ctx.scope.backend.has_kernels
-        if is_linear and strip.shape[0] == 1 and spans and _whole_factor(spans[0].sampling) and not has_kernels:
-            return self._interpolate(ctx, strip, spans[0])
+        factor = _whole_factor(spans[0].sampling) if is_linear and strip.shape[0] == 1 and spans and not has_kernels else None
+        if factor is not None:
+            return self._interpolate(ctx, strip, spans[0], factor)
         value, wide = strip, accumulation_dtype(strip.dtype)
         for span in spans:
             value = emit_resampling(ctx, value, span, wide)
@@ -295,16 +298,16 @@ class ResamplingRule(Rule):
             )
         return builder.call(aten.clone.default, strip, shape=strip.shape) if value is strip else builder.cast(value, strip.dtype)
 
-    def _interpolate(self, ctx: NodeContext, strip: Slot, span: ResampledRange) -> Slot:
+    def _interpolate(self, ctx: NodeContext, strip: Slot, span: ResampledRange, factor: int) -> Slot:
         """Interpolate all rows of the strip by ATen, and take a view of those of the result."""
-        builder, dim, factor = ctx.builder, ctx.scope.axes.dim(len(strip.shape), ROWS), _whole_factor(span.sampling)
+        builder, dim = ctx.builder, ctx.scope.axes.dim(len(strip.shape), ROWS)
         assert dim is not None
         ctx.saved["inner"] = (*strip.shape[:dim], span.length, *strip.shape[dim + 1 :])
         shape = (*ctx.out_shape[:dim], factor * strip.shape[dim], *ctx.out_shape[dim + 1 :])
         align_corners, _, *scales = self._geometry(ctx)
         sizes = list(ctx.scope.axes.of(shape))
         full = builder.call(self._function(ctx, ""), strip, sizes, align_corners, float(factor), *scales, shape=shape, dtype=strip.dtype)
-        take_rows, origin = _StripRows(span, dim), builder.port("origin", ctx.node.name, ())
+        take_rows, origin = _StripRows(span, factor, dim), builder.port("origin", ctx.node.name, ())
         return builder.call(take_rows, full, origin, shape=ctx.out_shape, view_of=full, dtype=strip.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:

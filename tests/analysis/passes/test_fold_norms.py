@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import sft
 from sft.analysis.frontend.capture import capture
 from sft.analysis.passes import fold_norms
 from sft.analysis.passes.pipeline import run_passes
+from sft.cli.tune import STANDARD_NETWORKS
 from tests.helpers.exactness import assert_exact
 
 _FROZEN = "aten._native_batch_norm_legit_no_training.default"
@@ -208,6 +210,18 @@ def _chain(width: int = 96) -> nn.Module:
     torch.manual_seed(0)
     blocks = [_Frozen(nn.Conv2d(i, width, 3, padding=1), _norm(nn.BatchNorm2d, width)) for i in (3, width, width)]
     return nn.Sequential(*(module for block in blocks for module in (block, nn.ReLU()))).double()
+
+
+def test_the_changelog_has_the_bytes_of_resnet18(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = STANDARD_NETWORKS["resnet18"]()
+    sizes = []
+    for limit in (fold_norms.MAX_FOLDED_ELEMENTS, 0):
+        monkeypatch.setattr(fold_norms, "MAX_FOLDED_ELEMENTS", limit)
+        plan = sft.plan(model, (1, 3, 2048, 2048), budget="1TiB", device="cpu", options=sft.Options(strategy="none"))
+        sizes.append(f"{plan.projected_peak_bytes / 2**30:.1f}")
+    text = (Path(__file__).parents[3] / "CHANGELOG.md").read_text()
+    assert f"an untiled step of ResNet-18 at 2048 px takes {sizes[0]} GiB in place of {sizes[1]}." in text
 
 
 def test_a_larger_budget_is_not_slower() -> None:

@@ -236,16 +236,22 @@ def test_timed_alternatives_have_their_overhead(gpu: None) -> None:
     assert net.plan.overhead_bytes > 0 and net.plan.total_bytes <= 6 * _MIB
 
 
-def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    tried = []
+def _noted_trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of all trials from now on."""
+    tried: list[Any] = []
     measure = OverheadEstimator._measure
 
-    def count(overheads: OverheadEstimator, *programs: Any) -> Any:
+    def note(overheads: OverheadEstimator, *programs: Any) -> Any:
         tried.append(programs)
         return measure(overheads, *programs)
 
-    monkeypatch.setattr(OverheadEstimator, "_measure", count)
+    monkeypatch.setattr(OverheadEstimator, "_measure", note)
+    return tried
+
+
+def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    tried = _noted_trials(monkeypatch)
     plans = [sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None))).plan for _ in range(2)]
     assert plans[0] == plans[1]
     num_first = len(tried)
@@ -283,16 +289,9 @@ def test_each_convolution_has_its_own_workspace(gpu: None, monkeypatch: pytest.M
 def test_programs_with_cached_workspaces_run_once_in_each_process(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """cuDNN's search for an algorithm that runs takes memory, which must not come from the pool of the steps."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    tried = []
-    measure = OverheadEstimator._measure
-
-    def count(overheads: OverheadEstimator, *programs: Any) -> Any:
-        tried.append(programs)
-        return measure(overheads, *programs)
-
     options = sft.Options(tile=(16, None))
     first: Any = sft.compile(seeded(Residual), _SHAPE, options=options)
-    monkeypatch.setattr(OverheadEstimator, "_measure", count)
+    tried = _noted_trials(monkeypatch)
     monkeypatch.setattr("sft.planner.measured.allocator_overhead._SELECTED", set())  # another process
     for _ in range(2):
         again: Any = sft.compile(seeded(Residual), _SHAPE, options=options)

@@ -151,16 +151,16 @@ def collect(folder: Path, gpu: str, out: Path) -> list[str]:
 
 def _kernels(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Kernels of each trace of a step, those with the most time first, and the sum of all."""
-    steps = {}
+    steps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.rglob("*.trace.json.gz")):
         calls: dict[str, list[float]] = {}
         for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
             if event.get("cat") == "kernel":
                 calls.setdefault(_NOISE.sub("", event["name"])[:90], []).append(event["dur"] / 1e3)
-        listed = [{"kernel": name, "calls": len(times), "ms": sum(times)} for name, times in calls.items()]
-        listed.sort(key=lambda each: -each["ms"])
-        total = {"kernel": "all", "calls": sum(each["calls"] for each in listed), "ms": sum(each["ms"] for each in listed)}
-        steps[path.name.removesuffix(".trace.json.gz")[len("2026-01-01-") :]] = [total, *listed[:_MOST_KERNELS]]
+        by_time = sorted(calls.items(), key=lambda item: -sum(item[1]))[:_MOST_KERNELS]
+        everything = ("all", [time for times in calls.values() for time in times])
+        rows = [{"kernel": name, "calls": len(times), "ms": sum(times)} for name, times in (everything, *by_time)]
+        steps[path.name.removesuffix(".trace.json.gz")[len("2026-01-01-") :]] = rows
     return steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_files_of_a_kind_are_merged(results: Any, tmp_path: Path) -> None:
     assert tests["marked gpu"] == {"failed": 1, "passed": 99, "skipped": 2, "failures": ["tests/a/test_b.py::test_c"]}
     assert tests["kernels, compiled"] == {"passed": 26, "failures": []}
     assert "| u-net | strips | ok | 1.0e-15 | 1.00 MiB |" in (tmp_path / "out" / "2026-01-03-h100-gpu-smoke.md").read_text()
+
+
+def test_kernels_of_traces_are_summed_by_name(results: Any, tmp_path: Path) -> None:
+    kernels = [("void at::native::a<float>", 2000), ("b", 1500), ("void at::native::a<float>", 1000)]
+    events = [{"cat": "kernel", "name": name, "dur": microseconds} for name, microseconds in kernels] + [{"cat": "cpu_op", "name": "a"}]
+    (tmp_path / "2026-01-02-net.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    rows = [tuple(row.values()) for row in results._kernels(tmp_path)["net"]]
+    assert rows == [("all", 3, 4.5), ("a<float>", 2, 3.0), ("b", 1, 1.5)]
 
 
 def test_a_folder_without_results(results: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

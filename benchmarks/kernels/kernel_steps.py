@@ -205,7 +205,7 @@ def _measure_step(
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
     times = _measure([*plain_steps, step], options.rounds, wait)
     record.seconds, record.plain_seconds = times[-1], times[0] if plain_steps else None
-    if options.trace:
+    if options.trace is not None and (not options.trace or case.name in options.trace):
         try:
             _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
         except Exception as error:  # a trace is an extra
@@ -337,7 +337,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time", action="store_true", help="time, and verify nothing")
     prepare = "plan the cases alone, so that the programs that a plan tries are in the cache for the next run"
     parser.add_argument("--prepare", action="store_true", help=prepare)
-    parser.add_argument("--trace", action="store_true", help="write a trace of one step of each case, and on a GPU its memory history")
+    trace = "write a trace of one step of each case, or of the named ones, and on a GPU its memory history"
+    parser.add_argument("--trace", nargs="*", choices=names, metavar="CASE", help=trace)
     parser.add_argument("--minutes", type=float, help="begin no case after so many minutes; with --together, end after so many")
     together = "plan all cases at a time, in a process each, before the first is timed; then they are timed one after another"
     parser.add_argument("--together", action="store_true", help=together)

@@ -18,6 +18,8 @@ __all__ = ["Turns", "run_in_processes"]
 
 #: Part of the time after which cases that are planned no longer wait for those that are not.
 _PLANNING_PART = 0.5
+#: Seconds of a turn after which a case ends, so that one slow step does not take the time of all others.
+_TURN_SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,10 @@ def _work(run: Callable[[Turns], Any], number: int, queue: Any, eager: Any, gran
 
 
 def run_in_processes(
-    runs: Sequence[Callable[[Turns], Any]], minutes: float | None, report: Callable[[int, str, float], None]
+    runs: Sequence[Callable[[Turns], Any]],
+    minutes: float | None,
+    report: Callable[[int, str, float], None],
+    turn_seconds: float = _TURN_SECONDS,
 ) -> Iterator[Any]:
     """Records of cases, in the order in which they end.
 
@@ -60,6 +65,7 @@ def run_in_processes(
         runs: one function for each case, which a process can import; it returns the record, whatever goes wrong.
         minutes: time limit; cases that have not ended by then have no record. ``None`` for no limit.
         report: called with the number of a case, its new state and the seconds since the start.
+        turn_seconds: time limit of a turn; a case that exceeds it has no record.
     """
     context = multiprocessing.get_context("spawn")
     queue, eager = context.Queue(), context.Lock()
@@ -69,7 +75,7 @@ def run_in_processes(
     ]
     for process in processes:
         process.start()
-    started, planned, ended, current = time.monotonic(), set[int](), set[int](), None
+    started, planned, ended, current, turn_end = time.monotonic(), set[int](), set[int](), None, 0.0
     try:
         while len(ended) < len(runs):
             passed = time.monotonic() - started
@@ -83,6 +89,10 @@ def run_in_processes(
                 else:
                     ended.add(number)
                     yield record
+            if current is not None and current not in ended and passed > turn_end:
+                report(current, "stopped", passed)
+                processes[current].terminate()
+                processes[current].join()
             # A process that was killed sends nothing.
             ended |= {number for number, process in enumerate(processes) if not process.is_alive() and process.exitcode}
             if current in ended:
@@ -90,7 +100,7 @@ def run_in_processes(
             waiting = planned - ended
             all_planned = len(planned | ended) == len(runs)
             if current is None and waiting and (all_planned or (minutes is not None and passed > 60 * minutes * _PLANNING_PART)):
-                current = min(waiting)
+                current, turn_end = min(waiting), passed + turn_seconds
                 report(current, "timed", passed)
                 granted[current].set()
     finally:

@@ -341,7 +341,7 @@ class Engine:
             graphs=prepared.graphs,
             pass_graphs=prepared.pass_graphs,
             active_graphs=self._active_graphs,
-            pool=None if prepared.segments is None else BoundPool(self._device_pool, prepared.segments),
+            pool=None if prepared.pool_layout is None else BoundPool(self._device_pool, prepared.pool_layout),
             backward_context=contextlib.nullcontext if sharding is None else sharding.backward_context(),
             check_retain_graph=(lambda: None) if prepared.retain_check is None else patch_lock()(prepared.retain_check.check),
             weights=self._bound_weights(prepared.region, graph, tensors),

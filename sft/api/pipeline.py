@@ -47,6 +47,7 @@ from sft.planner.repeat_budgets import RetainedGraphCheck
 from sft.runtime.region import Region
 from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.cuda_graphs import CudaGraphRecorder, GraphCache, recordable_programs
+from sft.torch_runtime.device_pool import PoolLayout
 from sft.torch_runtime.host_memory import HostAllocator, HostSlabPool
 from sft.torch_runtime.pass_graphs import CudaPassRecorder, PassGraphs
 
@@ -67,7 +68,7 @@ class PreparedPlan:
         graphs: programs that are replayed as CUDA graphs, if any.
         retain_check: refuses backward passes that retain the graph if they exceed the budget; ``None`` for inference and on a mesh.
         pass_graphs: recordings of whole passes as CUDA graphs; ``None`` if passes are not recorded.
-        segments: bytes of the segments of the steps' memory pool on a GPU; ``None`` for steps without a pool.
+        pool_layout: layout of the steps' memory pool on a GPU; ``None`` for steps without a pool.
     """
 
     plan: Plan
@@ -78,7 +79,7 @@ class PreparedPlan:
     graphs: GraphCache | None = None
     retain_check: RetainedGraphCheck | None = None
     staging_pool: HostSlabPool | None = None
-    segments: tuple[int, ...] | None = None
+    pool_layout: PoolLayout | None = None
     pass_graphs: PassGraphs | None = None
 
 
@@ -153,7 +154,7 @@ def prepare(
         staging_pool=_staging_pool(fitted.projected.projection.staging_bytes, device),
         graphs=graphs,
         retain_check=RetainedGraphCheck(problem, region, plan) if plan.training else None,
-        segments=fitted.projected.projection.segments if _has_pool(device) else None,
+        pool_layout=_pool_layout(fitted) if _has_pool(device) else None,
         pass_graphs=_pass_graphs(problem, fitted, device) if records_passes else None,
     )
 
@@ -161,6 +162,12 @@ def prepare(
 def _has_pool(device: torch.device) -> bool:
     """True if steps on the device may have a memory pool of their own."""
     return device.type == "cuda"
+
+
+def _pool_layout(fitted: FittedPlan) -> PoolLayout | None:
+    """Layout of the memory pool of a plan; ``None`` if it has no segments."""
+    projection = fitted.projected.projection
+    return None if projection.segments is None else PoolLayout(projection.segments, projection.multiplies)
 
 
 def _staging_pool(num_bytes: int, device: torch.device) -> HostSlabPool | None:
@@ -215,7 +222,8 @@ def _origin(plan: Plan, settings: CompileSettings, device: torch.device) -> dict
 def _pass_graphs(problem: PlanningProblem, fitted: FittedPlan, device: torch.device) -> PassGraphs:
     """Recordings of the passes of a plan, in a memory pool with the plan's segments."""
     fixed = frozenset(node.name for node in problem.sized.graph.nodes if node.kind != "input")
-    return PassGraphs(fixed=fixed, recorder=CudaPassRecorder(device, fitted.projected.projection.segments))
+    layout = _pool_layout(fitted) or PoolLayout(multiplies=fitted.projected.projection.multiplies)
+    return PassGraphs(fixed=fixed, recorder=CudaPassRecorder(device, layout))
 
 
 def _recordable_graphs(

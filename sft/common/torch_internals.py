@@ -52,6 +52,7 @@ __all__ = [
     "is_jit_tracing",
     "is_traceable_wrapper_subclass_type",
     "is_under_functorch_transform",
+    "multiplies_in_convolution",
     "op_schema",
     "pytree",
     "set_algorithm_search",
@@ -80,6 +81,23 @@ REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
 
 #: The function that all switches of the grad mode call; function modes see it.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+#: The function that names the implementation of a convolution.
+_SELECT_CONVOLUTION: Callable[..., Any] = torch._C._select_conv_backend
+
+
+def multiplies_in_convolution(name: str, args: tuple[Any, ...]) -> bool:
+    """True if a convolution on a GPU, or its gradient, is PyTorch's own, which multiplies matrices, and not one of cuDNN.
+
+    Args:
+        name: name of an operator, without its overload.
+        args: its arguments.
+    """
+    if name not in ("convolution", "convolution_backward") or not args[0].is_cuda:
+        return False
+    x, weight, bias = args[:3] if name == "convolution" else (*args[1:3], None)
+    settings = args[3:9] if name == "convolution" else args[4:10]
+    return "Slow" in _SELECT_CONVOLUTION(x, weight, bias, *settings).name
 
 
 def op_schema(op: Any) -> Any:

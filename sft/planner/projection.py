@@ -182,6 +182,7 @@ class Projection:
         segments: on a GPU, bytes of the segments of the step's memory pool; ``None`` for a step without a pool.
         staging_bytes: page-locked bytes on the host through which copies between the devices pass; not included in ``host_bytes``.
         records_passes: true if the overhead has room for recording both passes as CUDA graphs (``sft.torch_runtime.pass_graphs``).
+        multiplies: false if no program uses cuBLAS, so that the overhead has no workspaces of it.
     """
 
     peak_bytes: int
@@ -194,6 +195,7 @@ class Projection:
     segments: tuple[int, ...] | None = None
     staging_bytes: int = 0
     records_passes: bool = False
+    multiplies: bool = True
 
 
 def project_step(

@@ -23,7 +23,20 @@ import torch
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 
-__all__ = ["BoundPool", "DevicePool", "reserve_pool"]
+__all__ = ["BoundPool", "DevicePool", "PoolLayout", "prepare_cublas", "reserve_pool"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Memory that a plan has for its steps.
+
+    Attributes:
+        segments: bytes of the segments.
+        multiplies: false if no program of the plan uses cuBLAS.
+    """
+
+    segments: tuple[int, ...] = ()
+    multiplies: bool = True
 
 
 @dataclass(slots=True)
@@ -37,8 +50,8 @@ class DevicePool:
     _depth: int = 0
 
     @contextmanager
-    def use(self, device: torch.device, segments: tuple[int, ...]) -> Iterator[None]:
-        """Allocate the memory of this thread in the pool, which has at least these segments.
+    def use(self, device: torch.device, layout: PoolLayout) -> Iterator[None]:
+        """Allocate the memory of this thread in the pool, which has at least the segments of the layout.
 
         Waits while another thread allocates in the pool. Within a pass of the same thread there is nothing to do.
         """
@@ -47,11 +60,10 @@ class DevicePool:
                 yield
                 return
             with torch.cuda.device(device):
-                # cuBLAS keeps its workspace, so it must not lie in the pool: the handle of this thread and stream allocates it.
-                torch.cuda.current_blas_handle()
+                prepare_cublas(layout)
                 place = (device, torch.cuda.current_stream(device).cuda_stream)
-                if self._pool is None or place != self._place or not _contains(self._segments, segments):
-                    self._replace(place, segments)
+                if self._pool is None or place != self._place or not _contains(self._segments, layout.segments):
+                    self._replace(place, layout.segments)
                 self._depth += 1
                 try:
                     with torch.cuda.use_mem_pool(self._pool, device):
@@ -69,6 +81,12 @@ class DevicePool:
         self.release()
         self._pool = reserve_pool(place[0], segments)
         self._segments, self._place = segments, place
+
+
+def prepare_cublas(layout: PoolLayout) -> None:
+    """Let cuBLAS allocate its workspace for this thread and stream, which it keeps, so that it does not lie in a pool."""
+    if layout.multiplies:
+        torch.cuda.current_blas_handle()
 
 
 def reserve_pool(device: torch.device, segments: tuple[int, ...]) -> Any:
@@ -102,16 +120,16 @@ def _contains(segments: tuple[int, ...], needed: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundPool:
-    """The pool of a model, with the segments of one plan.
+    """The pool of a model, with the layout of one plan.
 
     Attributes:
         pool: the model's pool.
-        segments: bytes of the plan's segments.
+        layout: the plan's layout.
     """
 
     pool: DevicePool
-    segments: tuple[int, ...]
+    layout: PoolLayout
 
     def use(self, device: torch.device) -> Any:
         """Context of a pass."""
-        return self.pool.use(device, self.segments)
+        return self.pool.use(device, self.layout)

@@ -41,7 +41,7 @@ from sft.runtime.region import Region, Tape
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
 from sft.torch_runtime.cuda_graphs import recording_stream
-from sft.torch_runtime.device_pool import reserve_pool
+from sft.torch_runtime.device_pool import PoolLayout, prepare_cublas, reserve_pool
 from sft.torch_runtime.pass_statistics import LISTENERS, note_flops, report_flops
 from sft.torch_runtime.profiling import kernel_settings
 
@@ -76,11 +76,11 @@ class CudaPassRecorder:
 
     Attributes:
         device: the GPU.
-        segments: bytes of the pool's segments; ``None`` to let the allocator choose.
+        layout: layout of the pool; without segments the allocator chooses them.
     """
 
     device: torch.device
-    segments: tuple[int, ...] | None
+    layout: PoolLayout
     _pool: Any = None
 
     @property
@@ -91,10 +91,9 @@ class CudaPassRecorder:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self.device), recording_stream(self.device) as stream:
             with torch.cuda.stream(stream):
-                # cuBLAS keeps its workspace for each thread and stream, so it must not be part of the recording.
-                torch.cuda.current_blas_handle()
+                prepare_cublas(self.layout)
                 if self._pool is None:
-                    self._pool = reserve_pool(self.device, self.segments or ())
+                    self._pool = reserve_pool(self.device, self.layout.segments)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may use the device during the recording.
             with torch.cuda.graph(graph, pool=self._pool.id, stream=stream, capture_error_mode="thread_local"):

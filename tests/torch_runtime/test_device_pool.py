@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.torch_runtime.device_pool import BoundPool, DevicePool
+from sft.torch_runtime.device_pool import BoundPool, DevicePool, PoolLayout
 from tests.helpers.models import ConvNet, image, seeded
 
 _MIB = 2**20
@@ -69,7 +69,7 @@ def test_segments_are_reserved_before_the_first_step_and_for_larger_plans(monkey
     cuda, pool, device = _FakeCuda(monkeypatch), DevicePool(), torch.device("cuda", 0)
 
     def step(*segments: int) -> list[str]:
-        with pool.use(device, tuple(size * _MIB for size in segments)):
+        with pool.use(device, PoolLayout(tuple(size * _MIB for size in segments))):
             cuda.calls.append("step")
         return cuda.take()
 
@@ -92,12 +92,12 @@ def test_one_thread_at_a_time_enters_the_pool(monkeypatch: pytest.MonkeyPatch) -
     entered = threading.Event()
 
     def other() -> None:
-        with pool.use(device, ()):
+        with pool.use(device, PoolLayout()):
             entered.set()
 
     thread = threading.Thread(target=other)
-    with pool.use(device, ()):
-        with pool.use(device, (20 * _MIB,)):  # a pass within a pass
+    with pool.use(device, PoolLayout()):
+        with pool.use(device, PoolLayout((20 * _MIB,))):  # a pass within a pass
             pass
         thread.start()
         assert not entered.wait(0.1)
@@ -115,12 +115,18 @@ def test_segments_that_could_not_be_reserved_are_reserved_by_the_next_step(monke
 
         patch.setattr(torch, "empty", full)
         refusal = r"cuda:0 has less free: the memory pool of its steps takes 20\.00 MiB .*Tried to allocate 20 MiB.*lower the budget"
-        with pytest.raises(sft.BudgetError, match=refusal) as raised, pool.use(device, (20 * _MIB,)):
+        with pytest.raises(sft.BudgetError, match=refusal) as raised, pool.use(device, PoolLayout((20 * _MIB,))):
             pass
     assert raised.value.needed_bytes == 20 * _MIB
     cuda.take()
-    with pool.use(device, (20 * _MIB,)):
+    with pool.use(device, PoolLayout((20 * _MIB,))):
         assert "allocate 20" in cuda.take()
+
+
+def test_cublas_has_no_workspace_where_no_matrices_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, pool, device = _FakeCuda(monkeypatch), DevicePool(), torch.device("cuda", 0)
+    with pool.use(device, PoolLayout((20 * _MIB,), multiplies=False)):
+        assert "blas" not in cuda.take()
 
 
 def test_an_error_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +142,7 @@ def test_an_error_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
             depth.pop()
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
-    with pytest.raises(ZeroDivisionError), BoundPool(pool, (20 * _MIB,)).use(torch.device("cuda", 0)):
+    with pytest.raises(ZeroDivisionError), BoundPool(pool, PoolLayout((20 * _MIB,))).use(torch.device("cuda", 0)):
         assert depth == [1]
         raise ZeroDivisionError
     assert not depth and cuda.num_pools == 1
@@ -151,8 +157,8 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     entered: list[int] = []
 
     @contextmanager
-    def use(pool: DevicePool, device: torch.device, segments: tuple[int, ...]) -> Iterator[None]:
-        entered.append(len(segments))
+    def use(pool: DevicePool, device: torch.device, layout: PoolLayout) -> Iterator[None]:
+        entered.append(len(layout.segments))
         yield
         entered.append(-1)
 

@@ -17,8 +17,6 @@ overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
 
 from __future__ import annotations
 
-import os
-import re
 import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,10 +27,11 @@ import torch
 from sft.common.byte_units import format_bytes
 from sft.common.errors import BudgetError
 from sft.common.memory import measure_peak
-from sft.common.torch_internals import TorchDispatchMode, cuda_allocator_backend
+from sft.common.torch_internals import cuda_allocator_backend
 from sft.lower.program import Instruction, Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import AllocationTrace, record_program, record_step
+from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
 from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
@@ -41,10 +40,8 @@ from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
 
-__all__ = ["GraphScope", "OverheadEstimator", "blas_workspace_bytes", "warn_about_allocator"]
+__all__ = ["GraphScope", "OverheadEstimator", "warn_about_allocator"]
 
-#: Operators that cuBLAS computes; other matrix products are decomposed into these.
-_MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
 #: Unit that is recorded as a CUDA graph.
 GraphScope = Literal["passes", "strips"]
 #: Places of resumed predictions that are simulated: at least so many, and as many as have these events of a full step.
@@ -53,22 +50,6 @@ _LEAST_STARTS, _RESUMED_EVENTS = 4, 40_000
 _ROWS_DIM = 2
 #: Keys of the programs that ran in this process: libraries have selected their algorithms.
 _SELECTED: set[tuple[Hashable, ...]] = set()
-_KIB = 2**10
-_MIB = 2**20
-
-
-class _MatmulDetector(TorchDispatchMode):
-    """Detects matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.detected = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.detected = self.detected or func.__name__.partition(".")[0] in _MATMUL_OPS
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +103,7 @@ class OverheadEstimator:
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
         segments = choose_segments(trace, self.allocator, resident) if has_pool else None
-        if (self._multiplies or segments is not None) and self.device is not None:  # a pool is entered with a handle of cuBLAS
+        if self._multiplies and self.device is not None:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
@@ -132,7 +113,9 @@ class OverheadEstimator:
         )
         projection = projected.projection
         overhead_bytes = max(0, reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
-        projection = replace(projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes)
+        projection = replace(
+            projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes, multiplies=self._multiplies
+        )
         return replace(projected, projection=projection)
 
     def _resumed_traces(self, problem: PlanningProblem, projected: ProjectedPlan, num_events: int) -> Iterator[AllocationTrace]:
@@ -246,8 +229,9 @@ class _MeteredMachine(TorchMachine):
 
 def _measure_here(trial: ProgramBenchmark) -> _Workspaces:
     """Measure on this thread. The first run allocates lasting workspaces, and selects algorithms."""
-    with _MatmulDetector() as products:
+    with CublasDetector(trial.device) as products:
         trial.run()
+    products.note_growth()
     machine = _MeteredMachine(trial.device)
     trial.run(is_last=True, machine=machine)
     return _Workspaces(num_bytes=machine.num_bytes, multiplies=products.detected)
@@ -269,15 +253,6 @@ def _write_workspaces(costs: TimingCache, key: str, measured: _Workspaces, *, is
         costs.add(f"workspace bytes {number} {key}", num_bytes, lasting=is_lasting)
     costs.add(f"workspaces {key}", len(measured.num_bytes), lasting=is_lasting)
     costs.add(f"products {key}", float(measured.multiplies), lasting=is_lasting)
-
-
-def blas_workspace_bytes(device: torch.device) -> int:
-    """Workspace bytes that PyTorch gives cuBLAS for each thread on each stream, by PyTorch's own rule."""
-    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if sizes:
-        return sum(int(size) * int(count) for size, count in sizes) * _KIB
-    is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
-    return 32 * _MIB if is_hopper else 8 * _MIB + 128 * _KIB
 
 
 def warn_about_allocator() -> None:

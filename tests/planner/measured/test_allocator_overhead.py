@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import nn
 
 import sft
 from sft.common.memory import _CountedStorage, _DispatchMeter
-from sft.common.torch_internals import pytree
-from sft.planner.measured.allocator_overhead import OverheadEstimator, blas_workspace_bytes
+from sft.common.torch_internals import FakeTensorMode, multiplies_in_convolution, pytree
+from sft.planner.measured.allocator_overhead import OverheadEstimator
+from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
-from sft.torch_runtime.device_pool import DevicePool
+from sft.torch_runtime.device_pool import DevicePool, PoolLayout
 from sft.torch_runtime.profiling import CACHE_VARIABLE, ProgramBenchmark, run_on_autograd_thread
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
@@ -126,10 +128,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             yield _GpuPeak(meter)
 
     @contextmanager
-    def use(pool: DevicePool, device: torch.device, segments: tuple[int, ...]) -> Iterator[None]:
+    def use(pool: DevicePool, device: torch.device, layout: PoolLayout) -> Iterator[None]:
         for meter in _METERS[-1:]:
             if not meter.pool.reserved_bytes:
-                meter.pool.reserve(segments)
+                meter.pool.reserve(layout.segments)
             meter.is_in_pool = True
         yield
         for meter in _METERS[-1:]:
@@ -396,10 +398,52 @@ def test_allocators_that_are_not_simulated_are_said(
     assert all(named in text and "leave room in the budget" in text for text in texts) and bool(texts) == bool(named)
 
 
-def test_a_pool_has_handles_of_cublas_in_any_network(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread that enters a pool makes one before, so its workspace lies outside; convolutions alone need none."""
-    model, totals = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), []
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_cublas_has_workspaces_where_matrices_are_multiplied(gpu: None, monkeypatch: pytest.MonkeyPatch, multiplies: bool) -> None:
+    """Each thread of a step has one; convolutions alone need none."""
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)] if multiplies else []
+    model, totals = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *head), []
     for num_kib in (4, 4096):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", f":{num_kib}:8")
         totals.append(sft.plan(model, _LARGE_SHAPE).total_bytes)
-    assert totals[1] - totals[0] >= 2 * 31 * _MIB
+    assert totals[1] - totals[0] >= 2 * 31 * _MIB if multiplies else totals[1] == totals[0]
+
+
+def test_use_of_cublas_by_names_of_operators_and_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 4)
+    works: list[tuple[bool, Callable[[], object]]] = [
+        (True, lambda: x @ x.T),
+        (True, lambda: torch.nn.functional.linear(x, x)),
+        (True, lambda: torch.linalg.inv(x[:, :3])),
+        (True, lambda: torch.linalg.lstsq(x, x)),
+        (False, lambda: torch.linalg.vector_norm(x).add(x).relu()),
+        (False, lambda: nn.Conv2d(3, 4, 3)(torch.randn(1, 3, 8, 8))),
+    ]
+    for expected, work in works:
+        with CublasDetector(torch.device("cpu")) as detector:
+            work()
+        detector.note_growth()
+        assert detector.detected is expected
+    # Operators with products of their own keep the workspace.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:2")
+    for num_kib, expected in ((7, False), (8, True)):
+        allocated = iter((2**20, 2**20 + 1024 * num_kib))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "memory_allocated", lambda _, left=allocated: next(left))
+            with CublasDetector(torch.device("cuda")) as detector:
+                x.add(1)
+            detector.note_growth()
+        assert detector.detected is expected
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_convolutions_of_pytorch_on_a_gpu_multiply_matrices(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    chosen = SimpleNamespace(name="SlowTranspose2d" if is_slow else "Cudnn")
+    monkeypatch.setattr("sft.common.torch_internals._SELECT_CONVOLUTION", lambda *_: chosen)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, weight = (torch.empty(shape, device="cuda") for shape in ((1, 3, 8, 8), (4, 3, 3, 3)))
+        for name, args in (
+            ("convolution", (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+            ("convolution_backward", (x, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)),
+        ):
+            assert multiplies_in_convolution(name, args) is is_slow

@@ -33,7 +33,7 @@ from sft.api.weight_placement import check_can_stream
 from sft.common.errors import BudgetError, InputError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
-from sft.common.torch_internals import pytree
+from sft.common.torch_internals import copy_tensors, pytree
 from sft.common.transform_checks import autocast_dtype
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
@@ -274,8 +274,7 @@ class Engine:
             torch.set_rng_state(call.generator_state)
             raise
         with torch.no_grad():  # no failure is possible any more
-            for (_, path), update in zip(graph.updates, updates, strict=True):
-                call.snapshot.tensors[path].copy_(update)
+            copy_tensors([call.snapshot.tensors[path] for _, path in graph.updates], updates)
         returned: list[Any] = [*results]
         for position, value in prepared.constant_outputs:
             returned.insert(position, value)

@@ -14,7 +14,12 @@ from sft.backends.conv import match_conv_backward, match_convolutions
 from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
-from sft.backends.library_fusion import match_convolution_relus, match_frozen_norm_image_gradients
+from sft.backends.library_fusion import (
+    match_convolution_relus,
+    match_counters,
+    match_frozen_norm_image_gradients,
+    match_running_statistics,
+)
 from sft.backends.memory_format import channels_last_slots
 from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
@@ -28,6 +33,13 @@ from sft.lower.program import Instruction, Port
 
 __all__ = ["KernelBackend"]
 
+#: Those without a Triton kernel.
+_LIBRARY_PATTERNS: tuple[Pattern, ...] = (
+    match_convolution_relus,
+    match_frozen_norm_image_gradients,
+    match_running_statistics,
+    match_counters,
+)
 #: Larger groups first: an instruction belongs to the first rewrite that matches it.
 _PATTERNS: tuple[Pattern, ...] = (
     match_pooled_convolutions,
@@ -42,11 +54,8 @@ _PATTERNS: tuple[Pattern, ...] = (
     match_average_pools,
     match_resizes,
     match_row_loads,
-    match_convolution_relus,
-    match_frozen_norm_image_gradients,
+    *_LIBRARY_PATTERNS,
 )
-#: Those without a Triton kernel.
-_LIBRARY_PATTERNS: tuple[Pattern, ...] = (match_convolution_relus, match_frozen_norm_image_gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

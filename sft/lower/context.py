@@ -117,6 +117,7 @@ class SegmentInfo:
         strided: global values of which the program has a slice that is not a contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
+        single_grads: parameters with gradients that are no sums: one operator reads them, which runs once.
     """
 
     graph: Graph
@@ -137,6 +138,7 @@ class SegmentInfo:
     keeps_torch_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False
+    single_grads: frozenset[str] = frozenset()
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
     #: Cache for these columns only: `init=False`, so that `replace` starts a new one.
@@ -202,8 +204,8 @@ class SegmentInfo:
         return reads
 
     def grad_dtype(self, name: str) -> torch.dtype:
-        """Element type in which the gradient of a value is accumulated."""
-        return grad_dtype_of(self.graph, self.streamed, name)
+        """Element type in which the gradient of a value is accumulated; its own for a gradient that is no sum."""
+        return self.dtype_of(name) if name in self.single_grads else grad_dtype_of(self.graph, self.streamed, name)
 
 
 @dataclass

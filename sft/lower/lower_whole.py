@@ -212,6 +212,9 @@ class WholeLowering(StripLowering):
         """Add a contribution to the gradient of a global tensor from outside; the first one may become the accumulator."""
         builder, scope, slot = self.builder, self.scope, contribution_slot(self.builder, term)
         is_first = Port("grad_side", name) not in builder.results
+        if name in scope.single_grads and slot.dtype != scope.grad_dtype(name):
+            term = GradContribution(builder.cast(slot, scope.grad_dtype(name)), None, None, owned=True)
+            slot = term.slot
         if is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
             is_in_layout = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
             builder.emit_global_grad(name, slot, term.owned and term.channels is None and is_in_layout, scope.dtype_of(name))

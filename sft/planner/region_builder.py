@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -57,6 +58,7 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
     streamed = frozenset(name for choice in choices for name in choice.streamed)
     row_major = _row_major_cuts(problem, choices, borders)
     _check_streamed(problem, choices, borders)
+    single = {name for choice in choices for name in _single_grads(problem, choice)}
     leaving = problem.resources.host_outputs.intersection(problem.sized.phases.streamed).difference(*(reads for reads, _ in borders))
     return Region(
         graph=graph,
@@ -68,7 +70,7 @@ def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> 
         writes=[makes for _, makes in borders],
         shapes=problem.sized.shapes,
         dtypes=problem.sized.dtypes,
-        grad_dtypes=problem.sized.grad_dtypes,
+        grad_dtypes=problem.sized.grad_dtypes | {name: problem.sized.dtypes[name] for name in single},
         requires_grad=problem.sized.requires_grad,
         outputs=graph.results,
         contiguous=(frozenset(graph.results) - problem.sized.channels_last) | row_major,
@@ -97,6 +99,19 @@ def _row_major_cuts(
 def _takes_chunks(problem: PlanningProblem, choice: SegmentChoice) -> bool:
     """True for an untiled segment that takes some samples, windows or tokens at a time."""
     return choice.mode == "whole" and (bool(choice.strip_rows) or 0 < choice.batch_tile < problem.sized.num_batch)
+
+
+def _single_grads(problem: PlanningProblem, choice: SegmentChoice) -> frozenset[str]:
+    """Parameters with gradients that are no sums: one operator of an untiled segment reads them, which runs once."""
+    if choice.mode == "tiled" or _takes_chunks(problem, choice):
+        return frozenset()
+    graph, trained = problem.sized.graph, problem.sized.requires_grad
+    return frozenset(
+        operand
+        for name in choice.nodes
+        for operand, count in Counter(graph[name].operands).items()
+        if operand in trained and graph[operand].kind == "parameter" and count == len(graph.users[operand]) == 1
+    )
 
 
 def can_stream(problem: PlanningProblem, name: str) -> bool:
@@ -203,6 +218,7 @@ def _build_segment(
         keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
         backend=problem.resources.backend,
         deterministic=problem.resources.deterministic,
+        single_grads=_single_grads(problem, choice),
     )
     from_source = problem.resources.from_source.intersection(sources)
     if not tiled:

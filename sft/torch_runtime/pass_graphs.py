@@ -37,6 +37,7 @@ from torch import Tensor
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.backends.kernel_call import kernel_call_of
 from sft.common.errors import SftError
+from sft.common.torch_internals import copy_tensors
 from sft.runtime.region import Region, Tape
 from sft.runtime.strip_policy import RUN_ALL_STRIPS
 from sft.runtime.tiled_segment import TiledSegment
@@ -147,7 +148,9 @@ class _Recording:
 
     def copy_results(self) -> dict[str, Tensor]:
         """Copies of the results, which the next replay does not overwrite."""
-        return {name: result.clone() for name, result in self.results.items()}
+        copies = {name: torch.empty_like(result) for name, result in self.results.items()}
+        copy_tensors([*copies.values()], [*self.results.values()])
+        return copies
 
 
 @dataclass(slots=True, weakref_slot=True)

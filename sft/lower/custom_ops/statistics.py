@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sft.common.torch_internals import copy_tensors
+
 __all__ = [
     "affine",
     "argmax",
@@ -28,6 +30,8 @@ __all__ = [
     "running_mean",
     "running_var",
     "scale_shift",
+    "update_counters",
+    "update_running_statistics",
     "variance",
     "weight_norm",
 ]
@@ -117,6 +121,32 @@ def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: 
     """The running variance after this step; it follows the unbiased variance."""
     variance, count = moments[..., 1], moments[..., 2]
     return _lerp_to(running, _mean_over_samples(variance * (count / (count - 1))), _effective_momentum(momentum, num_batches, num_calls))
+
+
+def update_running_statistics(
+    targets: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], running: Sequence[Tensor], momentum: float
+) -> None:
+    """Write the next running statistics of several norms, as :func:`running_mean` and :func:`running_var` compute each of them.
+
+    Args:
+        targets: vectors for the next running means, then for the next running variances.
+        means: moments ``[1, C, 3]`` of the running means.
+        variances: moments of the running variances.
+        running: present running means and running variances.
+        momentum: weight of the moments.
+    """
+    parts = [moments[0, :, 0] for moments in means]
+    if variances:
+        stacked = torch.cat([moments[0] for moments in variances])
+        parts.append(stacked[:, 1] * (stacked[:, 2] / (stacked[:, 2] - 1)))
+    updated = _lerp_to(torch.cat([*running]), torch.cat(parts), momentum)
+    copy_tensors(targets, updated.split([len(target) for target in targets]))
+
+
+def update_counters(targets: Sequence[Tensor], counters: Sequence[Tensor], amount: float) -> None:
+    """Write counters plus an amount into ``targets``."""
+    copy_tensors(targets, counters)
+    torch._foreach_add_([*targets], amount)
 
 
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:

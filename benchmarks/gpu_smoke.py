@@ -54,7 +54,7 @@ Mode = Literal["strips", "offload", "streamed-weights", "cuda-graphs", "file"]
 MODES: tuple[Mode, ...] = ("strips", "offload", "streamed-weights", "cuda-graphs", "file")
 #: Rows and columns; no multiple of a strip. Of ResNets only larger images have activations that are worth an offload. Graphs are recorded
 #: of programs that run several times, so the image has many strips.
-_SIZE, _OFFLOAD_SIZE, _GRAPHS_SIZE = (168, 120), (392, 264), (392, 64)
+_SIZE, _OFFLOAD_SIZE, _GRAPHS_SIZE = (168, 120), (520, 392), (392, 64)
 _STRIP_ROWS = 32
 _AMPLE = "64GiB"
 

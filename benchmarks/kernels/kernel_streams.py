@@ -15,7 +15,7 @@ from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.backends.resize import band_table
 from sft.kernels.geometry import Geometry, KernelWindow
 from sft.kernels.rng.dropout import dropout, keep_mask
-from sft.lower.rules.resample import ResampledRange
+from sft.lower.rules.resampled_range import ResampledRange
 
 __all__ = ["stream_cases"]
 

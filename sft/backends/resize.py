@@ -25,7 +25,7 @@ from sft.backends.selector import ShapeClass, pixel_class
 from sft.kernels.resize.band_table import BandTable
 from sft.lower.program import Instruction, Slot
 from sft.lower.row_gather import upload_table
-from sft.lower.rules.resample import ResampledRange
+from sft.lower.rules.resampled_range import ResampledRange
 
 __all__ = ["ResizeCall", "band_rows", "band_table", "match_resizes"]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 
 import sft
 from sft.lower.builder import ProgramBuilder
-from sft.lower.rules.resample import ResampledRange
+from sft.lower.rules.resampled_range import ResampledRange
 from tests.helpers.models import seeded
 
 
@@ -27,7 +27,7 @@ class _HalfTheChannels(nn.Module):
         return interpolate(self.layer(x).chunk(2, dim=1)[1], scale_factor=(self.factor, 1.0), mode="bilinear", align_corners=False)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_copies_of_scattered_rows_count(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call allocates its result and at most the scratch bytes of its instruction."""
     scratch_bytes: dict[tuple[ResampledRange, tuple[int, ...]], int] = {}

@@ -31,7 +31,7 @@ from sft.lower.row_gather import upload_table
 from sft.lower.rules.base import Rule
 from sft.lower.rules.convolution import PoolRule, as_own_axes, as_two_axes, kernel_windows
 from sft.lower.rules.minmax import strip_starts
-from sft.lower.rules.resample import ResampledRange, index_select_channels_last, resampled_ranges
+from sft.lower.rules.resampled_range import ResampledRange, index_select_channels_last, resampled_ranges
 
 __all__ = ["AdaptiveMaxPoolRule", "MaxPoolIndicesRule", "MaxPoolRule", "MaxUnpoolRule", "correct_infinite_indices"]
 

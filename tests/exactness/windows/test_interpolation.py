@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from sft.analysis.ir.ops.resize_matrix import AxisResampling
 from sft.common.interval import Interval
+from sft.lower.rules.resampled_range import ResampledRange
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import chain, image, seeded
 from tests.helpers.tilings import is_tiled, tiled_options
@@ -112,6 +114,29 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
 def test_resampling_between_convolutions(how: Resample, options: sft.Options) -> None:
     report = assert_exact(seeded(lambda: Net(how, 2, 3, skip=True)), image(2, 2, 23, 11), options=options, steps=1)
     assert is_tiled(report.plan, "upsample", "adaptive")
+
+
+@st.composite
+def _powers(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
+    axes = draw(st.sampled_from([1, 2, 2, 3]))
+    extents = tuple(draw(st.integers(2, (20, 20, 12, 5)[axes])) for _ in range(axes))
+    factors = tuple(draw(st.sampled_from([1.0, 2.0, 2.0, 4.0])) for _ in extents)
+    assume(max(factors) > 1)
+    by_size = draw(st.booleans())
+    sizes = tuple(int(factor) * extent for factor, extent in zip(factors, extents, strict=True))
+    target = {"size": sizes} if by_size else {"scale_factor": factors}
+    how = Resample(mode=_LINEAR[axes], align_corners=False, **target)
+    x = image(draw(st.integers(1, 3)), 2, *extents)
+    return seeded(lambda: Net(how, axes, draw(st.sampled_from([1, 3])), skip=draw(st.booleans()))), x, draw(tiled_options(sizes))
+
+
+@settings(max_examples=10)
+@given(case=_powers())
+def test_powers_of_two_are_interpolated_by_aten(case: tuple[Net, Tensor, sft.Options]) -> None:
+    """In strips, panels and tiles of any number of samples; nothing is gathered."""
+    model, x, options = case
+    with patch.object(ResampledRange, "__call__", side_effect=AssertionError("gathered")):
+        assert_exact(model, x, options=options, steps=1)
 
 
 class UNet(nn.Module):

@@ -16,7 +16,7 @@ from sft.analysis.ir.ops.resize_matrix import AxisResampling, ResamplingKind
 from sft.backends.resize import band_rows
 from sft.kernels.geometry import Span
 from sft.kernels.resize.band_table import BandTable
-from sft.lower.rules.resample import ResampledRange
+from sft.lower.rules.resampled_range import ResampledRange
 from tests.helpers.tile_buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, launch_on_gpu
 from tests.helpers.triton_gates import Gate, check_gates, meta_image
 from tests.helpers.triton_process import interpret, needs_triton

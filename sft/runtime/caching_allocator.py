@@ -16,201 +16,287 @@ limit                      free segments are returned to the driver before a req
 ========================== ===========================================================================================
 
 Expandable segments only grow in the simulation, so their reserved bytes are an upper bound.
+
+The two pools share nothing but the limit. Without a limit each pool may be simulated alone (:meth:`BlockPool.replay`), which a search over
+many simulations of one step uses.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
-from sft.common.errors import InputError
+from sft.runtime.allocator_settings import AllocatorSettings
 
-__all__ = ["MIN_SEGMENT_BYTES", "AllocatorSettings", "Block", "CachingAllocator", "segment_bytes"]
+__all__ = [
+    "MIN_SEGMENT_BYTES",
+    "SMALL_SEGMENT_BYTES",
+    "AllocatorSettings",
+    "Block",
+    "BlockPool",
+    "CachingAllocator",
+    "is_small",
+    "segment_bytes",
+]
 
 _MIB: Final = 2**20
 _MIN_BLOCK_BYTES: Final = 512
 _SMALL_BYTES: Final = _MIB
-_SMALL_SEGMENT_BYTES: Final = 2 * _MIB
+#: Segment of the small pool; every other one is a multiple.
+SMALL_SEGMENT_BYTES: Final = 2 * _MIB
 _MEDIUM_BYTES: Final = 10 * _MIB
 _LARGE_SEGMENT_BYTES: Final = 20 * _MIB
-_SEGMENT_ROUNDING_BYTES: Final = 2 * _MIB
 #: Smallest segment that is as large as its first request, rounded up; smaller requests share segments of fixed sizes.
 MIN_SEGMENT_BYTES: Final = _MEDIUM_BYTES
-#: Variables of the environment, in the order in which torch reads them.
-_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-#: Settings that the simulator follows, and the threshold at which unused segments are released, which lowers reserved bytes.
-_DESCRIBED: Final = frozenset(
-    {
-        "expandable_segments",
-        "garbage_collection_threshold",
-        "max_non_split_rounding_mb",
-        "max_split_size_mb",
-        "release_lock_on_cudamalloc",
-        "roundup_power2_divisions",
-    }
-)
-#: Settings about host memory.
-_HOST_PREFIX: Final = "pinned_"
-#: ``roundup_power2_divisions`` has an entry for each power of two from 1 MiB on.
-_NUM_DIVISION_INTERVALS: Final = 16
+#: A free block is one integer, its size above its address: the order of integers is that of best fit, of equal blocks the lowest address.
+_ADDRESS_BITS: Final = 60
+_ADDRESS_MASK: Final = 2**_ADDRESS_BITS - 1
+#: Size that no block has.
+_NO_LIMIT_BYTES: Final = 2**_ADDRESS_BITS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorSettings:
-    """Settings of the caching allocator that change its reserved bytes.
-
-    Attributes:
-        expandable_segments: segments grow instead of multiplying.
-        max_split_size_bytes: blocks of this size or more are not split; ``None`` for no limit.
-        max_non_split_rounding_bytes: largest rest that a request of ``max_split_size_bytes`` or more may leave in a block.
-        roundup_power2_divisions: number of divisions between two powers of two to which sizes are rounded up. Entry ``i`` is for sizes from
-            ``2**i`` MiB on; the first one also for smaller sizes, the last one for all larger ones. Empty for none.
-        is_native: false for ``backend:cudaMallocAsync``, which this simulator does not describe.
-        undescribed: settings that may change reserved bytes, and that this simulator does not follow.
-    """
-
-    expandable_segments: bool = False
-    max_split_size_bytes: int | None = None
-    max_non_split_rounding_bytes: int = _LARGE_SEGMENT_BYTES
-    roundup_power2_divisions: tuple[int, ...] = ()
-    is_native: bool = True
-    undescribed: tuple[str, ...] = ()
-
-    @classmethod
-    def of_environment(cls) -> AllocatorSettings:
-        """Settings of ``PYTORCH_CUDA_ALLOC_CONF``, or of ``PYTORCH_ALLOC_CONF``.
-
-        Raises:
-            InputError: a value is malformed.
-        """
-        text = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
-        return cls.parse(text)
-
-    @classmethod
-    def parse(cls, text: str) -> AllocatorSettings:
-        """Settings in the form of the variable, such as ``"max_split_size_mb:512,expandable_segments:True"``.
-
-        Raises:
-            InputError: a value is malformed.
-
-        >>> AllocatorSettings.parse("expandable_segments:True").expandable_segments
-        True
-        """
-        options = dict(re.findall(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\[]+)", text))
-        split_mb = options.get("max_split_size_mb")
-        try:
-            return cls(
-                expandable_segments=options.get("expandable_segments", "").strip().lower() == "true",
-                max_split_size_bytes=None if split_mb is None else int(split_mb) * _MIB,
-                max_non_split_rounding_bytes=int(options.get("max_non_split_rounding_mb", _LARGE_SEGMENT_BYTES // _MIB)) * _MIB,
-                roundup_power2_divisions=_parse_divisions(options.get("roundup_power2_divisions", "").strip()),
-                is_native=options.get("backend", "native").strip() == "native",
-                undescribed=tuple(f"{name}:{value.strip()}" for name, value in options.items() if not _is_described(name, value.strip())),
-            )
-        except ValueError as error:
-            raise InputError(
-                f"the allocator settings {text!r} have a value that is not a number ({error}); see PYTORCH_ALLOC_CONF"
-            ) from error
-
-    def block_bytes(self, num_bytes: int) -> int:
-        """Size of a request after rounding."""
-        if num_bytes < _MIN_BLOCK_BYTES:
-            return _MIN_BLOCK_BYTES
-        divisions = 0
-        if self.roundup_power2_divisions:
-            interval = num_bytes.bit_length() - _MIB.bit_length()
-            divisions = self.roundup_power2_divisions[min(max(interval, 0), _NUM_DIVISION_INTERVALS - 1)]
-        if divisions > 1 and num_bytes > _MIN_BLOCK_BYTES * divisions:
-            floor = 1 << (num_bytes.bit_length() - 1)
-            step = max(1, floor // divisions)
-            return -(-num_bytes // step) * step
-        return -(-num_bytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
-
-
-def _is_described(name: str, value: str) -> bool:
-    """True for a setting that the simulator follows, or that cannot raise reserved bytes."""
-    return name in _DESCRIBED or name.startswith(_HOST_PREFIX) or (name, value) == ("backend", "native")
-
-
-def _parse_divisions(text: str) -> tuple[int, ...]:
-    """Divisions by interval: a number for all sizes, or ``[256:1,512:2,>:4]`` with powers of two in MiB."""
-    if not text:
-        return ()
-    if not text.startswith("["):
-        return (int(text),) * _NUM_DIVISION_INTERVALS
-    intervals, interval = [0] * _NUM_DIVISION_INTERVALS, -1
-    for bound, count in (entry.split(":") for entry in text.strip("[] ").split(",")):
-        if bound.strip() == ">":
-            intervals[interval + 1 :] = [int(count)] * (_NUM_DIVISION_INTERVALS - interval - 1)
-            continue
-        first, interval = interval < 0, min(int(bound).bit_length() - 1, _NUM_DIVISION_INTERVALS - 1)
-        intervals[0 if first else interval : interval + 1] = [int(count)] * (interval + 1 if first else 1)
-    return tuple(intervals)
-
-
-_PoolName = Literal["small", "large"]
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A block of a segment.
-
-    Attributes:
-        pool: pool of the block.
-        segment: number of its segment.
-        offset_bytes: position in the segment.
-        num_bytes: size.
-        requested_bytes: size of the request that it serves.
-        is_free: true if no request uses it.
-        before: neighbour in the segment, towards its start.
-        after: neighbour towards its end.
-    """
-
-    pool: _PoolName
-    segment: int
-    offset_bytes: int
-    num_bytes: int
-    requested_bytes: int = 0
-    is_free: bool = True
-    before: Block | None = None
-    after: Block | None = None
-
-
-#: A free block after its size and address: smaller blocks come first, of equal ones that with the lower address.
-_FreeBlock = tuple[int, int, int, Block]
-
-
-def _entry(block: Block) -> _FreeBlock:
-    return (block.num_bytes, block.segment, block.offset_bytes, block)
+def is_small(block_bytes: int) -> bool:
+    """True if blocks of this size are in the small pool."""
+    return block_bytes <= _SMALL_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:
     """Size of a new segment for a block."""
-    if block_bytes <= _SMALL_BYTES:
-        return _SMALL_SEGMENT_BYTES
+    if is_small(block_bytes):
+        return SMALL_SEGMENT_BYTES
     if block_bytes < _MEDIUM_BYTES:
         return _LARGE_SEGMENT_BYTES
-    return -(-block_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
+    return -(-block_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockPool:
+    """One of the two pools: its segments, and the free blocks in them. Its live blocks are known to the caller, as start and end addresses.
+
+    Segments have ascending addresses with gaps between them, so that blocks of two segments never merge.
+
+    Attributes:
+        settings: the allocator's settings.
+        is_small: true for the pool of blocks up to 1 MiB.
+        segments: bytes of the segments by address.
+        reserved_bytes: bytes of all segments.
+        num_segments: segments requested so far.
+        peak_address: highest end of a block so far.
+    """
+
+    settings: AllocatorSettings
+    is_small: bool
+    segments: dict[int, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    num_segments: int = 0
+    peak_address: int = 0
+    _next_address: int = 0
+    _free: list[int] = field(default_factory=list)
+    _free_by_start: dict[int, int] = field(default_factory=dict)
+    _free_by_end: dict[int, int] = field(default_factory=dict)
+
+    def replay(
+        self, requests: Iterable[tuple[int, int]], blocks: MutableMapping[int, tuple[int, int]], limit_bytes: int | None = None
+    ) -> int | None:
+        """Allocate and free blocks in order.
+
+        This loop is the whole allocator, and most of the time of planning for a GPU: hence the local names, and no calls.
+
+        Args:
+            requests: ``(number, block_bytes)`` for an allocation, ``(number, 0)`` for its free.
+            blocks: start and end of the live blocks by number.
+            limit_bytes: reserved bytes above which the replay ends.
+
+        Returns:
+            The number of the request that exceeded the limit; ``None`` if all requests were replayed.
+        """
+        free, by_start, by_end = self._free, self._free_by_start, self._free_by_end
+        find, insert, take, bits, mask = bisect_left, insort, free.pop, _ADDRESS_BITS, _ADDRESS_MASK
+        unsplit_bytes, whole_bytes = self._unsplit_bytes, self._whole_bytes
+        is_best_fit = not self.settings.expandable_segments and self.settings.max_split_size_bytes is None
+        peak_address = self.peak_address
+        for number, size in requests:
+            if size:
+                index = find(free, size << bits)
+                if index == len(free) or not is_best_fit:
+                    index = self._place(index, size)
+                    if limit_bytes is not None and self.reserved_bytes > limit_bytes:
+                        return number
+                entry = take(index)
+                start = entry & mask
+                end = start + (entry >> bits)
+                del by_start[start]
+                rest = end - start - size
+                if rest > unsplit_bytes and size < whole_bytes:
+                    middle = start + size
+                    entry = rest << bits | middle
+                    insert(free, entry, 0, index)
+                    by_start[middle] = by_end[end] = entry
+                    end = middle
+                else:
+                    del by_end[end]
+                if end > peak_address:
+                    peak_address = end
+                blocks[number] = start, end
+            else:
+                start, end = blocks.pop(number)
+                if start in by_end:
+                    entry = by_end.pop(start)
+                    del free[find(free, entry)]
+                    start = entry & mask
+                    del by_start[start]
+                if end in by_start:
+                    entry = by_start.pop(end)
+                    del free[find(free, entry)]
+                    end += entry >> bits
+                    del by_end[end]
+                entry = (end - start) << bits | start
+                insert(free, entry)
+                by_start[start] = by_end[end] = entry
+        self.peak_address = peak_address
+        return None
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Allocate one block; its start and end."""
+        blocks: dict[int, tuple[int, int]] = {}
+        self.replay([(0, size)], blocks)
+        return blocks[0]
+
+    def free(self, block: tuple[int, int]) -> None:
+        """Return one block, and merge it with free neighbours."""
+        self.replay([(0, 0)], {0: block})
+
+    @property
+    def repeats_steps(self) -> bool:
+        """True if a step that frees all its blocks reserves as much as any number of such steps.
+
+        A new segment of the small pool is the largest block there. So a later step takes it where the first one took it when it was new.
+        """
+        limit_bytes = self.settings.max_split_size_bytes
+        return self.is_small and (limit_bytes is None or limit_bytes > SMALL_SEGMENT_BYTES)
+
+    def growth_bytes(self, size: int) -> int:
+        """Bytes that a request would reserve; zero if a free block serves it."""
+        if self._choice(bisect_left(self._free, size << _ADDRESS_BITS), size) is not None:
+            return 0
+        if not self.settings.expandable_segments:
+            return segment_bytes(size)
+        page_bytes = SMALL_SEGMENT_BYTES if self.is_small else _LARGE_SEGMENT_BYTES
+        # Blocks of ``max_split_size_mb`` are not used for smaller requests, but for their segment's growth.
+        return max(0, -(-(size - (self._tail >> _ADDRESS_BITS)) // page_bytes) * page_bytes)
+
+    def release_segments(self) -> int:
+        """Return segments without live blocks to the driver; their number."""
+        cached = [start for start, num_bytes in self.segments.items() if self._free_by_start.get(start, 0) >> _ADDRESS_BITS == num_bytes]
+        for start in cached:
+            self._remove(self._free_by_start[start])
+            self.reserved_bytes -= self.segments.pop(start)
+        return len(cached)
+
+    def free_segment_bytes(self) -> list[int]:
+        """Free bytes of each segment that has some, in ascending order."""
+        starts, num_bytes = sorted(self.segments), dict.fromkeys(self.segments, 0)
+        for start, entry in self._free_by_start.items():
+            num_bytes[starts[bisect_left(starts, start + 1) - 1]] += entry >> _ADDRESS_BITS
+        return sorted(filter(None, num_bytes.values()))
+
+    @property
+    def _unsplit_bytes(self) -> int:
+        """Most bytes that a block has in excess of its request."""
+        return _MIN_BLOCK_BYTES - 1 if self.is_small or self.settings.expandable_segments else _SMALL_BYTES
+
+    @property
+    def _whole_bytes(self) -> int:
+        """Smallest request that takes a block whole."""
+        limit_bytes = None if self.is_small or self.settings.expandable_segments else self.settings.max_split_size_bytes
+        return _NO_LIMIT_BYTES if limit_bytes is None else limit_bytes
+
+    @property
+    def _tail(self) -> int:
+        """Free block at the end of the expandable segment; zero if there is none."""
+        return self._free_by_end.get(self._next_address, 0) if self.settings.expandable_segments and self.segments else 0
+
+    def _place(self, index: int, size: int) -> int:
+        """Index of the free block that serves a request; the pool grows if there is none."""
+        choice = self._choice(index, size)
+        return bisect_left(self._free, self._grow(size)) if choice is None else choice
+
+    def _choice(self, index: int, size: int) -> int | None:
+        """Index of the smallest free block that is large enough and may be used, given that of the first that is large enough."""
+        if index == len(self._free):
+            return None
+        if self._free[index] == self._tail and index + 1 < len(self._free):
+            index += 1  # the end of the segment can grow, so every other block fits better
+        num_bytes, limit_bytes = self._free[index] >> _ADDRESS_BITS, self.settings.max_split_size_bytes
+        if limit_bytes is not None:
+            if size < limit_bytes <= num_bytes:
+                return None
+            if size >= limit_bytes and num_bytes >= size + self.settings.max_non_split_rounding_bytes:
+                return None
+        return index
+
+    def _grow(self, size: int) -> int:
+        """Reserve a segment, or more of the expandable one; returns the free block at its end."""
+        added_bytes, tail = self.growth_bytes(size), self._tail
+        if self.settings.expandable_segments and self.segments:
+            start = self._next_address
+            self.segments[next(iter(self.segments))] += added_bytes
+        else:
+            start = self._next_address + 1
+            self.segments[start] = added_bytes
+            self.num_segments += 1
+        self.reserved_bytes += added_bytes
+        self._next_address = start + added_bytes
+        if tail:
+            self._remove(tail)
+            start = tail & _ADDRESS_MASK
+        entry = (self._next_address - start) << _ADDRESS_BITS | start
+        insort(self._free, entry)
+        self._free_by_start[start] = self._free_by_end[self._next_address] = entry
+        return entry
+
+    def _remove(self, entry: int) -> None:
+        """Remove a free block."""
+        start = entry & _ADDRESS_MASK
+        del self._free[bisect_left(self._free, entry)], self._free_by_start[start], self._free_by_end[start + (entry >> _ADDRESS_BITS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A live block.
+
+    Attributes:
+        pool: its pool.
+        start: address in the pool.
+        end: end address.
+        requested_bytes: size of the request that it serves.
+    """
+
+    pool: BlockPool
+    start: int
+    end: int
+    requested_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size."""
+        return self.end - self.start
 
 
 @dataclass(slots=True, kw_only=True)
 class CachingAllocator:
-    """Allocator state, and its counters.
+    """Both pools, a limit, and counters.
 
     Attributes:
         settings: the allocator's settings.
         limit_bytes: bytes of the device; ``None`` for no limit.
         requested_bytes: bytes of all live requests.
         allocated_bytes: bytes of their blocks.
-        reserved_bytes: bytes of all segments.
         peak_requested_bytes: largest ``requested_bytes``.
         peak_allocated_bytes: largest ``allocated_bytes``.
         peak_reserved_bytes: largest ``reserved_bytes``.
-        num_segments: segments requested from the driver.
         num_released: segments returned to the driver, each a synchronisation of the device.
         num_failures: requests for which the limit was too small; they are served nevertheless, so that a simulation continues.
     """
@@ -219,29 +305,42 @@ class CachingAllocator:
     limit_bytes: int | None = None
     requested_bytes: int = 0
     allocated_bytes: int = 0
-    reserved_bytes: int = 0
     peak_requested_bytes: int = 0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
-    num_segments: int = 0
     num_released: int = 0
     num_failures: int = 0
-    _free: dict[_PoolName, list[_FreeBlock]] = field(default_factory=lambda: {"small": [], "large": []})
-    _tails: dict[_PoolName, Block] = field(default_factory=dict)
+    _small: BlockPool = field(init=False, repr=False)
+    _large: BlockPool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._small = BlockPool(settings=self.settings, is_small=True)
+        self._large = BlockPool(settings=self.settings, is_small=False)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments."""
+        return self._small.reserved_bytes + self._large.reserved_bytes
+
+    @property
+    def num_segments(self) -> int:
+        """Segments requested from the driver so far."""
+        return self._small.num_segments + self._large.num_segments
 
     def allocate(self, num_bytes: int) -> Block | None:
         """Allocate a block. Empty tensors have none."""
         if num_bytes <= 0:
             return None
-        size_bytes = self.settings.block_bytes(num_bytes)
-        pool: _PoolName = "small" if size_bytes <= _SMALL_BYTES else "large"
-        block = self._best_fit(pool, size_bytes) or self._new_block(pool, size_bytes)
-        self._split(block, size_bytes)
-        block.is_free, block.requested_bytes = False, num_bytes
+        size = self.settings.block_bytes(num_bytes)
+        pool = self._small if is_small(size) else self._large
+        if self.limit_bytes is not None and self.reserved_bytes + pool.growth_bytes(size) > self.limit_bytes:
+            self._make_room(pool, size)
+        block = Block(pool, *pool.allocate(size), num_bytes)
         self.requested_bytes += num_bytes
         self.allocated_bytes += block.num_bytes
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
 
     def reserve(self, segments: Iterable[int]) -> None:
@@ -256,116 +355,14 @@ class CachingAllocator:
             return
         self.requested_bytes -= block.requested_bytes
         self.allocated_bytes -= block.num_bytes
-        block.is_free, block.requested_bytes = True, 0
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                self._take(neighbour)
-                self._absorb(block, neighbour)
-        insort(self._free[block.pool], _entry(block))
+        block.pool.free((block.start, block.end))
 
     def release_cached_segments(self) -> None:
         """Return segments without live blocks to the driver (``torch.cuda.empty_cache``)."""
-        for blocks in self._free.values():
-            for block in [entry[-1] for entry in blocks if entry[-1].before is None and entry[-1].after is None]:
-                self._take(block)
-                self.reserved_bytes -= block.num_bytes
-                self.num_released += 1
-                if self._tails.get(block.pool) is block:
-                    del self._tails[block.pool]
+        self.num_released += self._small.release_segments() + self._large.release_segments()
 
-    @property
-    def free_blocks(self) -> Iterable[Block]:
-        """All free blocks."""
-        return (entry[-1] for entries in self._free.values() for entry in entries)
-
-    def _best_fit(self, pool: _PoolName, size_bytes: int) -> Block | None:
-        """Take the smallest free block that is large enough; ``None`` if there is none that may be used."""
-        blocks = self._free[pool]
-        index = bisect_left(blocks, (size_bytes,))
-        if index == len(blocks):
-            return None
-        if self.settings.expandable_segments and blocks[index][-1] is self._tails.get(pool) and index + 1 < len(blocks):
-            index += 1  # the end of the segment can grow, so every other block fits better
-        block, limit_bytes = blocks[index][-1], self.settings.max_split_size_bytes
-        if limit_bytes is not None:
-            if size_bytes < limit_bytes <= block.num_bytes:
-                return None
-            if size_bytes >= limit_bytes and block.num_bytes >= size_bytes + self.settings.max_non_split_rounding_bytes:
-                return None
-        return blocks.pop(index)[-1]
-
-    def _new_block(self, pool: _PoolName, size_bytes: int) -> Block:
-        """Block of a new segment, or of the end of the expandable one."""
-        if self.settings.expandable_segments:
-            return self._grow(pool, size_bytes)
-        num_bytes = segment_bytes(size_bytes)
-        self._reserve(num_bytes)
-        self.num_segments += 1
-        return Block(pool, self.num_segments, 0, num_bytes)
-
-    def _grow(self, pool: _PoolName, size_bytes: int) -> Block:
-        """Extend the expandable segment of a pool; a free block at its end is part of the result."""
-        page_bytes = _SMALL_SEGMENT_BYTES if pool == "small" else _LARGE_SEGMENT_BYTES
-        tail = self._tails.get(pool)
-        free_bytes = tail.num_bytes if tail is not None and tail.is_free else 0
-        added_bytes = -(-(size_bytes - free_bytes) // page_bytes) * page_bytes
-        self._reserve(added_bytes)
-        if tail is not None and free_bytes:
-            self._take(tail)
-            tail.num_bytes += added_bytes
-            return tail
-        if tail is None:
-            self.num_segments += 1
-        block = Block(pool, self.num_segments, 0, added_bytes, before=tail)
-        if tail is not None:
-            block.segment, block.offset_bytes = tail.segment, tail.offset_bytes + tail.num_bytes
-            tail.after = block
-        self._tails[pool] = block
-        return block
-
-    def _reserve(self, num_bytes: int) -> None:
-        """Request bytes from the driver; at the limit cached segments are returned first."""
-        if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
+    def _make_room(self, pool: BlockPool, size: int) -> None:
+        """Return cached segments for a request that exceeds the limit; count a failure if they do not suffice."""
+        if pool.growth_bytes(size):
             self.release_cached_segments()
-            if self.reserved_bytes + num_bytes > self.limit_bytes:
-                self.num_failures += 1
-        self.reserved_bytes += num_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-    def _split(self, block: Block, size_bytes: int) -> None:
-        """Split the rest of a block off, where the allocator does so."""
-        rest_bytes, limit_bytes = block.num_bytes - size_bytes, self.settings.max_split_size_bytes
-        if block.pool == "small" or self.settings.expandable_segments:
-            splits = rest_bytes >= _MIN_BLOCK_BYTES
-        else:
-            splits = rest_bytes > _SMALL_BYTES and (limit_bytes is None or size_bytes < limit_bytes)
-        if not splits:
-            return
-        rest = Block(block.pool, block.segment, block.offset_bytes + size_bytes, rest_bytes, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        elif self._tails.get(block.pool) is block:
-            self._tails[block.pool] = rest
-        block.after, block.num_bytes = rest, size_bytes
-        insort(self._free[block.pool], _entry(rest))
-
-    def _absorb(self, block: Block, neighbour: Block) -> None:
-        """Merge a free neighbour into a block."""
-        if neighbour is block.before:
-            block.offset_bytes, block.before = neighbour.offset_bytes, neighbour.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after is not None:
-                block.after.before = block
-            elif self._tails.get(block.pool) is neighbour:
-                self._tails[block.pool] = block
-        block.num_bytes += neighbour.num_bytes
-
-    def _take(self, block: Block) -> None:
-        """Remove a block from the free list."""
-        blocks = self._free[block.pool]
-        index = bisect_left(blocks, (block.num_bytes, block.segment, block.offset_bytes))
-        assert blocks[index][-1] is block
-        del blocks[index]
+            self.num_failures += self.reserved_bytes + pool.growth_bytes(size) > (self.limit_bytes or 0)

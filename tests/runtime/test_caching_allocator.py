@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import sft
 from sft.runtime.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from tests.helpers.reference_allocator import ReferenceAllocator
 
 _KIB, _MIB = 2**10, 2**20
 
@@ -34,7 +35,8 @@ def test_the_smallest_free_block_serves_a_request() -> None:
     large, small = allocator.allocate(100 * _MIB), allocator.allocate(40 * _MIB)
     allocator.free(large)
     allocator.free(small)
-    assert allocator.allocate(30 * _MIB) is small
+    block = allocator.allocate(30 * _MIB)
+    assert small is not None and block is not None and block.start == small.start
     assert allocator.reserved_bytes == 140 * _MIB
 
 
@@ -88,7 +90,8 @@ def test_large_blocks_are_not_split_above_the_limit() -> None:
     allocator.free(block)
     allocator.allocate(40 * _MIB)  # does not take the block of 100 MiB
     assert allocator.reserved_bytes == 140 * _MIB
-    assert allocator.allocate(90 * _MIB) is block  # whole: its rest is below 20 MiB
+    whole = allocator.allocate(90 * _MIB)
+    assert block is not None and whole is not None and whole.end == block.end  # its rest is below 20 MiB
     assert allocator.allocated_bytes == 140 * _MIB
 
 
@@ -147,10 +150,40 @@ def test_live_blocks_never_overlap_and_counters_add_up(settings: AllocatorSettin
             allocator.free(live.pop(size % len(live)))
         assert allocator.allocated_bytes == sum(block.num_bytes for block in live)
         assert allocator.requested_bytes <= allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
-        spans = sorted((block.pool, block.segment, block.offset_bytes, block.num_bytes) for block in live)
-        for (pool, segment, offset, num_bytes), after in itertools.pairwise(spans):
-            assert (pool, segment) != after[:2] or offset + num_bytes <= after[2]
+        spans = sorted((block.pool.is_small, block.start, block.end) for block in live)
+        for (pool, _, end), after in itertools.pairwise(spans):
+            assert pool != after[0] or end <= after[1]
     for block in live:
         allocator.free(block)
     allocator.release_cached_segments()
     assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+@given(
+    st.sampled_from([AllocatorSettings(), AllocatorSettings.parse("max_split_size_mb:32,max_non_split_rounding_mb:4")]),
+    st.lists(st.tuples(st.booleans(), st.one_of(st.integers(1, 2 * _MIB), st.integers(1, 64 * _MIB))), max_size=60),
+)
+def test_the_allocator_equals_a_reference(settings: AllocatorSettings, events: list[tuple[bool, int]]) -> None:
+    allocator, reference = CachingAllocator(settings=settings), ReferenceAllocator(settings)
+    live: dict[int, Block | None] = {}
+    for number, (is_request, size) in enumerate(events):
+        if is_request or not live:
+            live[number] = allocator.allocate(size)
+            reference.allocate(number, size)
+        else:
+            dead = [*live][size % len(live)]
+            allocator.free(live.pop(dead))
+            reference.free(dead)
+        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (reference.reserved_bytes, reference.allocated_bytes)
+
+
+def test_an_expandable_segment_with_a_limit() -> None:
+    """The free end of the segment returns to the driver with it; a request below the largest split size uses the end, nevertheless."""
+    allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=True), limit_bytes=100 * _MIB)
+    allocator.free(allocator.allocate(60 * _MIB))
+    allocator.allocate(120 * _MIB)
+    assert (allocator.reserved_bytes, allocator.num_released, allocator.num_failures) == (120 * _MIB, 1, 1)
+    allocator = CachingAllocator(settings=AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:32"))
+    allocator.free(allocator.allocate(60 * _MIB))
+    allocator.allocate(20 * _MIB)
+    assert allocator.reserved_bytes == 60 * _MIB

@@ -39,11 +39,13 @@ class AllocationTrace:
         events: ``(number, num_bytes)`` for an allocation, ``(number, 0)`` for its free.
         caller_numbers: allocations of the code that calls the model: inputs, and gradients of outputs.
         peak_bytes: peak of the live bytes, workspaces included.
+        replays: replays of the step, by settings of the allocator (:class:`sft.planner.measured.step_replay.StepReplay`).
     """
 
     events: tuple[tuple[int, int], ...]
     caller_numbers: frozenset[int]
     peak_bytes: int
+    replays: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class _TraceRecorder(MemoryCounter):

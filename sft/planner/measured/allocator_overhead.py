@@ -32,7 +32,7 @@ from sft.lower.program import Instruction, Program
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.measured.allocation_trace import AllocationTrace, record_program, record_step
 from sft.planner.measured.cublas_workspace import CublasDetector, blas_workspace_bytes
-from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import recording_sizes, reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -107,12 +107,12 @@ class OverheadEstimator:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
-        reserved_bytes = max(
-            simulate_reserved_memory(each, self.allocator, segments=segments, resident=resident).reserved_bytes
+        total_bytes = max(
+            reserved_bytes(each, self.allocator, segments=segments, resident=resident)
             for each in (trace, *self._resumed_traces(problem, projected, len(trace.events)))
         )
         projection = projected.projection
-        overhead_bytes = max(0, reserved_bytes - problem.resources.resident_bytes - projection.peak_bytes)
+        overhead_bytes = max(0, total_bytes - problem.resources.resident_bytes - projection.peak_bytes)
         projection = replace(
             projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes, multiplies=self._multiplies
         )

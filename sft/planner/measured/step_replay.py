@@ -1,0 +1,257 @@
+"""Step replays: the bytes that a step reserves in the simulated allocator, pool by pool.
+
+A search over segments replays one step many times. Three facts save most of that time:
+
+- Without a limit the two pools of the allocator are independent, and reserved bytes only grow. So the pools are replayed one by one.
+- Segments of a plan are in the large pool. So the bytes of the small pool are the same whatever the segments.
+- A second step reserves nothing more in the small pool: a new segment there is the largest block that exists, so the allocator takes it
+  only where no other block fits, as it took it in the first step when it was new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+from sft.planner.measured.allocation_trace import AllocationTrace
+from sft.runtime.caching_allocator import (
+    MIN_SEGMENT_BYTES,
+    SMALL_SEGMENT_BYTES,
+    AllocatorSettings,
+    BlockPool,
+    is_small,
+)
+
+__all__ = ["NUM_STEPS", "StepReplay"]
+
+#: The second step starts with the segments of the first one, as all later steps do.
+NUM_STEPS: Final = 2
+#: Segment that no step fills.
+_ENDLESS_BYTES: Final = 2**56
+#: Results of the last steps, by digest and settings.
+_RECENT: dict[Hashable, dict[Hashable, Any]] = {}
+_MOST_RECENT: Final = 64
+
+_ResultT = TypeVar("_ResultT")
+#: ``(number, block_bytes)`` for an allocation, ``(number, 0)`` for its free.
+_Requests = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PoolRequests:
+    """Allocations and frees by pool, in blocks.
+
+    Attributes:
+        small: requests in the small pool.
+        large: requests in the large pool.
+        peak_bytes: peak of the live bytes of tensors.
+        small_peak_bytes: peak of the live blocks in the small pool.
+        large_peak_bytes: the same for the large pool.
+    """
+
+    small: _Requests
+    large: _Requests
+    peak_bytes: int
+    small_peak_bytes: int
+    large_peak_bytes: int
+
+    @classmethod
+    def of(cls, events: Iterable[tuple[int, int]], settings: AllocatorSettings) -> _PoolRequests:
+        """Requests of events."""
+        small, large = _Requests(), _Requests()
+        live: dict[int, tuple[int, int]] = {}
+        rounded: dict[int, int] = {}
+        live_bytes = small_bytes = large_bytes = peak_bytes = small_peak_bytes = large_peak_bytes = 0
+        for event in events:
+            number, num_bytes = event
+            if num_bytes:
+                size = rounded.get(num_bytes)
+                if size is None:
+                    size = rounded[num_bytes] = settings.block_bytes(num_bytes)
+                live[number] = num_bytes, size
+                live_bytes += num_bytes
+                if live_bytes > peak_bytes:
+                    peak_bytes = live_bytes
+                if is_small(size):
+                    small.append((number, size))
+                    small_bytes += size
+                    if small_bytes > small_peak_bytes:
+                        small_peak_bytes = small_bytes
+                else:
+                    large.append((number, size))
+                    large_bytes += size
+                    if large_bytes > large_peak_bytes:
+                        large_peak_bytes = large_bytes
+            else:
+                num_bytes, size = live.pop(number)
+                live_bytes -= num_bytes
+                if is_small(size):
+                    small.append(event)
+                    small_bytes -= size
+                else:
+                    large.append(event)
+                    large_bytes -= size
+        return cls(small=small, large=large, peak_bytes=peak_bytes, small_peak_bytes=small_peak_bytes, large_peak_bytes=large_peak_bytes)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReplay:
+    """Replays of a step, in a memory pool of its own with different segments, or in the default pool.
+
+    Attributes:
+        trace: the step.
+        settings: the allocator's settings.
+        results: bytes by segments, shared by equal steps.
+    """
+
+    trace: AllocationTrace
+    settings: AllocatorSettings
+    results: dict[Hashable, Any]
+    _requests: dict[bool, _PoolRequests] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: AllocationTrace, settings: AllocatorSettings) -> StepReplay:
+        """Replays of a trace; the same object for the same settings."""
+        if settings not in trace.replays:
+            numbers = array("q", chain(chain.from_iterable(trace.events), (0,), sorted(trace.caller_numbers)))
+            results = _recent_results((hashlib.blake2b(numbers).digest(), settings))
+            trace.replays[settings] = cls(trace=trace, settings=settings, results=results)
+        replay: StepReplay = trace.replays[settings]
+        return replay
+
+    @property
+    def events(self) -> tuple[tuple[int, int], ...]:
+        """Allocations and frees in the pool of the step."""
+        callers = self.trace.caller_numbers
+        return tuple(event for event in self.trace.events if event[0] not in callers) if callers else self.trace.events
+
+    @property
+    def num_events(self) -> int:
+        """Number of the allocations and frees in the pool of the step."""
+        return len(self.trace.events) - 2 * len(self.trace.caller_numbers)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the live tensors in the pool."""
+        return self._memoized("peak", lambda: self._pool_requests().peak_bytes)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes that the small pool reserves."""
+        return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
+
+    def least_bytes(self, resident: Iterable[int]) -> int:
+        """Lower bound of the bytes that the step reserves together with all outside of its pool, whatever the segments: the live blocks."""
+        sizes = [self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0]
+        small_bytes = sum(size for size in sizes if is_small(size))
+        requests = self._pool_requests(with_caller=True)
+        peaks = (requests.small_peak_bytes + small_bytes, requests.large_peak_bytes + sum(sizes) - small_bytes)
+        return sum(-(-peak // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES for peak in peaks)
+
+    def outside_bytes(self, resident: Iterable[int]) -> int:
+        """Bytes that resident tensors and those of the caller reserve, outside of the pool."""
+        callers = [event for event in self.trace.events if event[0] in self.trace.caller_numbers]
+        return self._shared_bytes(_PoolRequests.of(callers, self.settings), resident, None)
+
+    def bytes_without_pool(self, resident: Iterable[int], limit_bytes: int | None = None) -> int:
+        """Bytes that resident tensors and the whole step reserve in the default pool; if above the limit, as many as at that moment."""
+        return self._shared_bytes(self._pool_requests(with_caller=True), resident, limit_bytes)
+
+    def pool_bytes(self, segments: tuple[int, ...], limit_bytes: int | None = None) -> tuple[int, int]:
+        """Bytes that the pool of the step reserves, or if they exceed the limit, as many as at that moment; number of events replayed."""
+        whole: tuple[int, int] | None = self.results.get((segments, None))
+        if whole is not None and (limit_bytes is None or whole[0] <= limit_bytes):
+            return whole
+        result = self._memoized((segments, limit_bytes), lambda: self._replayed_bytes(segments, limit_bytes))
+        if limit_bytes is None or result[0] <= limit_bytes:
+            self.results[segments, None] = result
+        return result
+
+    def own_segments(self) -> tuple[int, ...]:
+        """Segments that the allocator makes if none is reserved, except those of small tensors."""
+
+        def made() -> tuple[int, ...]:
+            pool = self._empty_pool()
+            pool.replay(self._pool_requests().large, {})
+            return tuple(num_bytes for num_bytes in pool.free_segment_bytes() if num_bytes >= MIN_SEGMENT_BYTES)
+
+        return self._memoized("own", made)
+
+    def common_segment_bytes(self, separate: tuple[int, ...]) -> int:
+        """Bytes of a segment for all large tensors that find no free block in the separate ones, if its end is used last."""
+
+        def used() -> int:
+            pool = self._reserved_pool((*separate, _ENDLESS_BYTES))
+            base, num_segments, pool.peak_address = max(pool.segments), len(pool.segments), 0
+            pool.replay(self._pool_requests().large, {})
+            # Where the longest segment may not be split, tensors have new segments.
+            return max(0, pool.peak_address - base) if len(pool.segments) == num_segments else 0
+
+        return self._memoized(("common", separate), used)
+
+    def _memoized(self, key: Hashable, make: Callable[[], _ResultT]) -> _ResultT:
+        if key not in self.results:
+            self.results[key] = make()
+        result: _ResultT = self.results[key]
+        return result
+
+    def _pool_requests(self, *, with_caller: bool = False) -> _PoolRequests:
+        """Requests of the step, or of the step and its caller."""
+        with_caller = with_caller and bool(self.trace.caller_numbers)
+        if with_caller not in self._requests:
+            self._requests[with_caller] = _PoolRequests.of(self.trace.events if with_caller else self.events, self.settings)
+        return self._requests[with_caller]
+
+    def _replayed_bytes(self, segments: tuple[int, ...], limit_bytes: int | None) -> tuple[int, int]:
+        small_bytes, pool = self.small_bytes, self._reserved_pool(segments)
+        large_limit_bytes = None if limit_bytes is None else limit_bytes - small_bytes
+        large_bytes, share = self._replay_steps(self._pool_requests().large, pool, large_limit_bytes)
+        return small_bytes + large_bytes, int(share * self.num_events)
+
+    def _shared_bytes(self, requests: _PoolRequests, resident: Iterable[int], limit_bytes: int | None) -> int:
+        """Bytes that resident tensors and requests reserve in one pool."""
+        small, large = self._empty_pool(small=True), self._empty_pool()
+        for size in (self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0):
+            (small if is_small(size) else large).allocate(size)
+        small_bytes, _ = self._replay_steps(requests.small, small)
+        large_bytes, _ = self._replay_steps(requests.large, large, None if limit_bytes is None else limit_bytes - small_bytes)
+        return small_bytes + large_bytes
+
+    def _replay_steps(self, requests: _Requests, pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
+        """Bytes that a pool reserves for the steps, and the number of steps until they exceed the limit, or cannot change any more."""
+        num_steps = 0.0
+        for _ in range(NUM_STEPS):
+            before_bytes, blocks = pool.reserved_bytes, dict[int, tuple[int, int]]()
+            if limit_bytes is not None and before_bytes > limit_bytes:
+                break
+            exceeding = pool.replay(requests, blocks, limit_bytes)
+            if exceeding is not None:
+                num_steps += exceeding / next(number for number, size in reversed(requests) if size)
+                break
+            num_steps += 1
+            if not blocks and (pool.repeats_steps or pool.reserved_bytes == before_bytes):
+                break
+        return pool.reserved_bytes, num_steps
+
+    def _empty_pool(self, *, small: bool = False) -> BlockPool:
+        return BlockPool(settings=self.settings, is_small=small)
+
+    def _reserved_pool(self, segments: Iterable[int]) -> BlockPool:
+        """Large pool with free segments."""
+        pool = self._empty_pool()
+        for block in [pool.allocate(self.settings.block_bytes(num_bytes)) for num_bytes in segments]:
+            pool.free(block)
+        return pool
+
+
+def _recent_results(key: Hashable) -> dict[Hashable, Any]:
+    """Results of an equal step, if it is among the last ones: a search sees most of its plans again with other resident tensors."""
+    results = _RECENT.pop(key, {})
+    _RECENT[key] = results
+    while len(_RECENT) > _MOST_RECENT:
+        _RECENT.pop(next(iter(_RECENT)), None)
+    return results

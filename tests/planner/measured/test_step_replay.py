@@ -1,0 +1,88 @@
+"""Replays of steps pool by pool: the bytes of the whole allocator, for random and periodic steps and settings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft.planner.measured.allocation_trace import AllocationTrace
+from sft.planner.measured.reserved_memory import reserved_bytes, simulate_reserved_memory
+from sft.planner.measured.segment_search import choose_segments
+from sft.planner.measured.step_replay import StepReplay
+from sft.runtime.caching_allocator import AllocatorSettings
+
+_MIB = 2**20
+
+_SETTINGS = [
+    AllocatorSettings(),
+    AllocatorSettings(expandable_segments=True),
+    AllocatorSettings.parse("roundup_power2_divisions:4"),
+    AllocatorSettings.parse("max_split_size_mb:32,max_non_split_rounding_mb:4"),
+    AllocatorSettings.parse("max_split_size_mb:1"),
+    AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:32"),
+]
+
+
+@st.composite
+def _traces(draw: st.DrawFn) -> AllocationTrace:
+    """A period of allocations and frees, repeated; some tensors live for several periods, some outlive the step."""
+    sizes = st.one_of(st.integers(1, 2 * _MIB), st.sampled_from([512, _MIB, _MIB + 1, 10 * _MIB]), st.integers(1, 48 * _MIB))
+    period = draw(st.lists(st.tuples(st.booleans(), sizes), min_size=1, max_size=20))
+    callers = draw(st.frozensets(st.integers(1, 8), max_size=2))
+    events: list[tuple[int, int]] = []
+    live: list[int] = []
+    count = 0
+    for is_request, size in period * draw(st.integers(1, 4)):
+        if is_request or not live:
+            count += 1
+            live.append(count)
+            events.append((count, size))
+        else:
+            events.append((live.pop(size % len(live)), 0))
+    if draw(st.booleans()):
+        events += [(number, 0) for number in live]
+    return AllocationTrace(events=tuple(events), caller_numbers=frozenset(each for each in callers if each <= count), peak_bytes=0)
+
+
+_RESIDENT = st.lists(st.one_of(st.just(0), st.integers(1, 2 * _MIB), st.integers(1, 40 * _MIB)), max_size=5)
+
+
+@settings(max_examples=60)
+@given(
+    _traces(),
+    st.sampled_from(_SETTINGS),
+    st.one_of(st.none(), st.lists(st.integers(10 * _MIB, 80 * _MIB), max_size=3)),
+    _RESIDENT,
+    st.integers(0, 200 * _MIB),
+)
+def test_pools_alone_reserve_what_the_allocator_reserves(
+    trace: AllocationTrace, allocator: AllocatorSettings, segments: list[int] | None, resident: list[int], limit_bytes: int
+) -> None:
+    chosen = None if segments is None else tuple(segments)
+    whole = simulate_reserved_memory(trace, allocator, segments=chosen, resident=resident)
+    assert reserved_bytes(trace, allocator, segments=chosen, resident=resident) == whole.reserved_bytes
+    replay = StepReplay.of(trace, allocator)
+    assert whole.allocated_bytes <= whole.reserved_bytes and replay.least_bytes(resident) <= whole.reserved_bytes
+    if chosen is None:
+        step_bytes, limited_bytes = whole.reserved_bytes, replay.bytes_without_pool(resident, limit_bytes)
+    else:
+        step_bytes, _ = replay.pool_bytes(chosen)
+        limited_bytes, _ = replay.pool_bytes(chosen, limit_bytes)
+    assert limited_bytes == step_bytes if step_bytes <= limit_bytes else limited_bytes > limit_bytes
+
+
+@pytest.mark.parametrize("allocator", _SETTINGS, ids=str)
+def test_equal_steps_have_equal_segments(allocator: AllocatorSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of equal steps are shared, and neither their order nor their number changes the segments."""
+    events = [(number, (5 + 7 * number % 40) * _MIB) for number in range(1, 30)]
+    steps = tuple(event for number, size in events for event in ((number, size), *([(number - 6, 0)] if number > 6 else [])))
+    monkeypatch.setattr("sft.planner.measured.step_replay._RECENT", {})
+    chosen = []
+    for resident in ([], [3 * _MIB], []):
+        trace = AllocationTrace(events=steps, caller_numbers=frozenset({2}), peak_bytes=0)
+        chosen.append(choose_segments(trace, allocator, resident))
+        assert reserved_bytes(trace, allocator, segments=chosen[-1], resident=resident) <= reserved_bytes(
+            trace, allocator, segments=None, resident=resident
+        )
+    assert chosen[0] == chosen[2]

@@ -51,13 +51,25 @@ class MemoryCounter:
 
 
 class SimulatedBuffer:
-    """Buffer that has a size and no data; its bytes are live until its last reference is dropped."""
+    """Buffer that has a size and no data; its bytes are live until its last reference is dropped.
 
-    __slots__ = ("_address", "_base", "_memory", "num_bytes")
+    Attributes:
+        num_bytes: its size.
+        address: its memory, if the counter distinguishes addresses.
+    """
+
+    __slots__ = ("_base", "_memory", "address", "num_bytes")
 
     def __init__(self, memory: MemoryCounter, num_bytes: int, base: SimulatedBuffer | None = None) -> None:
         self._memory, self.num_bytes, self._base = memory, num_bytes, base
-        self._address = memory.allocate(num_bytes)
+        self.address = memory.allocate(num_bytes)
+
+    @classmethod
+    def counted(cls, memory: MemoryCounter, num_bytes: int, address: Any) -> SimulatedBuffer:
+        """Buffer of bytes that the counter has counted already."""
+        buffer = cls(memory, 0)
+        buffer.num_bytes, buffer.address = num_bytes, address
+        return buffer
 
     def view(self) -> SimulatedBuffer:
         """View without bytes of its own that keeps this buffer alive."""
@@ -70,12 +82,12 @@ class SimulatedBuffer:
 
     def resize(self, num_bytes: int) -> None:
         """Free the bytes (0), or allocate them again."""
-        self._memory.free(self.num_bytes, self._address)
+        self._memory.free(self.num_bytes, self.address)
         self.num_bytes = num_bytes
-        self._address = self._memory.allocate(num_bytes)
+        self.address = self._memory.allocate(num_bytes)
 
     def __del__(self) -> None:
-        self._memory.free(self.num_bytes, self._address)
+        self._memory.free(self.num_bytes, self.address)
 
 
 @dataclass(slots=True)

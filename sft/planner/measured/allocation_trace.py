@@ -56,17 +56,17 @@ class _TraceRecorder(MemoryCounter):
         self.events: list[tuple[int, int]] = []
         self.caller_numbers: set[int] = set()
         self.is_caller = False
-        self._num_allocations = 0
+        self.num_allocations = 0
 
     def allocate(self, num_bytes: int) -> int | None:
         super().allocate(num_bytes)
         if num_bytes <= 0:
             return None
-        self._num_allocations += 1
-        self.events.append((self._num_allocations, num_bytes))
+        self.num_allocations += 1
+        self.events.append((self.num_allocations, num_bytes))
         if self.is_caller:
-            self.caller_numbers.add(self._num_allocations)
-        return self._num_allocations
+            self.caller_numbers.add(self.num_allocations)
+        return self.num_allocations
 
     def free(self, num_bytes: int, address: int | None) -> None:
         super().free(num_bytes, address)
@@ -76,6 +76,13 @@ class _TraceRecorder(MemoryCounter):
     def record_peak(self, num_bytes: int) -> None:
         """Record an allocation that is freed at once."""
         self.free(num_bytes, self.allocate(num_bytes))
+
+    def repeat(self, events: Sequence[tuple[int, int]], num_allocations: int) -> int:
+        """Record events with numbers relative to the allocations so far, whose number is returned."""
+        first = self.num_allocations
+        self.events.extend([(first + number, num_bytes) for number, num_bytes in events])
+        self.num_allocations += num_allocations
+        return first
 
     def trace(self) -> AllocationTrace:
         """The trace so far."""
@@ -139,6 +146,74 @@ class _RecordedStripLoader:
         self.loader.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProgramEvents:
+    """Allocations and frees of a run of a program, which are those of each of its runs.
+
+    Attributes:
+        program: the program.
+        events: events, with numbers that count from the begin of the run.
+        num_allocations: number of the allocations.
+        live_bytes: bytes that are left at the end.
+        peak_bytes: peak of the live bytes.
+        results: the ports of the results, each with its number and its bytes, or with the port whose memory it is a view of.
+    """
+
+    program: Program
+    events: tuple[tuple[int, int], ...]
+    num_allocations: int
+    live_bytes: int
+    peak_bytes: int
+    results: tuple[tuple[Port, int | None, int, Port | None], ...]
+
+    @classmethod
+    def of(cls, program: Program, recorder: _TraceRecorder, start: int, first: int, results: Mapping[Port, Buffer]) -> _ProgramEvents:
+        """Events of the run that has just ended.
+
+        Args:
+            program: the program.
+            recorder: recorder of the run.
+            start: events before the run.
+            first: allocations before the run.
+            results: its results.
+        """
+        events = tuple((number - first, num_bytes) for number, num_bytes in recorder.events[start:])
+        live: dict[int, int] = {}
+        live_bytes = peak_bytes = 0
+        for number, num_bytes in events:
+            live_bytes += num_bytes if num_bytes else -live.pop(number)
+            if num_bytes:
+                live[number] = num_bytes
+            peak_bytes = max(peak_bytes, live_bytes)
+        owners: dict[int, Port] = {}
+        ports: list[tuple[Port, int | None, int, Port | None]] = []
+        for port, buffer in results.items():
+            assert isinstance(buffer, SimulatedBuffer)
+            ports.append((port, None if buffer.address is None else buffer.address - first, buffer.num_bytes, owners.get(id(buffer.root))))
+            owners.setdefault(id(buffer.root), port)
+        return cls(
+            program=program,
+            events=events,
+            num_allocations=recorder.num_allocations - first,
+            live_bytes=live_bytes,
+            peak_bytes=peak_bytes,
+            results=tuple(ports),
+        )
+
+    def repeat(self, recorder: _TraceRecorder) -> dict[Port, Buffer]:
+        """Record another run; its results."""
+        recorder.peak_bytes = max(recorder.peak_bytes, recorder.live_bytes + self.peak_bytes)
+        recorder.live_bytes += self.live_bytes
+        first = recorder.repeat(self.events, self.num_allocations)
+        buffers: dict[Port, SimulatedBuffer] = {}
+        for port, number, num_bytes, owner in self.results:
+            if owner is not None:
+                buffers[port] = buffers[owner].view()
+            else:
+                buffers[port] = SimulatedBuffer.counted(recorder, num_bytes, None if number is None else first + number)
+        return dict(buffers)
+
+
 @dataclass(slots=True)
 class _RecordingMachine(SimulatedMachine):
     """Simulated machine that runs every instruction of its programs.
@@ -149,6 +224,7 @@ class _RecordingMachine(SimulatedMachine):
 
     workspaces: Workspaces = _no_workspaces
     recorder: _TraceRecorder = field(default_factory=_TraceRecorder)
+    _known: dict[int, _ProgramEvents] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory = self.recorder
@@ -165,6 +241,18 @@ class _RecordingMachine(SimulatedMachine):
         self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
     ) -> tuple[dict[Port, Buffer], Residuals]:
         self.memory.flops += program.flops
+        if saved is not None or program.residuals:
+            return self._run_instructions(program, saved)
+        # Strips run a program many times.
+        known = self._known.get(id(program))
+        if known is not None:
+            return known.repeat(self.recorder), SimulatedResiduals(_SavedBuffers({}))
+        start, first = len(self.recorder.events), self.recorder.num_allocations
+        results, residuals = self._run_instructions(program, None)
+        self._known[id(program)] = _ProgramEvents.of(program, self.recorder, start, first, results)
+        return results, residuals
+
+    def _run_instructions(self, program: Program, saved: Residuals | None) -> tuple[dict[Port, Buffer], Residuals]:
         workspaces = self.workspaces(program, producer_program(saved))
         buffers: dict[int, SimulatedBuffer] = {}
         if saved is not None:

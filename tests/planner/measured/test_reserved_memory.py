@@ -23,6 +23,7 @@ from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
 from sft.planner.measured.reserved_memory import resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
+from sft.planner.projection import run_step
 from sft.runtime.caching_allocator import AllocatorSettings
 from tests.helpers.models import seeded
 from tests.helpers.planned_networks import PLANNED_NETWORKS
@@ -41,10 +42,25 @@ def _fitted(model: nn.Module, shape: tuple[int, ...], budget: str, **options: An
     return search(build_problem(model, signature, settings, specialized), model, signature, settings)
 
 
+class _NoMemory(dict[Any, Any]):
+    """Dictionary that forgets all."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _instruction_by_instruction(fitted: FittedPlan) -> AllocationTrace:
+    """The trace of a step all whose programs are run by their instructions."""
+    machine = _RecordingMachine(on_host=fitted.problem.resources.on_host, _known=_NoMemory())
+    run_step(fitted.problem, fitted.projected.region, machine)
+    return machine.recorder.trace()
+
+
 @pytest.mark.parametrize(("make", "options"), PLANNED_NETWORKS, ids=str)
 def test_the_trace_requests_the_projected_bytes(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     fitted = _fitted(seeded(make), _SHAPE, "64MiB", **options)
     trace, settings = record_step(fitted.problem, fitted.projected.region), AllocatorSettings()
+    assert trace == _instruction_by_instruction(fitted)
     assert trace.peak_bytes == fitted.projected.projection.peak_bytes
     without_pool = simulate_reserved_memory(trace, settings)
     assert trace.peak_bytes == without_pool.requested_bytes <= without_pool.allocated_bytes <= without_pool.reserved_bytes
@@ -147,6 +163,7 @@ def test_workspaces_are_requested_with_the_results_of_operators() -> None:
     trace = record_step(fitted.problem, fitted.projected.region, convolutions)
     assert plain.peak_bytes < trace.peak_bytes <= plain.peak_bytes + 7 * _MIB
     assert sum(num_bytes == 7 * _MIB for _, num_bytes in trace.events) > 10
+    assert plain == _instruction_by_instruction(fitted)
 
 
 def test_resident_tensors_have_the_resident_bytes() -> None:

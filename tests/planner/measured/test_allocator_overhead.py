@@ -220,6 +220,22 @@ def test_a_refusal_names_a_budget_that_works(make: Callable[[], nn.Module], opti
         assert error.needed_bytes == needed
 
 
+@pytest.mark.parametrize("strategy", ["offload-dp", "offload-greedy", "vdnn", "optimal"])
+def test_every_refused_budget_names_one_that_works(strategy: str, gpu: None) -> None:
+    """The smallest schedule of a published strategy depends on the budget that it was made for."""
+    model, options = seeded(ConvNet), sft.Options(strategy=strategy, host_budget="1GiB")
+    plain_bytes = sft.plan(model, _SHAPE, options=sft.Options(strategy="none")).total_bytes
+    needed: set[int] = set()
+    for tenths in range(1, 10):
+        try:
+            sft.plan(model, _SHAPE, budget=plain_bytes * tenths // 10, options=options)
+        except sft.BudgetError as error:
+            needed.add(error.needed_bytes)
+    for num_bytes in needed:
+        assert sft.plan(model, _SHAPE, budget=num_bytes, options=options).total_bytes <= num_bytes
+    assert needed
+
+
 def test_a_given_plan_is_tried_on_this_device(gpu: None) -> None:
     model = seeded(Residual)
     net: Any = sft.compile(copy.deepcopy(model), _SHAPE)

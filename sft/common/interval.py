@@ -28,6 +28,14 @@ class Interval:
         """The indices in both."""
         return Interval(max(self.start, other.start), min(self.stop, other.stop))
 
+    def overlaps(self, other: Interval) -> bool:
+        """True if some index is in both.
+
+        >>> Interval(2, 5).overlaps(Interval(4, 9)), Interval(2, 5).overlaps(Interval(5, 9)), Interval(4, 4).overlaps(Interval(2, 9))
+        (True, False, False)
+        """
+        return self.start < other.stop and other.start < self.stop and self.start < self.stop and other.start < other.stop
+
     def hull(self, other: Interval) -> Interval:
         """The smallest interval that contains both; an empty one adds no index.
 

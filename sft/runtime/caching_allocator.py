@@ -32,18 +32,19 @@ from sft.runtime.allocator_settings import AllocatorSettings
 
 __all__ = [
     "MIN_SEGMENT_BYTES",
+    "SMALL_BYTES",
     "SMALL_SEGMENT_BYTES",
     "AllocatorSettings",
     "Block",
     "BlockPool",
     "CachingAllocator",
-    "is_small",
     "segment_bytes",
 ]
 
 _MIB: Final = 2**20
 _MIN_BLOCK_BYTES: Final = 512
-_SMALL_BYTES: Final = _MIB
+#: Largest block of the small pool.
+SMALL_BYTES: Final = _MIB
 #: Segment of the small pool; every other one is a multiple.
 SMALL_SEGMENT_BYTES: Final = 2 * _MIB
 _MEDIUM_BYTES: Final = 10 * _MIB
@@ -57,14 +58,9 @@ _ADDRESS_MASK: Final = 2**_ADDRESS_BITS - 1
 _NO_LIMIT_BYTES: Final = 2**_ADDRESS_BITS
 
 
-def is_small(block_bytes: int) -> bool:
-    """True if blocks of this size are in the small pool."""
-    return block_bytes <= _SMALL_BYTES
-
-
 def segment_bytes(block_bytes: int) -> int:
     """Size of a new segment for a block."""
-    if is_small(block_bytes):
+    if block_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < _MEDIUM_BYTES:
         return _LARGE_SEGMENT_BYTES
@@ -205,7 +201,7 @@ class BlockPool:
     @property
     def _unsplit_bytes(self) -> int:
         """Most bytes that a block has in excess of its request."""
-        return _MIN_BLOCK_BYTES - 1 if self.is_small or self.settings.expandable_segments else _SMALL_BYTES
+        return _MIN_BLOCK_BYTES - 1 if self.is_small or self.settings.expandable_segments else SMALL_BYTES
 
     @property
     def _whole_bytes(self) -> int:
@@ -332,7 +328,7 @@ class CachingAllocator:
         if num_bytes <= 0:
             return None
         size = self.settings.block_bytes(num_bytes)
-        pool = self._small if is_small(size) else self._large
+        pool = self._small if size <= SMALL_BYTES else self._large
         if self.limit_bytes is not None and self.reserved_bytes + pool.growth_bytes(size) > self.limit_bytes:
             self._make_room(pool, size)
         block = Block(pool, *pool.allocate(size), num_bytes)

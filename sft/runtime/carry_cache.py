@@ -74,4 +74,4 @@ class CarryCache:
         return CarryCache(blocks, self.selection)
 
     def _intersecting(self, name: str, rows: Interval) -> list[_CarriedBlock]:
-        return [block for block in self.blocks.get(name, ()) if block.rows.intersect(rows)]
+        return [block for block in self.blocks.get(name, ()) if block.rows.overlaps(rows)]

@@ -49,7 +49,7 @@ def choose_segments(trace: AllocationTrace, settings: AllocatorSettings, residen
         resident: bytes of each tensor that exists before the step.
     """
     replay = StepReplay.of(trace, settings)
-    search = _SegmentSearch(replay, _largest_at_peak(replay.events))
+    search = _SegmentSearch(replay, *_live_at_peak(replay.events))
     least_bytes = _bytes_without_pool(replay, resident, search.division(*_DIVISIONS[0]))
     best: tuple[int, ...] | None = None
     for count, spare in _DIVISIONS:
@@ -69,11 +69,13 @@ class _SegmentSearch:
 
     Attributes:
         replay: replays of the step.
+        peak_bytes: peak of the live tensors.
         largest: sizes of the tensors that are alive at the peak, largest first.
         num_replayed: events replayed so far.
     """
 
     replay: StepReplay
+    peak_bytes: int
     largest: Sequence[int]
     num_replayed: int = 0
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -111,8 +113,7 @@ def _improve(segments: tuple[int, ...], search: _SegmentSearch) -> tuple[tuple[i
     sizes = {segment_bytes(num_bytes) for _, num_bytes in search.replay.events if num_bytes >= MIN_SEGMENT_BYTES}
     split_sizes = sorted(sizes, reverse=True)[:_NUM_SPLIT_SIZES] or [MIN_SEGMENT_BYTES]
     least_bytes = search.reserved_bytes(segments, _UNLIMITED_BYTES)
-    peak_bytes = search.replay.peak_bytes
-    enough_bytes = max(_NEAR_OPTIMAL * peak_bytes, peak_bytes + _NEAR_OPTIMAL_BYTES)
+    enough_bytes = max(_NEAR_OPTIMAL * search.peak_bytes, search.peak_bytes + _NEAR_OPTIMAL_BYTES)
     last_replayed = search.num_replayed + _MAX_CHANGED_EVENTS
     for _ in range(_MAX_CHANGES if segments else 0):
         if search.num_replayed > last_replayed or least_bytes <= enough_bytes:
@@ -141,8 +142,8 @@ def _change(segments: tuple[int, ...], split_sizes: Sequence[int], random: Rando
     return tuple(sorted(changed))
 
 
-def _largest_at_peak(events: Iterable[tuple[int, int]]) -> list[int]:
-    """Sizes of the tensors that are alive at the peak and can fill a segment, largest first."""
+def _live_at_peak(events: Iterable[tuple[int, int]]) -> tuple[int, list[int]]:
+    """Peak of the live bytes, and sizes of the tensors that are alive then and can fill a segment, largest first."""
     live: dict[int, int] = {}
     live_bytes = peak_bytes = 0
     at_peak: list[int] = []
@@ -156,4 +157,4 @@ def _largest_at_peak(events: Iterable[tuple[int, int]]) -> list[int]:
             if live_bytes == peak_bytes and not at_peak:
                 at_peak = list(live.values())
             live_bytes -= live.pop(number)
-    return sorted((num_bytes for num_bytes in at_peak if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)
+    return peak_bytes, sorted((num_bytes for num_bytes in at_peak if num_bytes >= MIN_SEGMENT_BYTES), reverse=True)

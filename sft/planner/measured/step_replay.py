@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, TypeVar
@@ -20,10 +20,9 @@ from typing import Any, Final, TypeVar
 from sft.planner.measured.allocation_trace import AllocationTrace
 from sft.runtime.caching_allocator import (
     MIN_SEGMENT_BYTES,
-    SMALL_SEGMENT_BYTES,
+    SMALL_BYTES,
     AllocatorSettings,
     BlockPool,
-    is_small,
 )
 
 __all__ = ["NUM_STEPS", "StepReplay"]
@@ -48,54 +47,33 @@ class _PoolRequests:
     Attributes:
         small: requests in the small pool.
         large: requests in the large pool.
-        peak_bytes: peak of the live bytes of tensors.
-        small_peak_bytes: peak of the live blocks in the small pool.
-        large_peak_bytes: the same for the large pool.
     """
 
     small: _Requests
     large: _Requests
-    peak_bytes: int
-    small_peak_bytes: int
-    large_peak_bytes: int
 
     @classmethod
     def of(cls, events: Iterable[tuple[int, int]], settings: AllocatorSettings) -> _PoolRequests:
         """Requests of events."""
-        small, large = _Requests(), _Requests()
-        live: dict[int, tuple[int, int]] = {}
-        rounded: dict[int, int] = {}
-        live_bytes = small_bytes = large_bytes = peak_bytes = small_peak_bytes = large_peak_bytes = 0
+        requests = cls(small=[], large=[])
+        sizes: dict[int, int] = {}
+        appends: dict[int, Callable[[tuple[int, int]], None]] = {}
         for event in events:
             number, num_bytes = event
             if num_bytes:
-                size = rounded.get(num_bytes)
+                size = sizes.get(num_bytes)
                 if size is None:
-                    size = rounded[num_bytes] = settings.block_bytes(num_bytes)
-                live[number] = num_bytes, size
-                live_bytes += num_bytes
-                if live_bytes > peak_bytes:
-                    peak_bytes = live_bytes
-                if is_small(size):
-                    small.append((number, size))
-                    small_bytes += size
-                    if small_bytes > small_peak_bytes:
-                        small_peak_bytes = small_bytes
-                else:
-                    large.append((number, size))
-                    large_bytes += size
-                    if large_bytes > large_peak_bytes:
-                        large_peak_bytes = large_bytes
+                    size = sizes[num_bytes] = settings.block_bytes(num_bytes)
+                append = appends[number] = requests.small.append if size <= SMALL_BYTES else requests.large.append
+                append(event if size == num_bytes else (number, size))
             else:
-                num_bytes, size = live.pop(number)
-                live_bytes -= num_bytes
-                if is_small(size):
-                    small.append(event)
-                    small_bytes -= size
-                else:
-                    large.append(event)
-                    large_bytes -= size
-        return cls(small=small, large=large, peak_bytes=peak_bytes, small_peak_bytes=small_peak_bytes, large_peak_bytes=large_peak_bytes)
+                appends.pop(number)(event)
+        return requests
+
+    def without(self, numbers: Container[int]) -> _PoolRequests:
+        """All requests but those with these numbers."""
+        small, large = ([request for request in requests if request[0] not in numbers] for requests in (self.small, self.large))
+        return _PoolRequests(small=small, large=large)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +89,7 @@ class StepReplay:
     trace: AllocationTrace
     settings: AllocatorSettings
     results: dict[Hashable, Any]
+    _events: list[tuple[int, int]] = field(default_factory=list)
     _requests: dict[bool, _PoolRequests] = field(default_factory=dict)
 
     @classmethod
@@ -124,10 +103,14 @@ class StepReplay:
         return replay
 
     @property
-    def events(self) -> tuple[tuple[int, int], ...]:
+    def events(self) -> Sequence[tuple[int, int]]:
         """Allocations and frees in the pool of the step."""
-        callers = self.trace.caller_numbers
-        return tuple(event for event in self.trace.events if event[0] not in callers) if callers else self.trace.events
+        if not self.trace.caller_numbers:
+            return self.trace.events
+        if not self._events:
+            callers = self.trace.caller_numbers
+            self._events = [event for event in self.trace.events if event[0] not in callers]
+        return self._events
 
     @property
     def num_events(self) -> int:
@@ -135,31 +118,25 @@ class StepReplay:
         return len(self.trace.events) - 2 * len(self.trace.caller_numbers)
 
     @property
-    def peak_bytes(self) -> int:
-        """Peak of the live tensors in the pool."""
-        return self._memoized("peak", lambda: self._pool_requests().peak_bytes)
-
-    @property
     def small_bytes(self) -> int:
         """Bytes that the small pool reserves."""
         return self._memoized("small", lambda: self._replay_steps(self._pool_requests().small, self._empty_pool(small=True))[0])
-
-    def least_bytes(self, resident: Iterable[int]) -> int:
-        """Lower bound of the bytes that the step reserves together with all outside of its pool, whatever the segments: the live blocks."""
-        sizes = [self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0]
-        small_bytes = sum(size for size in sizes if is_small(size))
-        requests = self._pool_requests(with_caller=True)
-        peaks = (requests.small_peak_bytes + small_bytes, requests.large_peak_bytes + sum(sizes) - small_bytes)
-        return sum(-(-peak // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES for peak in peaks)
 
     def outside_bytes(self, resident: Iterable[int]) -> int:
         """Bytes that resident tensors and those of the caller reserve, outside of the pool."""
         callers = [event for event in self.trace.events if event[0] in self.trace.caller_numbers]
         return self._shared_bytes(_PoolRequests.of(callers, self.settings), resident, None)
 
-    def bytes_without_pool(self, resident: Iterable[int], limit_bytes: int | None = None) -> int:
+    def bytes_without_pool(self, resident: Sequence[int], limit_bytes: int | None = None) -> int:
         """Bytes that resident tensors and the whole step reserve in the default pool; if above the limit, as many as at that moment."""
-        return self._shared_bytes(self._pool_requests(with_caller=True), resident, limit_bytes)
+        key = ("default pool", tuple(resident))
+        if key in self.results:
+            known_bytes: int = self.results[key]
+            return known_bytes
+        reserved_bytes = self._shared_bytes(self._pool_requests(with_caller=True), resident, limit_bytes)
+        if limit_bytes is None or reserved_bytes <= limit_bytes:
+            self.results[key] = reserved_bytes
+        return reserved_bytes
 
     def pool_bytes(self, segments: tuple[int, ...], limit_bytes: int | None = None) -> tuple[int, int]:
         """Bytes that the pool of the step reserves, or if they exceed the limit, as many as at that moment; number of events replayed."""
@@ -201,9 +178,11 @@ class StepReplay:
 
     def _pool_requests(self, *, with_caller: bool = False) -> _PoolRequests:
         """Requests of the step, or of the step and its caller."""
-        with_caller = with_caller and bool(self.trace.caller_numbers)
+        if True not in self._requests:
+            self._requests[True] = _PoolRequests.of(self.trace.events, self.settings)
         if with_caller not in self._requests:
-            self._requests[with_caller] = _PoolRequests.of(self.trace.events if with_caller else self.events, self.settings)
+            callers = self.trace.caller_numbers
+            self._requests[False] = self._requests[True].without(callers) if callers else self._requests[True]
         return self._requests[with_caller]
 
     def _replayed_bytes(self, segments: tuple[int, ...], limit_bytes: int | None) -> tuple[int, int]:
@@ -216,10 +195,11 @@ class StepReplay:
         """Bytes that resident tensors and requests reserve in one pool."""
         small, large = self._empty_pool(small=True), self._empty_pool()
         for size in (self.settings.block_bytes(num_bytes) for num_bytes in resident if num_bytes > 0):
-            (small if is_small(size) else large).allocate(size)
-        small_bytes, _ = self._replay_steps(requests.small, small)
-        large_bytes, _ = self._replay_steps(requests.large, large, None if limit_bytes is None else limit_bytes - small_bytes)
-        return small_bytes + large_bytes
+            (small if size <= SMALL_BYTES else large).allocate(size)
+        large_bytes, _ = self._replay_steps(requests.large, large, limit_bytes)
+        if limit_bytes is not None and large_bytes > limit_bytes:
+            return large_bytes
+        return large_bytes + self._replay_steps(requests.small, small)[0]
 
     def _replay_steps(self, requests: _Requests, pool: BlockPool, limit_bytes: int | None = None) -> tuple[int, float]:
         """Bytes that a pool reserves for the steps, and the number of steps until they exceed the limit, or cannot change any more."""

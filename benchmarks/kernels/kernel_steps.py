@@ -150,21 +150,19 @@ def _time_step(
 ) -> None:
     """Peaks and times of the case, and of eager PyTorch where it can take the step."""
     reserved_before = reserved_bytes(device)
-    model = make_network(case, dtype, device)
     x: Any = file_input(case, case.size, dtype, folder) if case.reads_file else draw_input(case, case.size, dtype, device)
-    steps: list[Callable[[], object]] = []
+
+    def make_plain() -> Callable[[], object]:
+        return _plain_step(case, make_network(case, dtype, device), x, device)
+
     if case.has_plain:
-        without_plain = reserved_bytes(device)
-        plain = _plain_step(case, copy.deepcopy(model), x, device)
         with turns.eager:
             try:
-                plain()
-                record.plain_allocated_bytes = measure_step_memory(plain, device, reserved_before).allocated_bytes
-                steps.append(plain)
+                record.plain_allocated_bytes = _peak_of(make_plain(), device)
             except torch.OutOfMemoryError:
                 record.note = "eager PyTorch runs out of memory"
             reserved_bytes(device)  # gives unused segments back
-        reserved_before += reserved_bytes(device) - without_plain
+    model = make_network(case, dtype, device)
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))
     started = time.perf_counter()
@@ -175,20 +173,23 @@ def _time_step(
     if options.prepare:
         return
     with turns.timed:
-        _measure_step(case, record, net, functools.partial(training_step, net, x), steps, reserved_before, device, options)
+        step = functools.partial(training_step, net, x)
+        _measure_memory(case, record, net, step, reserved_before, device)
+        # Not before: its tensors would share segments of the allocator with ours.
+        steps = [make_plain()] if record.plain_allocated_bytes else []
+        _measure_times(record, step, steps, device, options)
 
 
-def _measure_step(
-    case: StepCase,
-    record: StepRecord,
-    net: Any,
-    step: Callable[[], object],
-    plain_steps: Sequence[Callable[[], object]],
-    reserved_before: int,
-    device: torch.device,
-    options: argparse.Namespace,
+def _peak_of(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes that the second run of a step allocates."""
+    step()
+    return measure_step_memory(step, device, 0).allocated_bytes
+
+
+def _measure_memory(
+    case: StepCase, record: StepRecord, net: Any, step: Callable[[], object], reserved_before: int, device: torch.device
 ) -> None:
-    """Peaks of the step of a compiled network, and its times in turn with those of eager PyTorch."""
+    """Peaks of the step of a compiled network, and its projections."""
     for _ in range(2):  # in the first step libraries select algorithms, in the second one passes are recorded
         step()
     memory = measure_step_memory(step, device, reserved_before)
@@ -202,10 +203,20 @@ def _measure_step(
         record.flag("wrong", problem)
     if case.budget is not None and net.plan.total_bytes > parse_bytes(case.budget):
         record.flag("wrong", f"planned {format_bytes(net.plan.total_bytes)} of {case.budget}")
+
+
+def _measure_times(
+    record: StepRecord,
+    step: Callable[[], object],
+    plain_steps: Sequence[Callable[[], object]],
+    device: torch.device,
+    options: argparse.Namespace,
+) -> None:
+    """Times of the step of a compiled network, in turn with those of eager PyTorch."""
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _do_nothing
     times = _measure([*plain_steps, step], options.rounds, wait)
     record.seconds, record.plain_seconds = times[-1], times[0] if plain_steps else None
-    if options.trace is not None and (not options.trace or case.name in options.trace):
+    if options.trace is not None and (not options.trace or record.name in options.trace):
         try:
             _write_trace(step, device, options.out / f"{datetime.date.today().isoformat()}-{options.name}-{_file_name(record)}")
         except Exception as error:  # a trace is an extra

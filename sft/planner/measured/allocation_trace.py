@@ -220,9 +220,11 @@ class _RecordingMachine(SimulatedMachine):
 
     Attributes:
         workspaces: workspace bytes of a program's instructions.
+        scratch_first: true if instructions allocate their scratch before their results, false if after them.
     """
 
     workspaces: Workspaces = _no_workspaces
+    scratch_first: bool = False
     recorder: _TraceRecorder = field(default_factory=_TraceRecorder)
     _known: dict[int, _ProgramEvents] = field(default_factory=dict)
 
@@ -277,10 +279,11 @@ class _RecordingMachine(SimulatedMachine):
         """Allocate the results of an instruction, its scratch and its workspace; free what the program frees after it."""
         roots = [out for out in instruction.outputs if out is not None and out.root == out.number]
         opaque_bytes = instruction.num_bytes - sum(root.num_bytes for root in roots)
+        scratch = SimulatedBuffer(self.memory, instruction.scratch_bytes) if self.scratch_first else None
         for root in roots:
             extra_bytes, opaque_bytes = (opaque_bytes, 0) if opaque_bytes > 0 else (0, opaque_bytes)  # several tensors in one slot
             buffers[root.number] = SimulatedBuffer(self.memory, root.num_bytes + extra_bytes)
-        scratch = SimulatedBuffer(self.memory, instruction.scratch_bytes)
+        scratch = scratch or SimulatedBuffer(self.memory, instruction.scratch_bytes)
         if workspace_bytes:
             self.memory.record_peak(workspace_bytes)
         del scratch
@@ -299,7 +302,12 @@ class _RecordingMachine(SimulatedMachine):
 
 
 def record_step(
-    problem: PlanningProblem, region: Region, workspaces: Workspaces = _no_workspaces, *, num_known_rows: int = 0
+    problem: PlanningProblem,
+    region: Region,
+    workspaces: Workspaces = _no_workspaces,
+    *,
+    num_known_rows: int = 0,
+    scratch_first: bool = False,
 ) -> AllocationTrace:
     """Record one step of a plan.
 
@@ -308,8 +316,10 @@ def record_step(
         region: the plan's region.
         workspaces: workspace bytes of each program's instructions; none by default.
         num_known_rows: leading rows of outputs on the host that are not computed: those of an interrupted prediction that is resumed.
+        scratch_first: true if instructions allocate their scratch before their results: copies of operands in another type, say.
     """
-    machine = _RecordingMachine(on_host=problem.resources.on_host, workspaces=workspaces, num_known_rows=num_known_rows)
+    on_host = problem.resources.on_host
+    machine = _RecordingMachine(on_host=on_host, workspaces=workspaces, num_known_rows=num_known_rows, scratch_first=scratch_first)
     run_step(problem, region, machine)
     return machine.recorder.trace()
 

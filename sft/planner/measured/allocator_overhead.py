@@ -18,7 +18,7 @@ overhead: budgets refer to the bytes that PyTorch's dispatcher shows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from sft.planner.measured.reserved_memory import recording_sizes, reserved_bytes
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
+from sft.runtime.region import Region
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
@@ -48,6 +49,10 @@ GraphScope = Literal["passes", "strips"]
 _LEAST_STARTS, _RESUMED_EVENTS = 4, 40_000
 #: Dimension of rows in the shape of an image.
 _ROWS_DIM = 2
+#: Segment of the state of the random number generator, which a CUDA graph has on the stream that it is recorded on.
+_GENERATOR_BYTES = 2 * 2**20
+#: Largest block of a segment for small ones.
+_SMALL_BYTES = 2**20
 #: Keys of the programs that ran in this process: libraries have selected their algorithms.
 _SELECTED: set[tuple[Hashable, ...]] = set()
 
@@ -102,21 +107,37 @@ class OverheadEstimator:
             resident += recording_sizes(problem)
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
-        segments = choose_segments(trace, self.allocator, resident) if has_pool else None
+        traces = [trace]
+        if _has_scratch(projected.region):  # a function of several calls may allocate it before its result or after it
+            traces.append(record_step(problem, projected.region, self._workspaces, scratch_first=True))
+        segments = self._choose_segments(traces, resident) if has_pool else None
         if self._multiplies and self.device is not None:
             num_threads, num_streams = 2 if self.is_training else 1, 1 if self.cuda_graphs is None else 2
             resident += [blas_workspace_bytes(self.device)] * (num_threads * num_streams)
         # A resumed prediction has other blocks at a time: it reserves more in rare cases, although its tensors have fewer bytes.
         total_bytes = max(
             reserved_bytes(each, self.allocator, segments=segments, resident=resident)
-            for each in (trace, *self._resumed_traces(problem, projected, len(trace.events)))
+            for each in (*traces, *self._resumed_traces(problem, projected, len(trace.events)))
         )
+        if self.cuda_graphs is not None and self.device is not None:
+            total_bytes += _GENERATOR_BYTES
         projection = projected.projection
         overhead_bytes = max(0, total_bytes - problem.resources.resident_bytes - projection.peak_bytes)
         projection = replace(
             projection, overhead_bytes=overhead_bytes, segments=segments, records_passes=records_passes, multiplies=self._multiplies
         )
         return replace(projected, projection=projection)
+
+    def _choose_segments(self, traces: Sequence[AllocationTrace], resident: Sequence[int]) -> tuple[int, ...] | None:
+        """Segments with which none of the traces reserves more than with those chosen for another one."""
+        chosen = {choose_segments(trace, self.allocator, resident) for trace in traces}
+        if len(chosen) == 1:
+            return chosen.pop()
+
+        def most_bytes(segments: tuple[int, ...] | None) -> int:
+            return max(reserved_bytes(each, self.allocator, segments=segments, resident=resident) for each in traces)
+
+        return min(sorted(chosen, key=str), key=most_bytes)
 
     def _resumed_traces(self, problem: PlanningProblem, projected: ProjectedPlan, num_events: int) -> Iterator[AllocationTrace]:
         """Traces of the step as interrupted predictions are resumed, for rows spaced evenly over the image and for the last one."""
@@ -205,6 +226,12 @@ class OverheadEstimator:
             num_bytes={position: max(each.num_bytes.get(position, 0) for each in measurements) for position in positions},
             multiplies=any(each.multiplies for each in measurements),
         )
+
+
+def _has_scratch(region: Region) -> bool:
+    """True if an instruction with a result has scratch of more than a small block."""
+    programs = (program for segment in region.segments for program in getattr(segment, "lowered_programs", ()))
+    return any(i.scratch_bytes > _SMALL_BYTES and i.outputs for program in programs for i in program.instructions)
 
 
 @dataclass(slots=True)

@@ -309,11 +309,16 @@ class StripSchedule:
 
     def carried_rows(self, index: int) -> dict[str, Interval]:
         """The rows carried into strip ``index``: the state of the sweep, a checkpoint from which it can restart."""
-        return {
-            name: Interval(int(self.kept[name][index]), int(self.frontier[name][index]))
-            for name in self.names
-            if name not in self.sources and self.kept[name][index] < self.frontier[name][index]
-        }
+        names, rows = self._rows_in_memory
+        starts, stops = rows[:, index].tolist()
+        return {name: Interval(start, stop) for name, start, stop in zip(names, starts, stops, strict=True) if start < stop}
+
+    @cached_property
+    def _rows_in_memory(self) -> tuple[tuple[str, ...], Rows]:
+        """Operators of the run; the bounds (start, stop) of their rows in memory, by strip and operator."""
+        names = tuple(name for name in self.names if name not in self.sources)
+        bounds = [[rows[name] for name in names] for rows in (self.kept, self.frontier)]
+        return names, np.array(bounds, dtype=np.int64).reshape(2, len(names), self.num_steps + 1).transpose(0, 2, 1)
 
 
 def source_rates(heights: Mapping[str, int]) -> dict[str, Fraction]:

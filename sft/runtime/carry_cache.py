@@ -64,8 +64,8 @@ class CarryCache:
         """Slices that make up ``rows``: offset in the gathered rows, rows within the block, buffer of the block."""
         slices = []
         for block in self._intersecting(name, rows):
-            common = block.rows.intersect(rows)
-            slices.append((common.start - rows.start, common.shift(-block.rows.start), block.buffer))
+            start, stop, first = max(block.rows.start, rows.start), min(block.rows.stop, rows.stop), block.rows.start
+            slices.append((start - rows.start, Interval(start - first, stop - first), block.buffer))
         return slices
 
     def fork(self) -> CarryCache:

@@ -165,13 +165,13 @@ def compiled(case: StepCase, model: nn.Module, x: Any, options: sft.Options, pla
         options: planner options.
         plain_bytes: peak of eager PyTorch's step, of which the case gets a part; ``None`` where it is unknown.
     """
-    budget, shape = case_budget(case, model, x, options, plain_bytes), x if case.reads_file else tuple(x.shape)
+    budget = case_budget(case, model, x, options, plain_bytes)
     try:
-        return sft.compile(model, shape, budget=budget, options=options)
+        return sft.compile(model, x, budget=budget, options=options)
     except sft.BudgetError as error:
         if case.budget is not None:
             raise
-        return sft.compile(model, shape, budget=error.needed_bytes, options=options)
+        return sft.compile(model, x, budget=error.needed_bytes, options=options)
 
 
 def case_budget(case: StepCase, model: nn.Module, x: Any, options: sft.Options, plain_bytes: int | None = None) -> int | str:

@@ -49,9 +49,9 @@ from sft.torch_runtime.streamed_parameters import streamable_parameters
 __all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
 
 
-#: Condition on a plan for a problem.
 #: FLOPs over plain's of a plan with one more forward pass, and some.
 _MOST_FLOPS = 1.4
+#: Condition on a plan for a problem.
 _Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
 
@@ -179,8 +179,8 @@ class PlanSearch:
         """Find a plan that fits with its overhead, which is known only of complete plans.
 
         If no plan that fits by its projection also fits with its overhead, the search is repeated with the budget reduced by the least
-        overhead of these plans. In the end the smallest plan is tried, which does not depend on the budget: a budget of its bytes with
-        overhead always has a plan. Published schedules have other smallest plans for other budgets; then also that for no room is tried.
+        overhead of these plans. In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes
+        with overhead always has a plan.
         """
         if estimator is None:
             try:
@@ -201,33 +201,18 @@ class PlanSearch:
                 fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
             except SmallestPlanError as error:
                 try:
-                    smallest = [
-                        (each, with_overhead(each.planning_problem, each.plan)) for each in self._smallest_plans(error, problem, fit)
-                    ]
+                    smallest = with_overhead(error.planning_problem, error.plan)
                 except BudgetError:
                     raise _unmeasured_error(error) from None
-                least_error, least = min(smallest, key=lambda pair: pair[1].needed_bytes)
-                if self._fits_budget(least):
-                    return least
-                raise least_error.with_overhead(least.projected.projection.overhead_bytes) from None
+                if self._fits_budget(smallest):
+                    return smallest
+                raise error.with_overhead(smallest.projected.projection.overhead_bytes) from None
             fitted = with_overhead(fitted.problem, fitted.projected)
             if self._fits_budget(fitted):
                 return fitted
             new_plans = [each for _, each in [*measured.values()][num_measured:]] or [fitted]
             least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
             overhead_bytes = max(least_bytes, overhead_bytes + overhead_bytes // 8 + 1)
-
-    def _smallest_plans(
-        self, error: SmallestPlanError, problem: PlanningProblem, fit: Callable[[PlanningProblem, _Accepts], FittedPlan]
-    ) -> list[SmallestPlanError]:
-        """Errors with the smallest plans: that of a search, and of a strategy other than ``"auto"`` that for no room."""
-        if self.settings.options.strategy == "auto":
-            return [error]
-        try:
-            fit(problem.with_overhead(self.settings.budget_bytes), lambda _problem, _plan: False)
-        except SmallestPlanError as smallest:
-            return [smallest, error]
-        return [error]
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""

@@ -36,7 +36,6 @@ from sft.planner.measured.reserved_memory import recording_sizes, reserved_bytes
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
-from sft.runtime.region import Region
 from sft.torch_runtime.machine import TorchMachine
 from sft.torch_runtime.pass_graphs import can_record_passes
 from sft.torch_runtime.profiling import ProgramBenchmark, TimingCache, kernel_settings, run_on_autograd_thread, timing_key
@@ -92,6 +91,7 @@ class OverheadEstimator:
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
     _known: dict[int, _Workspaces] = field(default_factory=dict)
     _multiplies: bool = False
+    _has_scratch: bool = False
 
     def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
         """The plan with its overhead: bytes of a step and of everything resident that exceed the bytes of their tensors.
@@ -99,7 +99,7 @@ class OverheadEstimator:
         Raises:
             BudgetError: a program does not fit into the free memory of the device.
         """
-        self._multiplies = False
+        self._multiplies = self._has_scratch = False
         trace = record_step(problem, projected.region, self._workspaces)
         resident = resident_sizes(problem)
         records_passes = self.cuda_graphs == "passes" and can_record_passes(projected.region)
@@ -108,7 +108,7 @@ class OverheadEstimator:
         # While a strip is recorded, allocations go to the graph's pool.
         has_pool = (records_passes or self.cuda_graphs is None) and self.allocator.is_native
         traces = [trace]
-        if _has_scratch(projected.region):  # a function of several calls may allocate it before its result or after it
+        if self._has_scratch:  # a function of several calls may allocate it before its result or after it
             traces.append(record_step(problem, projected.region, self._workspaces, scratch_first=True))
         segments = self._choose_segments(traces, resident) if has_pool else None
         if self._multiplies and self.device is not None:
@@ -174,6 +174,7 @@ class OverheadEstimator:
 
     def _workspaces(self, program: Program, first: Program | None) -> Mapping[int, int]:
         """Workspace bytes of the instructions of a program, by position."""
+        self._has_scratch = self._has_scratch or any(i.scratch_bytes > _SMALL_BYTES and i.outputs for i in program.instructions)
         if self.device is None:
             return {}
         if id(program) not in self._known:
@@ -226,12 +227,6 @@ class OverheadEstimator:
             num_bytes={position: max(each.num_bytes.get(position, 0) for each in measurements) for position in positions},
             multiplies=any(each.multiplies for each in measurements),
         )
-
-
-def _has_scratch(region: Region) -> bool:
-    """True if an instruction with a result has scratch of more than a small block."""
-    programs = (program for segment in region.segments for program in getattr(segment, "lowered_programs", ()))
-    return any(i.scratch_bytes > _SMALL_BYTES and i.outputs for program in programs for i in program.instructions)
 
 
 @dataclass(slots=True)

@@ -207,7 +207,7 @@ class PlanSearch:
                 if self._fits_budget(smallest):
                     return smallest
                 raise error.with_overhead(smallest.projected.projection.overhead_bytes) from None
-            fitted = with_overhead(fitted.problem, fitted.projected)
+            fitted = replace(fitted, projected=with_overhead(fitted.problem, fitted.projected).projected)
             if self._fits_budget(fitted):
                 return fitted
             new_plans = [each for _, each in [*measured.values()][num_measured:]] or [fitted]

@@ -160,3 +160,13 @@ def test_a_plan_from_a_file_serves_other_numbers_of_samples(work: _Work) -> None
     work.clear()
     net: Any = sft.compile(copy.deepcopy(model), [_tiles(17)], budget=budget, plan=sft.Plan.from_json(plan.to_json()))
     assert work.searches == [] and net.plan.transferred_from == plan.input_shapes
+
+
+def test_a_plan_for_a_gpu_says_for_which_samples_it_was_made(monkeypatch: pytest.MonkeyPatch, work: _Work) -> None:
+    """With the overhead of the device, too; so only the first plan is one to transfer."""
+    monkeypatch.setattr("sft.api.plan_search.PlanSearch._is_for_gpu", property(lambda _: True))
+    net: Any = sft.compile(_bag(), [_tiles(200)], budget="24MiB")
+    for num_tiles in (300, 310):
+        plan: sft.Plan = net.plan_for(_tiles(num_tiles))
+        assert plan.transferred_from == ((200, 3, 32, 32),) and 0 < plan.overhead_bytes < plan.total_bytes <= plan.budget_bytes
+    assert work.searches and set(work.searches) == {200}

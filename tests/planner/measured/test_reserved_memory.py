@@ -21,7 +21,7 @@ from sft.api.settings import CompileSettings
 from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
-from sft.planner.measured.reserved_memory import resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.projection import run_step
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -71,6 +71,8 @@ def test_the_trace_requests_the_projected_bytes(make: Callable[[], nn.Module], o
     # A device of exactly this size does not run out, and returns no segment in a step that repeats.
     exact = simulate_reserved_memory(trace, settings, segments=segments, limit_bytes=pooled.reserved_bytes)
     assert exact.num_failures == exact.num_released == 0
+    for each, simulated in ((None, without_pool), (segments, pooled)):
+        assert reserved_bytes(trace, settings, segments=each, resident=()) == simulated.reserved_bytes
 
 
 def _strips(height: int) -> FittedPlan:

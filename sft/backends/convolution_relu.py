@@ -111,6 +111,12 @@ def _permits_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tenso
     return is_uniform and x.dtype in _FUSED_DTYPES and x.dim() in (4, 5) and x.numel() > 0
 
 
+def _has_flash_attention(device: torch.device) -> bool:
+    """True if torch has FlashAttention for this GPU, and its use is enabled."""
+    has_kernels = torch.cuda.is_available() and torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return has_kernels and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _has_cudnn() -> bool:
     """True if torch has cuDNN and a GPU, and the use is enabled; ROCm has another library under the same name."""
     return torch.version.hip is None and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() and torch.cuda.is_available()
@@ -191,3 +197,9 @@ class FusionDevice:
         if dtype not in _FUSED_DTYPES or num_axes not in (2, 3):
             return False
         return self.device is None or (_has_cudnn() and keeps_nan(self.device, dtype, num_axes))
+
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """True if attention of a type is one operator: half precision, from Ampere on."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return False
+        return self.device is None or _has_flash_attention(self.device)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sft.backends.conv import match_conv_backward, match_convolutions
 from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
@@ -76,6 +78,10 @@ class KernelBackend:
     def has_kernels(self) -> bool:
         """True if a selector may choose Triton kernels."""
         return self.selector is not None
+
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """True if attention of this element type is one operator on the device."""
+        return self.fusion_device is not None and self.fusion_device.fuses_attention(dtype)
 
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of a program builder in place.

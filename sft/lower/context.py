@@ -39,6 +39,9 @@ class Backend(Protocol):
     def has_kernels(self) -> bool:
         """True if it has kernels of its own, which are written for decomposed operators."""
 
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """True if attention of this element type is one operator on the device."""
+
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Replace instructions of the builder.
 

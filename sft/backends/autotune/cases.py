@@ -177,6 +177,10 @@ class CaseCollector:
     cases: dict[ShapeClass, TuningCase] = field(default_factory=dict)
     has_kernels: ClassVar[bool] = True
 
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """True if attention of this element type is one operator on the device."""
+        return self.fusion_device is not None and self.fusion_device.fuses_attention(dtype)
+
     def rewrite(self, builder: ProgramBuilder, laid_out: Collection[Port], *, training: bool, num_forward: int | None = None) -> int | None:
         """Collect the cases of a program; its instructions stay as they are."""
         def_use = DefUse(instructions=tuple(builder.instructions), ports=builder.ports, results=builder.results)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from sft.analysis.ir.graph import Node
 from sft.analysis.ir.ops import CASTS
-from sft.analysis.ir.targets import CAUSAL_ATTENTION
+from sft.analysis.ir.targets import ATTENTION, CAUSAL_ATTENTION
 from sft.lower.context import SegmentInfo
+from sft.lower.rules.attention import AttentionRule, CausalAttentionRule
 from sft.lower.rules.axis_reductions import AxisMinMaxRule, AxisSumRule
 from sft.lower.rules.base import Rule
 from sft.lower.rules.convolution import AvgPoolRule, ConvolutionRule
@@ -17,7 +18,7 @@ from sft.lower.rules.padding import AssignSliceRule, BorderRowsRule, CircularPad
 from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
 from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
-from sft.lower.rules.traced import CausalAttentionRule, TracedPointwiseRule, TracedWholeRule
+from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
 from sft.lower.rules.unfold import Col2imRule, Im2colRule
 
@@ -69,6 +70,7 @@ _STRIP_OR_WHOLE_RULES: dict[str, Rule] = {
     "sft.noise": NoiseRule(),
     "sft.running_mean": RunningStatisticRule(),
     "sft.running_var": RunningStatisticRule(),
+    ATTENTION: AttentionRule(),
     CAUSAL_ATTENTION: CausalAttentionRule(),
 }
 

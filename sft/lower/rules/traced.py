@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,7 +10,6 @@ import torch
 
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.analysis.ir.graph import Ref, map_refs, refs_in
-from sft.analysis.ir.targets import ATTENTION
 from sft.common.errors import InternalError, UnsupportedError
 from sft.common.torch_internals import op_schema
 from sft.lower.context import NodeContext
@@ -20,16 +18,13 @@ from sft.lower.op_recorder import ArgumentSpec
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["CausalAttentionRule", "TracedPointwiseRule", "TracedWholeRule"]
+__all__ = ["TracedPointwiseRule", "TracedWholeRule"]
 
 aten = torch.ops.aten
 
 #: Linear algebra whose kernels depend on the memory layout: some factorise the transpose of a row-major matrix, and their derivatives
 #: check the layout again. A parameter may be column-major (as ``torch.linalg.qr`` returns it), and so may a transpose.
 _MATRIX_OPS = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
-
-#: Index in an origin of the first four dimensions of a value that is no image: samples, channels, rows, columns with all further ones.
-_ORIGIN_PLACES = (0, 3, 1, 2)
 
 #: Kernels that require contiguous operands of every rank. Torch copies other operands before the call; a trace of contiguous tensors does
 #: not show these copies.
@@ -176,29 +171,3 @@ class TracedWholeRule(_TracedRule):
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
         is_needed = len(slot.shape) in CHANNELS_LAST or _CONTIGUOUS_OPS.search(ctx.node.target)
         return ctx.builder.row_major(slot) if is_needed else slot
-
-
-class CausalAttentionRule(TracedWholeRule):
-    """Causal attention of consecutive queries, as torch's operator with their rows of the mask.
-
-    The mask of all queries and keys would be a matrix of both. A chunk of queries (:mod:`sft.runtime.sample_segment`) makes the rows of its
-    queries alone, from the position of the first one (the ``origin`` port), so chunks of as many queries share their program.
-    """
-
-    is_foreign = True
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        (query,), (key,) = (tuple(refs_in(ctx.node.argument(name))) for name in ("query", "key"))
-        operands, shape = self.operand_slots(ctx), ctx.scope.shapes[ctx.node.name]
-        mask = ctx.builder.empty((operands[query].shape[-2], operands[key].shape[-2]), ctx.scope.dtype_of(query))
-        dim = len(shape) - 2
-        unit = math.prod(shape[4:]) if dim == 3 else 1
-        ctx.builder.call(_write_causal_mask, mask, ctx.builder.port("origin", ctx.node.name, ()), _ORIGIN_PLACES[dim], unit, writes=mask)
-        name = f"{ctx.node.name}.mask"
-        arguments = {**dict(ctx.node.arguments), "attn_mask": Ref(name), "is_causal": False}
-        return self.replay_forward(ctx, ATTENTION, tuple(arguments.items()), {**operands, name: mask})
-
-
-def _write_causal_mask(mask: torch.Tensor, origin: Sequence[int], place: int, unit: int) -> None:
-    """Write the rows of the mask from the query at the origin on: 0 up to a query's own position, minus infinity after it."""
-    mask.fill_(-math.inf).triu_((*origin, 0)[place] // unit + 1)

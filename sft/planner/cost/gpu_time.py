@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 from sft.backends.kernel_call import kernel_call_of
+from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.program import Instruction, Program, Slot, slots_of
 
 __all__ = ["H100", "ConvolutionRates", "GpuModel"]
@@ -34,6 +35,8 @@ aten = torch.ops.aten
 
 #: A convolution, or the gradient of its image or of its weight.
 Direction = Literal["forward", "data", "weight"]
+#: Operators whose products have the channels of a head last.
+_ATTENTION = (fused_attention, fused_attention_backward)
 #: Edge of a tile of a convolution or matrix product.
 _TILE = 128
 #: Least share of the rate that a kernel reaches, however few tiles it has: small problems are divided along the sum, too.
@@ -156,7 +159,8 @@ class GpuModel:
         outputs = [out for out in instruction.outputs if out is not None]
         main = max(reads + outputs, key=lambda slot: slot.num_bytes)
         products = _products(instruction) or [("forward", slot) for slot in (outputs or list(instruction.writes))[:1]]
-        channels = [slot.shape[1] for slot in (*(slot for _, slot in products), *reads) if len(slot.shape) > 1]
+        dim = -1 if instruction.function in _ATTENTION else 1
+        channels = [slot.shape[dim] for slot in (*(slot for _, slot in products), *reads) if len(slot.shape) > (3 if dim < 0 else 1)]
         num_channels = min(channels, default=1)
         computing, host = 0.0, self.instruction_seconds
         for direction, slot in products:

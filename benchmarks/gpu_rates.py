@@ -23,10 +23,16 @@ import torch
 from harness.gpu import Deadline, convolution_settings, device_environment
 from torch import Tensor
 
+from sft.backends.convolution_relu import convolution_relu
+from sft.lower.custom_ops.statistics import channel_sums
+
 __all__ = ["main", "measure_rates"]
 
 #: Pairs of channels of 3 x 3 convolutions, and the columns of their images in networks for 2048 columns.
-_CONVOLUTIONS = ((3, 64, 2048), (64, 64, 2048), (64, 128, 1024), (128, 128, 1024), (256, 256, 512), (512, 512, 256), (64, 64, 512))
+_CONVOLUTIONS = (
+    *((3, 64, 2048), (64, 64, 2048), (64, 128, 1024), (128, 128, 1024), (256, 256, 512), (512, 512, 256), (64, 64, 512)),
+    *((32, 32, 2048), (96, 32, 2048), (32, 64, 1024)),
+)
 _ROWS = (32, 128, 512)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _CALLS = 300
@@ -193,6 +199,8 @@ def _convolution_rates(device: torch.device, dtype: torch.dtype, num_in: int, nu
         "weight": backward(False, True, False),
         "bias": backward(False, False, True),
         "all": backward(True, True, True),
+        "bias, wide rows": lambda: channel_sums(y, torch.promote_types(dtype, torch.float32)),
+        "fused": lambda: convolution_relu(x, weight, bias, *(list(each) for each in geometry[:3]), 1),
         "relu_": lambda: aten.relu_(y),
         "threshold_backward": lambda: aten.threshold_backward(y, y, 0),
     }

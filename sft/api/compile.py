@@ -12,7 +12,7 @@ from sft.api.check import check_capturable
 from sft.api.compiled_handle import of
 from sft.api.compiled_module import CompiledModule, wrap_module
 from sft.api.engine import Engine
-from sft.api.inputs import InputShape, dtypes_of, examples_of, input_grads_of, shapes_of
+from sft.api.inputs import InputShape, channels_last_of, dtypes_of, examples_of, input_grads_of, shapes_of
 from sft.api.memory_limits import AUTO, is_automatic, planned_device_type, resolve_limits
 from sft.api.outputs import OutputArgument, resolve_output
 from sft.api.weight_placement import available_device, check_can_stream
@@ -50,9 +50,9 @@ def compile(
             are images; a model without images (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on full tensors. ``None`` denotes
             an extent that varies; planning then waits for the first call. A new size is planned on first use. A tensor (on any
             device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) gives its shape, its element type if that is an
-            integer type, and a requested gradient if it requires one. Alternatively the input itself, if it is to be read in strips (an
-            array, a slide, a source): the plan is then for inputs that are never resident. A dictionary describes calls by name,
-            ``net(**batch)``; a dictionary inside a sequence describes one among the arguments, ``net(batch)``.
+            integer type, a channels-last layout, and a requested gradient if it requires one. Alternatively the input itself, if it is
+            to be read in strips (an array, a slide, a source): the plan is then for inputs that are never resident. A dictionary
+            describes calls by name, ``net(**batch)``; a dictionary inside a sequence describes one among the arguments, ``net(batch)``.
         budget: bytes of device memory, as a number or ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             if ``optimizer`` is given, inputs, outputs, and all memory of the step. Or ``"auto"``: what the device has free, less a margin,
             read once, here; ``plan.explain()`` states it, and all ranks of a mesh take the least. Default: `None` (the budget of a given
@@ -131,7 +131,8 @@ def compile(
             engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
         elif all(extent is not None for shape in shapes for extent in shape):
             static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
-            engine.last_plan = engine.plan_for_shapes(static_shapes, dtypes_of(input_shape), input_grads_of(input_shape), structure)
+            facts = (dtypes_of(input_shape), input_grads_of(input_shape), structure, channels_last_of(input_shape))
+            engine.last_plan = engine.plan_for_shapes(static_shapes, *facts)
     except UnsupportedError as error:
         is_plain = isinstance(input_shape, tuple) and all(isinstance(extent, int) for extent in input_shape)
         shape_text = repr(input_shape) if is_plain else "input_shape"

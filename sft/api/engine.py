@@ -145,6 +145,7 @@ class Engine:
         dtypes: Sequence[torch.dtype | None] | None = None,
         input_grads: tuple[bool, ...] | None = None,
         structure: CallStructure | None = None,
+        channels_last: tuple[bool, ...] | None = None,
     ) -> Plan:
         """The plan for inputs of these shapes on the model's device.
 
@@ -153,9 +154,10 @@ class Engine:
             dtypes: element type of each input; ``None`` for the model's.
             input_grads: for each input, whether its gradient is requested.
             structure: containers, keywords and constants of the calls.
+            channels_last: for each input, whether its layout is channels last.
         """
-        snapshot = ModuleSnapshot(self.model)
-        return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, dtypes, input_grads, structure)).plan
+        snapshot, facts = ModuleSnapshot(self.model), (dtypes, input_grads, structure, channels_last)
+        return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, *facts)).plan
 
     @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Plan:
@@ -394,15 +396,21 @@ class Engine:
         dtypes: Sequence[torch.dtype | None] | None = None,
         input_grads: tuple[bool, ...] | None = None,
         structure: CallStructure | None = None,
+        channels_last: tuple[bool, ...] | None = None,
     ) -> CallSignature:
         """The signature of a call with inputs of these shapes on the model's device."""
         default = self._dtype(snapshot)
         lacking = find_missing_channels(shapes)
+        count = len(shapes)
+        dtypes, input_grads, layouts = dtypes or (None,) * count, input_grads or (False,) * count, channels_last or (False,) * count
         specs = [
-            InputSpec(shape=(shape[0], 1, *shape[1:]) if lacks else shape, dtype=default if dtype is None else dtype, needs_grad=needs_grad)
-            for shape, lacks, dtype, needs_grad in zip(
-                shapes, lacking, dtypes or (None,) * len(shapes), input_grads or (False,) * len(shapes), strict=True
+            InputSpec(
+                shape=(shape[0], 1, *shape[1:]) if lacks else shape,
+                dtype=default if dtype is None else dtype,
+                channels_last=is_last and not lacks,
+                needs_grad=needs_grad,
             )
+            for shape, lacks, dtype, needs_grad, is_last in zip(shapes, lacking, dtypes, input_grads, layouts, strict=True)
         ]
         return self._signature(snapshot, specs, lacking, structure)
 

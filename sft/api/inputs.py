@@ -51,6 +51,7 @@ __all__ = [
     "InputSpec",
     "ResolvedInput",
     "add_missing_channels",
+    "channels_last_of",
     "check_extents",
     "dtypes_of",
     "examples_of",
@@ -369,6 +370,11 @@ def dtypes_of(input_shape: InputShape) -> list[torch.dtype | None]:
 def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
     """For each input, whether its gradient is requested."""
     return tuple(isinstance(item, torch.Tensor) and item.requires_grad for item in _items(input_shape))
+
+
+def channels_last_of(input_shape: InputShape) -> tuple[bool, ...]:
+    """For each input, whether it is described by a tensor in channels-last layout."""
+    return tuple(isinstance(item, torch.Tensor) and is_channels_last(item) for item in _items(input_shape))
 
 
 def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:

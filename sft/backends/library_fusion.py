@@ -29,6 +29,9 @@ each channel is the map without its shift, which the forward operator computes a
                                     _, dw, db = native_batch_norm_backward(dy, x, w, mean, var)      sums alone, if a gradient is needed
                                     dx = native_batch_norm(dy, w, no bias, zeros, var)
 
+*Gradients of biases.* The sums of a gradient over its pixels, for which ATen takes up to the time of the weight's gradient, are those of
+wide rows (:func:`sft.lower.custom_ops.statistics.channel_sums`).
+
 *Running statistics.* The next running mean and variance of a norm take some twenty kernels of a few channels, each of which costs a launch.
 Those of all norms in a program are computed in one instruction on concatenated vectors, where the last of them is written. Likewise the
 numbers of batches.
@@ -45,10 +48,16 @@ import torch
 from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.pattern import MatchContext, Rewrite
-from sft.lower.custom_ops.statistics import running_mean, running_var, update_counters, update_running_statistics
+from sft.lower.custom_ops.statistics import channel_sums, running_mean, running_var, update_counters, update_running_statistics
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["match_convolution_relus", "match_counters", "match_frozen_norm_image_gradients", "match_running_statistics"]
+__all__ = [
+    "match_channel_sums",
+    "match_convolution_relus",
+    "match_counters",
+    "match_frozen_norm_image_gradients",
+    "match_running_statistics",
+]
 
 aten = torch.ops.aten
 
@@ -57,6 +66,8 @@ _MAX_ELEMENTS = 2**31 - 1
 _LEAST_UPDATES = 3
 #: Vectors of all channels that exist at a time while running statistics are updated: statistics three times, and intermediate results.
 _NUM_VECTORS = 8
+#: Sums of the columns of a wide row, in double precision.
+_SUMMED_ROW_BYTES = 2**18
 #: Dimension of the rows of an image.
 _ROWS = 2
 
@@ -216,6 +227,21 @@ def _gradient_calls(context: MatchContext, call: Instruction, image: Slot) -> It
     arguments = (gradient, weight, None, zeros, variance, 0.0, eps)
     function = aten._native_batch_norm_legit_no_training.default
     yield Instruction(function, arguments, {}, (image, None, None), (), 0, image.num_bytes, 0, call.owner)
+
+
+def match_channel_sums(context: MatchContext) -> Iterator[Rewrite]:
+    """Sums of images over all dimensions but the channels: gradients of biases."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(aten.sum.dim_IntList)):
+        image, dims, *others = call.arguments
+        out = call.outputs[0]
+        is_over_pixels = len(image.shape) in (4, 5) and list(dims) == [0, *range(2, len(image.shape))]
+        if out is None or others or not is_over_pixels or len(out.shape) != 1 or not context.is_channels_last(image):
+            continue
+        scratch_bytes = max(call.scratch_bytes, _SUMMED_ROW_BYTES)
+        sums = Instruction(channel_sums, (image, out.dtype), {}, (out,), (), 0, out.num_bytes, scratch_bytes, call.owner)
+        yield Rewrite(removed=frozenset((at,)), inserted={at: (sums,)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from sft.backends.conv_pool import match_pooled_convolutions
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.def_use import DefUse
 from sft.backends.library_fusion import (
+    match_channel_sums,
     match_convolution_relus,
     match_counters,
     match_frozen_norm_image_gradients,
@@ -39,6 +40,7 @@ __all__ = ["KernelBackend"]
 _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_convolution_relus,
     match_frozen_norm_image_gradients,
+    match_channel_sums,
     match_running_statistics,
     match_counters,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.problem import PlanningProblem
+from tests.helpers.models import ConvNet, image, seeded
 
 _SHAPE = (1, 3, 64, 48)
 
@@ -163,3 +166,15 @@ def test_the_plan_cache_prepares_a_signature_once_and_shares_captures_with_other
     assert not other.prepared and other.captures is cache.captures
     assert other.get_or_prepare(signature, snapshot).plan.budget_bytes == sft.parse_bytes("8MiB")
     assert len(cache.captures) == 1 and len(cache.prepared) == 1
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_an_example_is_planned_in_its_layout(memory_format: torch.memory_format) -> None:
+    """The first call has the plan that was made for the example."""
+    x = image(2, 3, 32, 24).float().contiguous(memory_format=memory_format)
+    net: Any = sft.compile(seeded(ConvNet).float(), x, budget="64MiB")
+    plans = net._sft_engine.plan_cache.prepared
+    (planned,) = plans
+    net(x).sum().backward()
+    assert list(plans) == [planned] and planned.channels_last == (memory_format == torch.channels_last,)
+    assert net.plan_for(torch.empty_like(x)) is net.plan

@@ -1,19 +1,23 @@
-"""Programs for a GPU update the running statistics of all norms in one instruction, and their counters in another one."""
+"""Programs for a GPU update the running statistics of all norms in one instruction, and sum gradients of biases in wide rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
-from sft.lower.custom_ops.statistics import running_mean, running_var, update_counters, update_running_statistics
+from sft.lower.custom_ops import statistics
+from sft.lower.custom_ops.statistics import channel_sums, running_mean, running_var, update_counters, update_running_statistics
 from sft.planner.projection import plain_programs
 from tests.helpers.exactness import assert_exact
 from tests.helpers.problems import problem_of, with_resources
@@ -90,3 +94,42 @@ def test_the_update_takes_no_more_memory_than_projected(dtype: torch.dtype) -> N
     for number, (target, before) in enumerate(zip(targets, running, strict=True)):
         alone = (running_mean if number < 3 else running_var)(moments[number % 3], before, 0.1)
         torch.testing.assert_close(target, alone)
+
+
+@settings(max_examples=15)
+@given(
+    samples=st.integers(1, 3),
+    channels=st.sampled_from([1, 3, 64, 1000]),
+    extents=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    is_channels_last=st.booleans(),
+    row_elements=st.sampled_from([8, 256, 2**15]),
+)
+def test_sums_of_channels_are_those_of_wide_rows(
+    samples: int, channels: int, extents: tuple[int, int], is_channels_last: bool, row_elements: int
+) -> None:
+    x = torch.randn(samples, channels, *extents)
+    x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
+    with patch.object(statistics, "_WIDE_ROW", row_elements):
+        torch.testing.assert_close(channel_sums(x, torch.float64), x.double().sum((0, 2, 3)))
+
+
+@pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (8, None)}], ids=["whole", "strips"])
+def test_gradients_of_biases_are_sums_of_channels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.MaxPool2d(2)).bfloat16()
+    x = torch.randn(1, 3, 32, 20).bfloat16().contiguous(memory_format=torch.channels_last)
+    net: Any = sft.compile(model, x, budget="1GiB", options=sft.Options(**options))
+    net(x).float().square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    (prepared,) = net._sft_engine.plan_cache.prepared.values()
+    programs = [program for segment in prepared.region.segments for program in segment.lowered_programs]
+    calls = Counter(instruction.function for program in programs for instruction in program.instructions)
+    assert calls[channel_sums] and not calls[torch.ops.aten.sum.dim_IntList]
+    exact = model.double()
+    exact.zero_grad(set_to_none=True)
+    exact(x.double()).square().sum().backward()
+    for name, parameter in exact.named_parameters():
+        gradient, truth = gradients[name], parameter.grad
+        assert gradient is not None and truth is not None
+        assert float((gradient.double() - truth).norm()) <= 2e-2 * float(truth.norm()), name

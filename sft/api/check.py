@@ -15,7 +15,7 @@ from sft.analysis.frontend.source_location import error_line
 from sft.analysis.tiling.position_grid import PositionGrid, output_grids
 from sft.api.call_arguments import bind_arguments, bind_shapes, describes_shapes
 from sft.api.engine import Engine
-from sft.api.inputs import InputShape, dtypes_of, shapes_of
+from sft.api.inputs import InputShape, hints_of, shapes_of
 from sft.common.errors import InputError, MissingValuesError, SftError, UnsupportedError
 from sft.planner.options import Options
 
@@ -75,7 +75,7 @@ def checked(model: nn.Module, input_shape: InputShape) -> CheckReport:
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
         input_shape, structure = bind_shapes(model, input_shape)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in shapes_of(input_shape)]
-        engine.plan_for_shapes(shapes, dtypes_of(input_shape), structure=structure)
+        engine.plan_for_shapes(shapes, hints_of(input_shape), structure)
         phases = engine.phases()
     except MissingValuesError:
         raise
@@ -165,4 +165,4 @@ def position_grids(model: nn.Module, *inputs: Any) -> tuple[tuple[PositionGrid, 
     shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes_of(input_shape)]
     if shapes != list(shapes_of(input_shape)):
         raise InputError(f"position_grids needs every extent, got {inputs!r}")
-    return output_grids(engine.specialize_for_shapes(shapes, dtypes_of(input_shape), structure))
+    return output_grids(engine.specialize_for_shapes(shapes, hints_of(input_shape), structure))

@@ -12,7 +12,7 @@ from sft.api.check import check_capturable
 from sft.api.compiled_handle import of
 from sft.api.compiled_module import CompiledModule, wrap_module
 from sft.api.engine import Engine
-from sft.api.inputs import InputShape, channels_last_of, dtypes_of, examples_of, input_grads_of, shapes_of
+from sft.api.inputs import InputShape, examples_of, hints_of, shapes_of
 from sft.api.memory_limits import AUTO, is_automatic, planned_device_type, resolve_limits
 from sft.api.outputs import OutputArgument, resolve_output
 from sft.api.weight_placement import available_device, check_can_stream
@@ -131,8 +131,7 @@ def compile(
             engine.last_plan = engine.plan_for_inputs(examples, structure=structure)
         elif all(extent is not None for shape in shapes for extent in shape):
             static_shapes = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
-            facts = (dtypes_of(input_shape), input_grads_of(input_shape), structure, channels_last_of(input_shape))
-            engine.last_plan = engine.plan_for_shapes(static_shapes, *facts)
+            engine.last_plan = engine.plan_for_shapes(static_shapes, hints_of(input_shape), structure)
     except UnsupportedError as error:
         is_plain = isinstance(input_shape, tuple) and all(isinstance(extent, int) for extent in input_shape)
         shape_text = repr(input_shape) if is_plain else "input_shape"

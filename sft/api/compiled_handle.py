@@ -9,7 +9,7 @@ from torch import nn
 
 from sft.api.call_arguments import bind_arguments, bind_shapes, describes_shapes
 from sft.api.engine import Engine
-from sft.api.inputs import channels_last_of, dtypes_of, shapes_of
+from sft.api.inputs import hints_of, shapes_of
 from sft.common.errors import InputError
 from sft.common.transform_checks import refuse_tracing
 from sft.planner.plan import Plan
@@ -92,8 +92,7 @@ class CompiledHandle:
         shapes = [tuple(extent for extent in shape if extent is not None) for shape in requested]
         if shapes != list(requested):
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
-        layouts = channels_last_of(input_shape)
-        return self._engine.plan_for_shapes(shapes, dtypes_of(input_shape), structure=structure, channels_last=layouts)
+        return self._engine.plan_for_shapes(shapes, hints_of(input_shape), structure)
 
     @property
     def last_reading(self) -> Reading | None:

@@ -21,7 +21,7 @@ from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_arguments import CallStructure
 from sft.api.call_signature import CallSignature, Shape, signature_of
-from sft.api.inputs import InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, resolve_inputs
+from sft.api.inputs import InputHint, InputSpec, ResolvedInput, add_missing_channels, find_missing_channels, resolve_inputs
 from sft.api.memory_limits import MemoryLimits
 from sft.api.outputs import HostOutputs, OutputDestination
 from sft.api.pipeline import PreparedPlan
@@ -140,24 +140,17 @@ class Engine:
 
     @patch_lock()
     def plan_for_shapes(
-        self,
-        shapes: Sequence[Shape],
-        dtypes: Sequence[torch.dtype | None] | None = None,
-        input_grads: tuple[bool, ...] | None = None,
-        structure: CallStructure | None = None,
-        channels_last: tuple[bool, ...] | None = None,
+        self, shapes: Sequence[Shape], hints: Sequence[InputHint] | None = None, structure: CallStructure | None = None
     ) -> Plan:
         """The plan for inputs of these shapes on the model's device.
 
         Args:
             shapes: shape of each input.
-            dtypes: element type of each input; ``None`` for the model's.
-            input_grads: for each input, whether its gradient is requested.
+            hints: further facts about each input.
             structure: containers, keywords and constants of the calls.
-            channels_last: for each input, whether its layout is channels last.
         """
-        snapshot, facts = ModuleSnapshot(self.model), (dtypes, input_grads, structure, channels_last)
-        return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, *facts)).plan
+        snapshot = ModuleSnapshot(self.model)
+        return self._prepared(snapshot, lambda now: self._signature_of_shapes(now, shapes, hints, structure)).plan
 
     @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None, structure: CallStructure | None = None) -> Plan:
@@ -169,11 +162,11 @@ class Engine:
 
     @patch_lock()
     def specialize_for_shapes(
-        self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, structure: CallStructure | None = None
+        self, shapes: Sequence[Shape], hints: Sequence[InputHint] | None = None, structure: CallStructure | None = None
     ) -> PhasedGraph:
         """The captured graph with all sizes as numbers, for inputs of these shapes; nothing is planned."""
         snapshot = ModuleSnapshot(self.model)
-        return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, dtypes, structure=structure), snapshot)
+        return self.plan_cache.specialize(self._signature_of_shapes(snapshot, shapes, hints, structure), snapshot)
 
     @patch_lock()
     def specialize_for_inputs(self, inputs: Sequence[Any], structure: CallStructure | None = None) -> PhasedGraph:
@@ -393,24 +386,19 @@ class Engine:
         self,
         snapshot: ModuleSnapshot,
         shapes: Sequence[Shape],
-        dtypes: Sequence[torch.dtype | None] | None = None,
-        input_grads: tuple[bool, ...] | None = None,
+        hints: Sequence[InputHint] | None = None,
         structure: CallStructure | None = None,
-        channels_last: tuple[bool, ...] | None = None,
     ) -> CallSignature:
         """The signature of a call with inputs of these shapes on the model's device."""
-        default = self._dtype(snapshot)
-        lacking = find_missing_channels(shapes)
-        count = len(shapes)
-        dtypes, input_grads, layouts = dtypes or (None,) * count, input_grads or (False,) * count, channels_last or (False,) * count
+        default, lacking = self._dtype(snapshot), find_missing_channels(shapes)
         specs = [
             InputSpec(
                 shape=(shape[0], 1, *shape[1:]) if lacks else shape,
-                dtype=default if dtype is None else dtype,
-                channels_last=is_last and not lacks,
-                needs_grad=needs_grad,
+                dtype=default if hint.dtype is None else hint.dtype,
+                channels_last=hint.channels_last and not lacks,
+                needs_grad=hint.needs_grad,
             )
-            for shape, lacks, dtype, needs_grad, is_last in zip(shapes, lacking, dtypes, input_grads, layouts, strict=True)
+            for shape, lacks, hint in zip(shapes, lacking, hints or (InputHint(),) * len(shapes), strict=True)
         ]
         return self._signature(snapshot, specs, lacking, structure)
 

@@ -47,16 +47,15 @@ from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import Source
 
 __all__ = [
+    "InputHint",
     "InputShape",
     "InputSpec",
     "ResolvedInput",
     "add_missing_channels",
-    "channels_last_of",
     "check_extents",
-    "dtypes_of",
     "examples_of",
     "find_missing_channels",
-    "input_grads_of",
+    "hints_of",
     "is_streamable_input",
     "resolve_inputs",
     "shapes_of",
@@ -85,6 +84,27 @@ class InputSpec:
     needs_grad: bool = False
     from_source: bool = False
     splits_batch: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputHint:
+    """Facts about an input of a given shape.
+
+    Attributes:
+        dtype: element type of an integer input; ``None`` for the model's type.
+        needs_grad: whether its gradient is requested.
+        channels_last: whether its layout is channels last.
+    """
+
+    dtype: torch.dtype | None = None
+    needs_grad: bool = False
+    channels_last: bool = False
+
+    @classmethod
+    def of(cls, example: torch.Tensor) -> InputHint:
+        """The facts about a tensor."""
+        dtype = None if example.dtype.is_floating_point else example.dtype
+        return cls(dtype=dtype, needs_grad=example.requires_grad, channels_last=is_channels_last(example))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -361,20 +381,9 @@ def _items(input_shape: InputShape) -> list[Any]:
     return items if all(is_each) else [items]
 
 
-def dtypes_of(input_shape: InputShape) -> list[torch.dtype | None]:
-    """Element type of each integer input; ``None`` for inputs of the model's type."""
-    dtypes = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
-    return [None if dtype is None or dtype.is_floating_point else dtype for dtype in dtypes]
-
-
-def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
-    """For each input, whether its gradient is requested."""
-    return tuple(isinstance(item, torch.Tensor) and item.requires_grad for item in _items(input_shape))
-
-
-def channels_last_of(input_shape: InputShape) -> tuple[bool, ...]:
-    """For each input, whether it is described by a tensor in channels-last layout."""
-    return tuple(isinstance(item, torch.Tensor) and is_channels_last(item) for item in _items(input_shape))
+def hints_of(input_shape: InputShape) -> tuple[InputHint, ...]:
+    """For each input what its description says besides the shape."""
+    return tuple(InputHint.of(item) if isinstance(item, torch.Tensor) else InputHint() for item in _items(input_shape))
 
 
 def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:

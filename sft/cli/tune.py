@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sft.api.engine import Engine
+from sft.api.inputs import hints_of
 from sft.backends.autotune.benchmark import Benchmarker, CudaBenchmarker
 from sft.backends.autotune.cases import CaseCollector, TuningCase
 from sft.backends.autotune.loop import TuningReport, tune
@@ -178,7 +179,7 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
     )
     for model, inputs in request.models:
         shapes = [tuple(description.shape) if isinstance(description, torch.Tensor) else description for description in inputs]
-        dtypes = [description.dtype if isinstance(description, torch.Tensor) else None for description in inputs]
+        hints = hints_of(inputs)
         for dtype_name in request.dtypes:
             if dtype_name not in TUNED_DTYPES:
                 raise InputError(f"--dtype {dtype_name}: choose among {', '.join(TUNED_DTYPES)}")
@@ -191,7 +192,7 @@ def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[Tun
                     plan=request.plan,
                     backend=collector,
                 )
-                engine.plan_for_shapes(shapes, dtypes)
+                engine.plan_for_shapes(shapes, hints)
     return sorted(collector.cases.values(), key=lambda case: -case.estimated_work)
 
 

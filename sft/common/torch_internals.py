@@ -38,6 +38,7 @@ __all__ = [
     "FunctionalTensor",
     "OpOverload",
     "TorchDispatchMode",
+    "add_number",
     "break_dynamo_graph",
     "copy_tensors",
     "cuda_allocator_backend",
@@ -85,6 +86,11 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 #: The function that names the implementation of a convolution.
 _SELECT_CONVOLUTION: Callable[..., Any] = torch._C._select_conv_backend
+
+
+def add_number(targets: Sequence[torch.Tensor], number: float) -> None:
+    """Add a number to tensors of one type; on a GPU with one kernel."""
+    torch._foreach_add_([*targets], number)
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

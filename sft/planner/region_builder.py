@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -102,16 +101,9 @@ def _takes_chunks(problem: PlanningProblem, choice: SegmentChoice) -> bool:
 
 
 def _single_grads(problem: PlanningProblem, choice: SegmentChoice) -> frozenset[str]:
-    """Parameters with gradients that are no sums: one operator of an untiled segment reads them, which runs once."""
-    if choice.mode == "tiled" or _takes_chunks(problem, choice):
-        return frozenset()
-    graph, trained = problem.sized.graph, problem.sized.requires_grad
-    return frozenset(
-        operand
-        for name in choice.nodes
-        for operand, count in Counter(graph[name].operands).items()
-        if operand in trained and graph[operand].kind == "parameter" and count == len(graph.users[operand]) == 1
-    )
+    """Parameters with gradients that are no sums: a segment that runs once reads them."""
+    is_run_once = choice.mode != "tiled" and not _takes_chunks(problem, choice)
+    return problem.sized.single_grads(choice.nodes) if is_run_once else frozenset()
 
 
 def can_stream(problem: PlanningProblem, name: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -75,6 +76,15 @@ class SizedGraph:
     def grad_dtypes(self) -> dict[str, torch.dtype]:
         """Element type in which every value's gradient is accumulated."""
         return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
+
+    def single_grads(self, names: Iterable[str]) -> frozenset[str]:
+        """Parameters that are read once in the graph, by one of these operators: their gradients are no sums."""
+        reads = ((operand, count) for name in names for operand, count in Counter(self.graph[name].operands).items())
+        return frozenset(
+            operand
+            for operand, count in reads
+            if operand in self.requires_grad and self.graph[operand].kind == "parameter" and count == len(self.graph.users[operand]) == 1
+        )
 
     def value_bytes(self, name: str) -> int:
         """Bytes of a full value."""

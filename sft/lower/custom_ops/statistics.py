@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sft.common.torch_internals import copy_tensors
+from sft.common.torch_internals import add_number, copy_tensors
 
 __all__ = [
     "affine",
@@ -151,7 +151,7 @@ def update_running_statistics(
 def update_counters(targets: Sequence[Tensor], counters: Sequence[Tensor], amount: float) -> None:
     """Write counters plus an amount into ``targets``."""
     copy_tensors(targets, counters)
-    torch._foreach_add_([*targets], amount)
+    add_number(targets, amount)
 
 
 def channel_sums(self: Tensor, dtype: torch.dtype) -> Tensor:

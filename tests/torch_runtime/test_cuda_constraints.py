@@ -69,7 +69,8 @@ def test_interpolation_is_given_no_scale_of_axes_that_are_done() -> None:
     for name, factor, scales in (
         ("upsample_bilinear2d.", 2, (2.0, 2.0)),
         ("upsample_bilinear2d.", 3, (None, 3.0)),
-        ("upsample_bilinear2d_backward.", 2, (None, 2.0)),
+        ("upsample_bilinear2d_backward.", 2, (2.0, 2.0)),
+        ("upsample_bilinear2d_backward.", 3, (None, 3.0)),
     ):
         network = seeded(partial(_Network, factor))
         calls = _calls(network, name, tile=(4 * factor, None))

@@ -8,7 +8,7 @@ Two cached traces of graph nodes build on it. A pointwise function (``gelu``, ``
 :func:`trace_pointwise` traces it once on a tiny tensor. :func:`trace_whole` traces any other operator at the shapes that it runs on.
 
 Views are recognised by the storages of the fake tensors. A reshape that merges dimensions is a view only for some memory layouts, so it
-is always a copy here.
+is always a copy here; programs make it a view again where they know the layout (:mod:`sft.lower.redundant_copies`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "TraceBuilder",
     "TracedCall",
     "TracedResult",
+    "only_splits",
     "resolve_target",
     "trace_joint",
     "trace_pointwise",
@@ -239,7 +240,7 @@ class TraceBuilder:
             self._index[id(recorded.output)] = self._transposed[arguments[0].index]
             return None
         keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
-        if not self._keeps_layouts and target in _VIEW_OPS and not _only_splits(recorded.first_argument_shape, recorded.result_shapes[0]):
+        if not self._keeps_layouts and target in _VIEW_OPS and not only_splits(recorded.first_argument_shape, recorded.result_shapes[0]):
             target = aten._reshape_copy.default
         storages = {} if target is aten._reshape_copy.default else self._storages(recorded)
         results: list[TracedResult | None] = []
@@ -341,10 +342,10 @@ def _real_dtype(recorded: RecordedOp, position: int, dtype: torch.dtype) -> torc
     return operands[1].dtype if function is aten.native_group_norm_backward.default and position == 0 else dtype
 
 
-def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
+def only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
     """True if a reshape only splits dimensions, which is a view in every memory layout.
 
-    >>> _only_splits((2, 6, 5), (2, 3, 2, 5)), _only_splits((2, 3, 2, 5), (2, 6, 5))
+    >>> only_splits((2, 6, 5), (2, 3, 2, 5)), only_splits((2, 3, 2, 5), (2, 6, 5))
     (True, False)
     """
     if 0 in old:

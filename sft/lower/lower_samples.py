@@ -17,6 +17,7 @@ from sft.lower.grad_accumulation import accumulate_products, add_contributions
 from sft.lower.lower_strip import StripLowering, apply_backend
 from sft.lower.lower_whole import WholeLowering
 from sft.lower.program import Program
+from sft.lower.redundant_copies import replace_redundant_copies
 
 __all__ = ["SampleProgramKind", "lower_samples"]
 
@@ -37,6 +38,7 @@ def lower_samples(scope: SegmentInfo, step: StripStep, kind: SampleProgramKind) 
         lowering.backward()
         accumulate_products(lowering.builder)
     apply_backend(scope, lowering.builder)
+    replace_redundant_copies(scope, lowering.builder)
     return lowering.builder.finish()
 
 

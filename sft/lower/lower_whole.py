@@ -29,6 +29,7 @@ from sft.lower.context import GradContribution, NodeContext, SegmentInfo
 from sft.lower.grad_accumulation import contribution_slot, sum_contributions
 from sft.lower.lower_strip import StripLowering, apply_backend
 from sft.lower.program import Port, Program, Slot
+from sft.lower.redundant_copies import replace_redundant_copies
 from sft.lower.rules.base import Rule
 
 __all__ = ["BATCH_NORM_FUNCTIONS", "WholeBatchNormRule", "find_whole_batch_norms", "lower_whole"]
@@ -183,10 +184,12 @@ def lower_whole(scope: SegmentInfo, step: StripStep, *, training: bool) -> tuple
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
         apply_backend(scope, lowering.builder)
+        replace_redundant_copies(scope, lowering.builder)
         return lowering.builder.finish(), None
     num_forward = len(lowering.builder.instructions)
     lowering.backward()
     num_forward = apply_backend(scope, lowering.builder, num_forward) or num_forward
+    num_forward = replace_redundant_copies(scope, lowering.builder, num_forward) or 0
     return lowering.builder.split(num_forward)
 
 

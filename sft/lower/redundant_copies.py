@@ -5,10 +5,10 @@ dimensions, such as the flattening of tokens before a product, becomes a copy, a
 contiguous tensors. In a whole program many of these copies are redundant:
 
 - the operand is known to be row-major (:mod:`sft.lower.slot_strides`), as the copy is: a view has the same elements and strides;
-- the copy is only read, through views, by further row-major copies, which may as well read the operand: queries, keys and values are
-  slices of a permuted product, and each is copied again for its kernel.
+- the copy is only read, through views, by further row-major copies, which may as well read the operand, or by fused attention, which
+  requires adjacent channels alone: queries, keys and values are slices of a permuted product.
 
-Such a copy becomes a view of its operand. Every other call still gets operands of the same elements and strides, so results keep their
+Such a copy becomes a view of its operand. All other calls still get operands of the same elements and strides, so results keep their
 bits. A view shares the storage of its operand, so a copy stays a copy in these cases:
 
 - either of both storages is written while the other one is still read, or a backward program that may run twice writes it;
@@ -28,6 +28,7 @@ from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.common.torch_internals import OpOverload, op_schema
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import SegmentInfo
+from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.joint_traces import only_splits
 from sft.lower.program import Instruction, Slot
 from sft.lower.slot_strides import ROW_MAJOR_COPIES, SlotStrides, is_row_major_copy
@@ -35,6 +36,8 @@ from sft.lower.slot_strides import ROW_MAJOR_COPIES, SlotStrides, is_row_major_c
 __all__ = ["replace_redundant_copies"]
 
 aten = torch.ops.aten
+
+_ATTENTION = (fused_attention, fused_attention_backward)
 
 #: Views of operands of every layout.
 _VIEWS = frozenset(
@@ -68,14 +71,17 @@ def replace_redundant_copies(scope: SegmentInfo, builder: ProgramBuilder, num_fo
         return num_forward
     num_forward = builder.prune(num_forward)  # dead readers must not prevent a replacement
     elimination = _CopyElimination(builder, len(builder.instructions) if num_forward is None else num_forward)
-    strides = SlotStrides(slot for port, slot in builder.ports.items() if port.role == "side" and _is_row_major_value(scope, port.name))
+    ports = [slot for port, slot in builder.ports.items() if port.role == "side" and _is_row_major_value(scope, port.name)]
+    strides = SlotStrides(ports)
     for position, instruction in enumerate(builder.instructions):
         if _is_copy(instruction) and strides.is_row_major(instruction.arguments[0]):
             elimination.replace(position)
         strides.note(builder.instructions[position])
+    strides = SlotStrides(ports)
     for position, instruction in enumerate(builder.instructions):
-        if is_row_major_copy(instruction) and elimination.is_read_by_copies_alone(position):
+        if is_row_major_copy(instruction) and elimination.is_read_in_any_layout(position, strides):
             elimination.replace(position)
+        strides.note(builder.instructions[position])
     elimination.finish()
     return num_forward
 
@@ -116,14 +122,21 @@ class _CopyElimination:
                 if out is not None and out.root == out.number:
                     self._bytes[out.number], self._made[out.number] = out.num_bytes, position
 
-    def is_read_by_copies_alone(self, position: int) -> bool:
-        """True if the copy of an instruction is read by row-major copies alone, through views of any layout."""
-        instructions, (copy,) = self._builder.instructions, self._builder.instructions[position].outputs
+    def is_read_in_any_layout(self, position: int, strides: SlotStrides) -> bool:
+        """True if no reader of a clone requires its layout: row-major copies, and fused attention, through views of any layout."""
+        instruction = self._builder.instructions[position]
+        (copy,) = instruction.outputs
         assert copy is not None
-        return all(
-            reader.function in ROW_MAJOR_COPIES or is_row_major_copy(reader) or _is_view_in_any_layout(reader)
-            for reader in (instructions[use] for use in self._uses.get(copy.root, ()))
-        )
+        viewed = strides.if_view(copy, instruction.arguments[0])
+        for reader in (self._builder.instructions[use] for use in self._uses.get(copy.root, ())):
+            if _is_view_in_any_layout(reader):
+                viewed.note(reader)
+            elif reader.function in _ATTENTION:
+                if not all(viewed.has_adjacent_channels(slot) for slot in _slots_in(reader.arguments) if slot.root == copy.root):
+                    return False
+            elif reader.function not in ROW_MAJOR_COPIES and not is_row_major_copy(reader):
+                return False
+        return True
 
     def replace(self, position: int) -> None:
         """Make the copy of an instruction a view of its operand, if that is safe and takes no memory."""

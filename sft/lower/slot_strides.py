@@ -73,6 +73,18 @@ class SlotStrides:
         strides = self._strides.get(slot.number)
         return strides is not None and _is_row_major(slot.shape, strides)
 
+    def has_adjacent_channels(self, slot: Slot) -> bool:
+        """True if the last dimension of a slot is known to be contiguous."""
+        strides = self._strides.get(slot.number)
+        return strides is not None and (strides[-1:] == (1,) or slot.shape[-1:] == (1,))
+
+    def if_view(self, copy: Slot, source: Slot) -> SlotStrides:
+        """Strides of a copy, and nothing else, as if it were a view of all of its source."""
+        other = SlotStrides()
+        if source.number in self._strides:
+            other._strides[copy.number] = self._strides[source.number]
+        return other
+
     def note(self, instruction: Instruction) -> None:
         """Derive the strides of the results of an instruction, as far as the operands and the operator determine them."""
         views = [out for out in instruction.outputs if out is not None and out.root != out.number]
@@ -163,6 +175,6 @@ def _view_strides(
         num_new = len(new_shape) - len(shape)
         kept = [step if old == new else 0 for step, old, new in zip(steps, shape, new_shape[num_new:], strict=True)]
         steps = [0] * num_new + kept
-    elif function not in (aten.split.Tensor, aten.split_with_sizes.default):
+    elif function not in (aten.alias.default, aten.split.Tensor, aten.split_with_sizes.default):
         return None
     return tuple(steps)

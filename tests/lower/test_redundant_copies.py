@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sft
+from sft.backends.convolution_relu import FusionDevice
+from sft.backends.rewriter import KernelBackend
 from sft.lower import lower_samples, lower_whole, redundant_copies
 from sft.lower.builder import ProgramBuilder
+from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.program import Instruction, Program, Slot, slots_of
 from sft.lower.slot_strides import SlotStrides, is_row_major_copy
 from sft.torch_runtime.machine import TorchMachine
@@ -375,3 +378,16 @@ def test_any_program_keeps_its_results_and_bytes(choices: list[tuple[str, int, i
     assert all(torch.equal(ours, reference) for ours, reference in zip(tensors, expected, strict=True))
     assert all(ours <= plain for ours, plain in zip(num_bytes, plain_bytes, strict=True))
     assert _borrowed(builder, num_forward) == borrowed
+
+
+@pytest.mark.parametrize("mode", ["whole", "samples"])
+def test_fused_attention_reads_slices_of_one_product(mode: _Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    backend = KernelBackend(selector=None, fusion_device=FusionDevice(None))
+    monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: backend)
+    model, x = ImageTransformer(16, 2, 2, 4, (3, 2)).bfloat16(), torch.randn(4, 3, 12, 8).bfloat16()
+    lowered = _assert_same_bits(model, x, mode)
+    num_forward, num_backward = lowered.count(fused_attention), lowered.count(fused_attention_backward)
+    assert num_forward >= 2 and num_backward >= 2 and lowered.count(aten._reshape_copy.default) == 0
+    # The attention's result and the gradient of the product are transposed. Patches become tokens.
+    assert lowered.num_clones <= num_forward + num_backward + len(lowered.programs)

@@ -79,7 +79,9 @@ def replace_redundant_copies(scope: SegmentInfo, builder: ProgramBuilder, num_fo
         strides.note(builder.instructions[position])
     strides = SlotStrides(ports)
     for position, instruction in enumerate(builder.instructions):
-        if is_row_major_copy(instruction) and elimination.is_read_in_any_layout(position, strides):
+        # Transposed again, an operand that was a clone before may be row-major.
+        is_redundant = _is_copy(instruction) and strides.is_row_major(instruction.arguments[0])
+        if is_redundant or (is_row_major_copy(instruction) and elimination.is_read_in_any_layout(position, strides)):
             elimination.replace(position)
         strides.note(builder.instructions[position])
     elimination.finish()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sft.common.torch_internals import OpOverload
+from sft.lower.custom_ops.attention import fused_attention
 from sft.lower.program import Instruction, Slot, slots_of
 
 __all__ = ["ROW_MAJOR_COPIES", "SlotStrides", "is_row_major_copy"]
@@ -92,8 +93,21 @@ class SlotStrides:
             self._note_views(instruction, views)
             return
         for position, out in enumerate(instruction.outputs):
-            if out is not None and (len(out.shape) < 2 or self._has_row_major_result(instruction, position, out)):
+            if out is None:
+                continue
+            if len(out.shape) < 2 or self._has_row_major_result(instruction, position, out):
                 self._strides[out.number] = _row_major_strides(out.shape)
+            elif instruction.function is fused_attention and position == 0 and self._has_rows_of_heads(instruction.arguments[0]):
+                _, heads, length, channels = out.shape
+                self._strides[out.number] = (length * heads * channels, channels, heads * channels, 1)
+
+    def _has_rows_of_heads(self, slot: Slot) -> bool:
+        """True if samples, tokens, heads and channels follow each other in memory, as in slices of products; attention keeps this order."""
+        strides = self._strides.get(slot.number)
+        if strides is None or min(slot.shape) < 2:
+            return False
+        samples, heads, tokens, channels = strides
+        return samples > tokens > heads > channels
 
     def _note_views(self, instruction: Instruction, views: Sequence[Slot]) -> None:
         operand = instruction.arguments[0] if instruction.arguments else None

@@ -131,6 +131,8 @@ def sort_into_runs(
             if node.name not in views:
                 runs.setdefault(stage_of[node.name], []).extend((*(name for name in node.operands if name in views), node.name))
         before = len(excluded)
+        before_runs = [node for node in operators if stage_of[node.name] < 0]
+        excluded.update(name for node in before_runs for name in node.operands if stage_of.get(name, -1) >= 0)
         for stage, names in runs.items():
             if stage >= 0 and stage % 2 == 0:
                 no_work = not any(graph[name].target in PRODUCT_TARGETS for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -69,6 +70,42 @@ def test_results_and_gradients_are_those_of_the_model(
         assert parameter.grad is not None and truth is not None and eager is not None
         error, eager_error = (float((each.double() - truth).norm() / truth.norm()) for each in (parameter.grad, eager))
         assert error <= 2 * eager_error + 1e-3, name
+
+
+class _Latents(nn.Module):
+    """Attention of latent vectors to the patches of an image (Perceiver)."""
+
+    def __init__(self, channels: int = 48, heads: int = 3) -> None:
+        super().__init__()
+        self.patches, self.heads = nn.Conv2d(3, channels, 4, stride=4), heads
+        self.latents = nn.Parameter(torch.randn(1, 5, channels))
+        self.query, self.key, self.value = (nn.Linear(channels, channels) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, latents = self.patches(x).flatten(2).transpose(1, 2), self.latents.expand(x.shape[0], -1, -1)
+        operands = (self.query(latents), self.key(tokens), self.value(tokens))
+        q, k, v = (each.reshape(*each.shape[:2], self.heads, -1).transpose(1, 2) for each in operands)
+        y: Tensor = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + latents
+        return y
+
+
+@pytest.mark.parametrize("options", [{"strategy": "none"}, {"batch_tile": 1}, {"tile": (4, None)}], ids=["whole", "chunks", "strips"])
+def test_queries_from_another_segment(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are channels last, so their channels are not adjacent."""
+    torch.manual_seed(0)
+    model, x = _Latents().bfloat16(), torch.randn(3, 3, 16, 12).bfloat16()
+    exact = copy.deepcopy(model).double()
+    expected = exact(x.double())
+    expected.square().sum().backward()
+    net, calls = _compiled(model, x, monkeypatch, **options)
+    assert calls[fused_attention] and calls[fused_attention_backward]
+    pairs = [
+        (net(x).detach(), expected.detach()),
+        *((each.grad, truth.grad) for each, truth in zip(model.parameters(), exact.parameters(), strict=True)),
+    ]
+    largest = max(float(truth.norm()) for _, truth in pairs[1:])
+    for ours, truth in pairs:
+        assert float((ours.double() - truth).norm()) <= 2e-2 * max(float(truth.norm()), 1e-2 * largest)
 
 
 @pytest.mark.parametrize(

@@ -52,16 +52,17 @@ def _backward_cuda(
 
 
 def _forward_cpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, is_causal, scale=scale)
+    operands = (_rows(each) for each in (query, key, value))
+    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(*operands, 0.0, is_causal, scale=scale)
     return result
 
 
 def _backward_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands = (grad, query, key, value, output, logsumexp)
+    operands = (_rows(each) for each in (grad, query, key, value))
     gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *operands, 0.0, is_causal, scale=scale
+        *operands, output, logsumexp, 0.0, is_causal, scale=scale
     )
     return gradients
 

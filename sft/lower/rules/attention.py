@@ -28,7 +28,18 @@ _MAX_CHANNELS, _CHANNELS_UNIT = 192, 8
 _OPERANDS = ("query", "key", "value")
 
 
-class AttentionRule(TracedWholeRule):
+class _TracedAttentionRule(TracedWholeRule):
+    """Attention as the calls of its trace. Kernels of a CPU require adjacent channels, which parameters and buffers may not have."""
+
+    def operand_slots(self, ctx: NodeContext) -> dict[str, Slot]:
+        slots, scope = super().operand_slots(ctx), ctx.scope
+        for name in dict.fromkeys(name for key in _OPERANDS for name in refs_in(ctx.node.argument(key))):
+            if scope.graph[name].kind not in ("operator", "input") and name not in scope.strided:
+                slots[name] = self._contiguous(ctx, slots[name])
+        return slots
+
+
+class AttentionRule(_TracedAttentionRule):
     """Attention of full tensors, or of a chunk of queries."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -48,7 +59,8 @@ class AttentionRule(TracedWholeRule):
             super().backward(ctx, grad, owned)
             return
         gradients = tuple(ctx.builder.slot(operand.shape, operand.dtype) for operand in fused[:3])
-        ctx.builder.call_many(fused_attention_backward, (ctx.builder.cast(grad, fused[0].dtype), *fused), gradients)
+        grad = _with_adjacent_channels(ctx, ctx.builder.cast(grad, fused[0].dtype))
+        ctx.builder.call_many(fused_attention_backward, (grad, *fused), gradients)
         for name, gradient in zip(_OPERANDS, gradients, strict=True):
             operand: Ref = ctx.node.argument(name)
             if operand.name in ctx.scope.requires_grad:
@@ -71,10 +83,21 @@ class AttentionRule(TracedWholeRule):
             return None
         channels, is_square = query.shape[3], query.shape[2] == key.shape[2]
         has_kernel = 0 < channels <= _MAX_CHANNELS and channels % _CHANNELS_UNIT == 0 and min(query.shape + key.shape) > 0
-        return (query, key, value) if has_kernel and (is_square or not node.argument("is_causal", False)) else None
+        if not has_kernel or (node.argument("is_causal", False) and not is_square):
+            return None
+        slots = dict(zip(names, (query, key, value), strict=True))
+        for name in sorted(slots.keys() - scope.row_major - scope.strided):
+            slots[name] = _with_adjacent_channels(ctx, slots[name])
+        return slots[names[0]], slots[names[1]], slots[names[2]]
 
 
-class CausalAttentionRule(TracedWholeRule):
+def _with_adjacent_channels(ctx: NodeContext, slot: Slot) -> Slot:
+    """The tensor, or a copy if it is from outside of the program, where images are channels last."""
+    is_outside = any(slot.root == port.root for port in ctx.builder.ports.values())
+    return ctx.builder.row_major(slot) if is_outside else slot
+
+
+class CausalAttentionRule(_TracedAttentionRule):
     """Causal attention of consecutive queries, as torch's operator with their rows of the mask.
 
     The mask of all queries and keys would be a matrix of both. A chunk of queries (:mod:`sft.runtime.sample_segment`) makes the rows of its

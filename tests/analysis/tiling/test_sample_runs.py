@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sft
 from sft.analysis.passes.pipeline import run_passes
+from tests.helpers.exactness import assert_exact
 from tests.helpers.problems import problem_of
 
 _NUM = 5
@@ -66,6 +68,19 @@ def _exchanges(function: Callable[[Tensor, nn.Linear], Tensor]) -> list[str]:
 )
 def test_operators_on_each_sample(function: Callable[[Tensor, nn.Linear], Tensor]) -> None:
     assert _exchanges(function) == []
+
+
+@pytest.mark.parametrize("is_read_first", [False, True])
+def test_an_expanded_parameter_that_operators_before_the_runs_read(is_read_first: bool) -> None:
+    """It is computed for all samples there, so a run takes slices of it."""
+
+    def attended(y: Tensor, linear: nn.Linear) -> Tensor:
+        latents = linear.weight[None].expand(len(y), -1, -1)
+        mixed = None if is_read_first else y[:, :4] + latents
+        scores: Tensor = linear(latents.flip(0)) @ y.transpose(1, 2)
+        return scores @ y + (y[:, :4] + latents if mixed is None else mixed)
+
+    assert_exact(_Function(attended), torch.randn(_NUM, 4, 2, 3), options=sft.Options(batch_tile=2))
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,23 @@ def test_a_norm_of_positions_whose_gradient_is_transposed(options: sft.Options |
             return found
 
     assert_exact(seeded(Head), image(2, _CHANNELS, 16, 24), options=options)
+
+
+@pytest.mark.parametrize("operand", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_to_parameters_in_any_layout(operand: int, is_causal: bool) -> None:
+    """Parameters of four dimensions are channels last after ``model.to(memory_format=torch.channels_last)``."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(1, 2, _POSITIONS, _CHANNELS // 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.reshape(len(x), 2, _CHANNELS // 2, _POSITIONS).transpose(2, 3)
+            query, key, value = (self.latents if number == operand else tokens for number in range(3))
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    model = seeded(Attention)
+    model.latents.data = model.latents.data.contiguous(memory_format=torch.channels_last)
+    assert_exact(model, image(1, _CHANNELS, 3, 4))

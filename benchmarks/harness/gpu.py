@@ -14,9 +14,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,11 +69,13 @@ class DeviceMemory:
         allocated_bytes: bytes of the allocator's blocks; on the CPU of the tensors' storages.
         requested_bytes: bytes of the tensors' storages.
         reserved_bytes: bytes that the allocator has from the driver, above a base that the caller names; ``None`` on the CPU.
+        segments: mebibytes of the allocator's segments after the step, largest first, by memory pool; empty on the CPU.
     """
 
     allocated_bytes: int
     requested_bytes: int
     reserved_bytes: int | None
+    segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -112,13 +115,25 @@ def measure_step_memory(step: Callable[[], object], device: torch.device, reserv
         reserved_before: :func:`reserved_bytes` before the model and its input were made: a plan counts these, too.
     """
     reserved_bytes(device)
+    highest_bytes, segments = None, dict[str, list[int]]()
     with sft.measure_peak(device) as peak:  # it resets the peak of reserved bytes as well
         step()
-        highest_bytes = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             highest_bytes = max(0, torch.cuda.max_memory_reserved(device) - reserved_before)
-    return DeviceMemory(allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=highest_bytes)
+            segments = segments_by_pool(torch.cuda.memory_snapshot())
+    return DeviceMemory(
+        allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=highest_bytes, segments=segments
+    )
+
+
+def segments_by_pool(snapshot: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Mebibytes of the segments of a snapshot of the allocator, largest first, by memory pool and stream."""
+    pools: dict[str, list[int]] = {}
+    for segment in snapshot:
+        pool = f"pool {segment.get('segment_pool_id', (0, 0))}, stream {segment['stream']}"
+        pools.setdefault(pool, []).append(segment["total_size"] >> 20)
+    return {pool: sorted(sizes, reverse=True) for pool, sizes in pools.items()}
 
 
 def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
@@ -128,7 +143,8 @@ def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
         problems.append(f"allocated {format_bytes(memory.allocated_bytes)}, projected {format_bytes(plan.projected_peak_bytes)}")
     if memory.reserved_bytes is not None and memory.reserved_bytes > plan.projected_reserved_bytes:
         projected = format_bytes(plan.projected_reserved_bytes)
-        problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident")
+        segments = "; ".join(f"{pool}: {' '.join(map(str, sizes[:12]))} MiB" for pool, sizes in memory.segments.items())
+        problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident ({segments})")
     return "; ".join(problems)
 
 

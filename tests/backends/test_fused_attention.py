@@ -17,6 +17,7 @@ import sft
 from sft.backends.convolution_relu import FusionDevice
 from sft.backends.rewriter import KernelBackend
 from sft.common.torch_internals import FakeTensorMode
+from sft.lower.custom_ops import attention
 from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 
 _BACKEND = KernelBackend(selector=None, fusion_device=FusionDevice(None))
@@ -210,3 +211,12 @@ def test_a_vision_transformer_on_a_gpu() -> None:
         assert gradient is not None and truth is not None
         assert float((gradient.double() - truth).norm() / truth.norm()) <= 2e-2, name
     assert peak.num_bytes <= net.plan.projected_peak_bytes + 2**20  # the loss
+
+
+def test_the_result_has_the_order_of_its_queries() -> None:
+    """Also where a kernel returns another one."""
+    by_token, by_head = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(2, 3, 5, 8)
+    assert attention._in_order_of(by_token, by_head).transpose(1, 2).is_contiguous()
+    assert torch.equal(attention._in_order_of(by_token, by_head), by_head)
+    for output in (by_token, by_head):
+        assert attention._in_order_of(by_head, output) is output

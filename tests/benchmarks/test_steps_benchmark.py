@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,3 +177,15 @@ def test_results_are_a_table(bench: Any, tmp_path: Path) -> None:
     assert "| a | bf16 | auto | 0.50 | 2.0 (1.0 to 3.0) |  | 5.0 (3.0 to 6.0) | 2.50 | 1.00 GiB |" in text
     assert "**wrong**: error 1 \\| 2" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.md"]
+
+
+def test_segments_of_a_step_by_pool() -> None:
+    harness = importlib.import_module("harness.gpu")
+    snapshot = [{"segment_pool_id": (0, 2), "stream": 7, "total_size": size << 20} for size in (2, 20)] + [
+        {"stream": 0, "total_size": 2**21}
+    ]
+    pools = harness.segments_by_pool(snapshot)
+    assert pools == {"pool (0, 2), stream 7": [20, 2], "pool (0, 0), stream 0": [2]}
+    memory = harness.DeviceMemory(allocated_bytes=1, requested_bytes=1, reserved_bytes=2**30, segments=pools)
+    plan = SimpleNamespace(projected_peak_bytes=1, projected_reserved_bytes=2**29)
+    assert "pool (0, 2), stream 7: 20 2 MiB; pool (0, 0), stream 0: 2 MiB" in harness.memory_problem(memory, plan)

@@ -33,10 +33,17 @@ def _rows(value: Tensor) -> Tensor:
     return value if value.stride(-1) == 1 else value.contiguous()
 
 
+def _in_order_of(query: Tensor, output: Tensor) -> Tensor:
+    """The output, or a copy, with the heads of a token next to each other if the queries have them so: views of programs rely on it."""
+    if query.stride(1) >= query.stride(2) or output.transpose(1, 2).is_contiguous():
+        return output
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _forward_cuda(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     operands = (_rows(each) for each in (query, key, value))
     output, logsumexp, *_ = aten._scaled_dot_product_flash_attention.default(*operands, 0.0, is_causal, False, scale=scale)
-    return output, logsumexp
+    return _in_order_of(query, output), logsumexp
 
 
 def _backward_cuda(
@@ -53,8 +60,8 @@ def _backward_cuda(
 
 def _forward_cpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     operands = (_rows(each) for each in (query, key, value))
-    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(*operands, 0.0, is_causal, scale=scale)
-    return result
+    output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(*operands, 0.0, is_causal, scale=scale)
+    return _in_order_of(query, output), logsumexp
 
 
 def _backward_cpu(

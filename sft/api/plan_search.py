@@ -51,6 +51,9 @@ __all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
 
 #: FLOPs over plain's of a plan with one more forward pass, and some.
 _MOST_FLOPS = 1.4
+#: Seconds that a step without recorded passes takes longer than estimated: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more than estimated
+#: with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
+_UNRECORDED_SECONDS = 5e-3
 #: Condition on a plan for a problem.
 _Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
@@ -148,7 +151,9 @@ class PlanSearch:
             if recorded is None:
                 raise
             return recorded
-        return fitted if recorded is None else min((recorded, fitted), key=self._estimated_seconds)
+        if recorded is None:
+            return fitted
+        return recorded if self._estimated_seconds(recorded) <= self._estimated_seconds(fitted) + _UNRECORDED_SECONDS else fitted
 
     def _may_record_passes(self, problem: PlanningProblem) -> bool:
         """True if plans are searched for whose passes are recorded as CUDA graphs."""

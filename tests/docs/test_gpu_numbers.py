@@ -110,3 +110,51 @@ def test_times_of_graphs() -> None:
     assert _link(f"{graphs}{milliseconds('resnet18 frozen strips, CUDA graphs')} with them", name, "../") in text
     small = f"{milliseconds('resnet18 frozen step')}, and eager PyTorch {milliseconds('resnet18 frozen step', 'plain_seconds')}"
     assert _link(small, name, "../") in text
+
+
+def _newest_h200(kind: str) -> tuple[str, dict[str, Any]]:
+    path = max((_ROOT / "benchmarks" / "results").glob(f"*-h200-gpu-{kind}.json"))
+    return path.stem, json.loads(path.read_text())
+
+
+def test_steps_on_an_h200() -> None:
+    name, results = _newest_h200("steps")
+    steps, text = {step["name"]: step for step in results["steps"]}, " ".join((_ROOT / "docs" / "gpu.md").read_text().split())
+    for words, case in (
+        ("VGG-16 in an eighth of the activations' memory {}", "vgg16 step"),
+        ("in 1.2 GiB {};", "vgg16 step in 1.2 GiB, recorded passes"),
+        ("ResNet-18 with frozen norms in 400 MiB {},", "resnet18 frozen step in 400 MiB"),
+        ("in training untiled {};", "resnet18 training step in 8 GiB"),
+        ("a U-Net in an eighth {}.", "u-net step"),
+        ("512 tiles of a ViT-S with adapters in 2 GiB {} (", "ViT-S adapters, 512 tiles"),
+    ):
+        ours, eager = (1e3 * steps[case][key][1] for key in ("seconds", "plain_seconds"))
+        assert words.format(f"{ours:.1f} and {eager:.1f}") in text, case
+    wrong = {
+        step["name"]: step["reserved_bytes"] / step["projected_reserved_bytes"] - 1
+        for step in results["steps"]
+        if step["status"] == "wrong"
+    }
+    assert f"[{len(steps) - len(wrong)} of {len(steps)} larger steps](../benchmarks/results/{name}.md)" in text
+    assert {case: round(100 * share) for case, share in wrong.items()} == {"ViT-S adapters, 512 tiles": 15, "resnet18 frozen large": 18}
+    recorded, plain = steps["vgg16 step in 1.2 GiB, recorded passes"], steps["vgg16 step in 1.2 GiB"]
+    differences = [round(1e3 * (step["seconds"][1] - step["modelled_seconds"]), 1) for step in (recorded, plain)]
+    source = (_ROOT / "sft" / "api" / "plan_search.py").read_text()
+    assert f"VGG-16 in 1.2 GiB takes {differences[0]} ms more" in source and f"and {differences[1]} ms without" in source
+
+
+def test_smoke_test_and_tests_on_an_h200() -> None:
+    text = (_ROOT / "docs" / "gpu.md").read_text()
+    (name, smoke), (tests_name, tests) = _newest_h200("smoke"), _newest_h200("tests")
+    right = sum(case["status"] == "ok" for case in smoke["cases"])
+    assert _link(f"{right} of {len(smoke['cases'])}", name, "../") in text
+    run = tests["tests"]["marked gpu"]
+    assert _link(f"{run['passed']} of {run['passed'] + run.get('failed', 0)}", tests_name, "../") in text
+
+
+def test_sums_of_wide_rows() -> None:
+    name, results = _newest_h200("rates")
+    rate = results["rates"]["bf16 128 -> 128, 512 x 1024"]
+    narrow, wide = (round(rate[key]["microseconds"]) for key in ("bias", "bias, wide rows"))
+    text = (_ROOT / "sft" / "lower" / "custom_ops" / "statistics.py").read_text()
+    assert f"in 128 channels take {wide} instead of {narrow}" in text and name.endswith("-h200-gpu-rates")

@@ -308,7 +308,7 @@ def match_counters(context: MatchContext) -> Iterator[Rewrite]:
 
 
 def _updates(context: MatchContext, function: object) -> Iterator[_Update]:
-    """Calls of a function with a result that one copy reads, and nothing else."""
+    """Calls of a function with a result that has one copy as its only reader."""
     if context.fusion_device is None:
         return
     def_use = context.def_use

@@ -113,6 +113,15 @@ def test_sums_of_channels_are_those_of_wide_rows(
         torch.testing.assert_close(channel_sums(x, torch.float64), x.double().sum((0, 2, 3)))
 
 
+def test_sums_of_half_precision_are_rounded_once() -> None:
+    """Columns of large sums that cancel."""
+    x = torch.ones(1, 4, 256, 512, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    x[..., 1::2] = -1.0
+    x[..., 0] += 2**-7
+    with patch.multiple(statistics, _WIDE_ROW=256, _LEAST_ELEMENTS=0):
+        assert channel_sums(x, torch.bfloat16).tolist() == [256 * 2**-7] * 4
+
+
 @pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (8, None)}], ids=["whole", "strips"])
 def test_gradients_of_biases_are_sums_of_channels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.api.problem_builder.backend_for", lambda *arguments: _BACKEND)

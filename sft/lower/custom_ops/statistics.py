@@ -168,10 +168,10 @@ def channel_sums(self: Tensor, dtype: torch.dtype) -> Tensor:
     num_grouped = max(1, _WIDE_ROW // channels)
     if not rows.is_contiguous() or rows.numel() < max(_LEAST_ELEMENTS, 2 * num_grouped * channels):
         return self.sum([0, *range(2, self.dim())], dtype=dtype)
-    matrix = rows.view(-1, channels)
+    matrix, wide = rows.view(-1, channels), torch.promote_types(dtype, torch.float32)  # half precision would round each column
     num_whole = len(matrix) // num_grouped * num_grouped
-    total = matrix[:num_whole].view(-1, num_grouped * channels).sum(0, dtype=dtype).view(num_grouped, channels).sum(0)
-    return total if num_whole == len(matrix) else total + matrix[num_whole:].sum(0, dtype=dtype)
+    total = matrix[:num_whole].view(-1, num_grouped * channels).sum(0, dtype=wide).view(num_grouped, channels).sum(0)
+    return (total if num_whole == len(matrix) else total + matrix[num_whole:].sum(0, dtype=wide)).to(dtype)
 
 
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:

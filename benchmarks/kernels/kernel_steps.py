@@ -37,6 +37,7 @@ from sft.backends.autotune.table import error_limit
 from sft.backends.selector import NumberFormat
 from sft.common.byte_units import format_bytes, parse_bytes
 from sft.common.interval import Interval
+from sft.common.torch_internals import clear_cublas_workspaces
 
 __all__ = ["StepRecord", "main", "run_step", "step_cases", "step_table", "verify_step", "write_steps"]
 
@@ -161,7 +162,8 @@ def _time_step(
                 record.plain_allocated_bytes = _peak_of(make_plain(), device)
             except torch.OutOfMemoryError:
                 record.note = "eager PyTorch runs out of memory"
-            reserved_bytes(device)  # gives unused segments back
+        clear_cublas_workspaces()  # they may occupy segments of eager PyTorch's values
+    reserved_bytes(device)  # gives segments back, so that the model occupies none of a copy of the input
     model = make_network(case, dtype, device)
     plain_bytes = None if options.dry_run else record.plain_allocated_bytes or None  # weights are most of a small case
     budget_bytes = parse_bytes(case_budget(case, model, x, case.options(record.backend), plain_bytes))

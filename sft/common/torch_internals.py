@@ -40,6 +40,7 @@ __all__ = [
     "TorchDispatchMode",
     "add_number",
     "break_dynamo_graph",
+    "clear_cublas_workspaces",
     "copy_tensors",
     "cuda_allocator_backend",
     "current_dispatch_modes",
@@ -91,6 +92,15 @@ _SELECT_CONVOLUTION: Callable[..., Any] = torch._C._select_conv_backend
 def add_number(targets: Sequence[torch.Tensor], number: float) -> None:
     """Add a number to tensors of one type; on a GPU with one kernel."""
     torch._foreach_add_([*targets], number)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces of cuBLAS; the next product of each thread and stream allocates another one.
+
+    Not after a CUDA graph with products was recorded: it has their addresses.
+    """
+    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # a build for CUDA
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

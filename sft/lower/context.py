@@ -120,7 +120,7 @@ class SegmentInfo:
         strided: global values of which the program has a slice that is not a contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
-        single_grads: parameters with gradients that are no sums: one operator reads them, which runs once.
+        single_grads: parameters whose gradient is a single contribution: one operator reads them, and runs once.
     """
 
     graph: Graph
@@ -207,7 +207,7 @@ class SegmentInfo:
         return reads
 
     def grad_dtype(self, name: str) -> torch.dtype:
-        """Element type in which the gradient of a value is accumulated; its own for a gradient that is no sum."""
+        """Element type in which the gradient of a value is accumulated; its own type for a single contribution."""
         return self.dtype_of(name) if name in self.single_grads else grad_dtype_of(self.graph, self.streamed, name)
 
 

@@ -78,7 +78,7 @@ class SizedGraph:
         return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
 
     def single_grads(self, names: Iterable[str]) -> frozenset[str]:
-        """Parameters that are read once in the graph, by one of these operators: their gradients are no sums."""
+        """Parameters that the graph reads once, in one of these operators: each gradient is a single contribution."""
         reads = ((operand, count) for name in names for operand, count in Counter(self.graph[name].operands).items())
         return frozenset(
             operand

@@ -1,4 +1,4 @@
-"""Gradients of half-precision parameters: those that are no sums have no accumulator in fp32."""
+"""Gradients of half-precision parameters: a single contribution has no accumulator in fp32."""
 
 from __future__ import annotations
 

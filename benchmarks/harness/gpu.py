@@ -121,7 +121,7 @@ def measure_step_memory(step: Callable[[], object], device: torch.device, reserv
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             highest_bytes = max(0, torch.cuda.max_memory_reserved(device) - reserved_before)
-            segments = segments_by_pool(torch.cuda.memory_snapshot())
+            segments = segments_by_pool(torch.cuda.memory_snapshot() if torch.cuda.is_available() else ())
     return DeviceMemory(
         allocated_bytes=peak.num_bytes, requested_bytes=peak.requested_bytes, reserved_bytes=highest_bytes, segments=segments
     )
@@ -144,7 +144,8 @@ def memory_problem(memory: DeviceMemory, plan: sft.Plan) -> str:
     if memory.reserved_bytes is not None and memory.reserved_bytes > plan.projected_reserved_bytes:
         projected = format_bytes(plan.projected_reserved_bytes)
         segments = "; ".join(f"{pool}: {' '.join(map(str, sizes[:12]))} MiB" for pool, sizes in memory.segments.items())
-        problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident ({segments})")
+        noted = f" ({segments})" if segments else ""
+        problems.append(f"reserved {format_bytes(memory.reserved_bytes)}, projected {projected} with all that is resident{noted}")
     return "; ".join(problems)
 
 

@@ -120,7 +120,7 @@ class SegmentInfo:
         strided: global values of which the program has a slice that is not a contiguous block; it is copied before its first use.
         backend: replaces instructions by kernels; ``None`` for ATen alone.
         deterministic: True if sums need a fixed order, which ATen's own derivatives do not keep on the device.
-        single_grads: parameters whose gradient is a single contribution: one operator reads them, and runs once.
+        single_grads: parameters with gradients of a single contribution: one operator reads them, and runs once.
     """
 
     graph: Graph

@@ -101,7 +101,7 @@ def _takes_chunks(problem: PlanningProblem, choice: SegmentChoice) -> bool:
 
 
 def _single_grads(problem: PlanningProblem, choice: SegmentChoice) -> frozenset[str]:
-    """Parameters whose gradient is a single contribution, of a segment that runs once."""
+    """Parameters with gradients of a single contribution, in a segment that runs once."""
     is_run_once = choice.mode != "tiled" and not _takes_chunks(problem, choice)
     return problem.sized.single_grads(choice.nodes) if is_run_once else frozenset()
 

@@ -51,8 +51,8 @@ __all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
 
 #: FLOPs over plain's of a plan with one more forward pass, and some.
 _MOST_FLOPS = 1.4
-#: Seconds that a step without recorded passes takes longer than estimated: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more than estimated
-#: with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
+#: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
+#: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
 #: Condition on a plan for a problem.
 _Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
@@ -151,9 +151,7 @@ class PlanSearch:
             if recorded is None:
                 raise
             return recorded
-        if recorded is None:
-            return fitted
-        return recorded if self._estimated_seconds(recorded) <= self._estimated_seconds(fitted) + _UNRECORDED_SECONDS else fitted
+        return fitted if recorded is None else min((recorded, fitted), key=self._estimated_seconds)
 
     def _may_record_passes(self, problem: PlanningProblem) -> bool:
         """True if plans are searched for whose passes are recorded as CUDA graphs."""
@@ -170,10 +168,11 @@ class PlanSearch:
         return fitted if fitted.projected.projection.records_passes else None
 
     def _estimated_seconds(self, fitted: FittedPlan) -> float:
-        """Estimated seconds of a step."""
+        """Estimated seconds of a step, to compare plans by."""
         projection = fitted.projected.projection
         rates = DeviceRates(self.settings.device_type(self.signature.device), replays=projection.records_passes)
-        return project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
+        seconds = project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
+        return seconds if projection.records_passes or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
 
     def _with_room_for_overhead(
         self,

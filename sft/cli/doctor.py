@@ -38,7 +38,7 @@ _TOLERANCE = 1e-10
 #: Devices on which this release was tested.
 _VERIFIED = {
     "cpu": "all tests of this release",
-    "cuda": "one H100 with torch 2.11 (docs/gpu.md has what ran there); on another GPU, benchmarks/gpu.sh --stage 1 checks it",
+    "cuda": "an H100 and an H200 with torch 2.11 (docs/gpu.md has what ran there); on another GPU, benchmarks/gpu.sh --stage 1 checks it",
 }
 
 

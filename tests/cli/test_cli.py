@@ -60,7 +60,7 @@ def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert all(device["self_check"]["ok"] for device in found["devices"])
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "one H100 with torch 2.11" in text and set(found["verified"]) == {"cpu", "cuda"}
+    assert "an H100 and an H200 with torch 2.11" in text and set(found["verified"]) == {"cpu", "cuda"}
     assert "self-check" in text and " free of " in text and "imported from" in text and "WARNING" not in text
 
 

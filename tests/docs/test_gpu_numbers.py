@@ -143,6 +143,13 @@ def test_steps_on_an_h200() -> None:
     assert f"VGG-16 in 1.2 GiB takes {differences[0]} ms more" in source and f"and {differences[1]} ms without" in source
 
 
+def test_times_in_the_changelog() -> None:
+    _, results = _newest_h200("steps")
+    steps = {step["name"]: 1e3 * step["seconds"][1] for step in results["steps"]}
+    before, after = steps["ViT-S adapters, 512 tiles, attention by products"], steps["ViT-S adapters, 512 tiles"]
+    assert f"512 tiles of a ViT-S {before:.0f} to {after:.0f} ms on an H200" in (_ROOT / "CHANGELOG.md").read_text()
+
+
 def test_smoke_test_and_tests_on_an_h200() -> None:
     text = (_ROOT / "docs" / "gpu.md").read_text()
     (name, smoke), (tests_name, tests) = _newest_h200("smoke"), _newest_h200("tests")

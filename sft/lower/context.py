@@ -65,6 +65,7 @@ class GradContribution(NamedTuple):
         columns: its columns, for a streamed value.
         owned: True if no other slot needs the storage, so that it may be overwritten.
         channels: the channels of the slot that it consists of; ``None`` for all.
+        span: the slice of the value that it is the gradient of, along another dimension than rows and columns; ``None`` for all of it.
     """
 
     slot: Slot
@@ -72,6 +73,7 @@ class GradContribution(NamedTuple):
     columns: Interval | None
     owned: bool
     channels: Interval | None = None
+    span: DimSlice | None = None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -368,7 +370,7 @@ class NodeContext:
         """True if the tensor that an argument refers to needs a gradient."""
         return any(name in self.scope.requires_grad for name in refs_in(value))
 
-    def add_grad(self, value: Any, slot: Slot, *, owned: bool, channels: Interval | None = None) -> None:
+    def add_grad(self, value: Any, slot: Slot, *, owned: bool, channels: Interval | None = None, span: DimSlice | None = None) -> None:
         """Report a gradient of the operand that an argument refers to; it may be in a wider type than the operand.
 
         Args:
@@ -376,12 +378,13 @@ class NodeContext:
             slot: the gradient, of the rows and columns read (streamed) or of the full tensor.
             owned: True if no other slot needs the storage, so that it may be overwritten.
             channels: the channels of the slot that it consists of; ``None`` for all.
+            span: the slice of the operand that the gradient is of; ``None`` for all of it.
         """
         (name,) = refs_in(value)
         rows = columns = None
         if name in self.scope.streamed:
             rows, columns = self.read_of(name).rows, self.columns_of(name).rows
-        self.contributions.append((name, GradContribution(slot, rows, columns, owned, channels)))
+        self.contributions.append((name, GradContribution(slot, rows, columns, owned, channels, span)))
 
 
 def _by_operand(reads: Sequence[OperandRead]) -> dict[str, OperandRead]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sft.common.interval import Interval
 from sft.lower.builder import ProgramBuilder
-from sft.lower.concat import DimSlice, add_slices, dim_slices
+from sft.lower.concat import DimSlice, add_slices, cat_slices_into, dim_slices, partition_dim, sum_slices
 from sft.lower.context import GradContribution, SegmentInfo
 from sft.lower.program import Instruction, Slot, slots_of
 
@@ -55,50 +55,78 @@ def sum_contributions(
     """
     wide = max((dtype, *(term.slot.dtype for term in terms)), key=lambda kind: kind.itemsize)
     columns = scope.columns[name].new
-    full = [term.rows == rows and term.columns == columns for term in terms]
+    full = [term.rows == rows and term.columns == columns and term.span is None for term in terms]
     if len(terms) == 1 and full[0]:
         slot = contribution_slot(builder, terms[0])
         return builder.cast(slot, dtype), terms[0].owned or slot.dtype != dtype
+    shape = scope.strip_shape(name, len(rows))
+    if all(term.rows == rows and term.columns == columns and term.slot.dtype == wide for term in terms):
+        spans = [term.span for term in terms if term.span is not None]
+        dim = partition_dim(spans, shape) if len(spans) == len(terms) else None
+        if dim is not None:
+            total = _concatenate(builder, shape, wide, terms, dim)
+            return builder.cast(total, dtype), True
     base = next((i for i, term in enumerate(terms) if term.owned and full[i] and term.slot.dtype == wide), None)
-    total = builder.zeros(scope.strip_shape(name, len(rows)), wide) if base is None else terms[base].slot
+    total = builder.zeros(shape, wide) if base is None else terms[base].slot
     add_contributions(scope, builder, name, total, rows, [term for i, term in enumerate(terms) if i != base])
     return builder.cast(total, dtype), True
+
+
+def _concatenate(builder: ProgramBuilder, shape: tuple[int, ...], dtype: torch.dtype, terms: Sequence[GradContribution], dim: int) -> Slot:
+    """The gradient of a streamed value of which all slices along ``dim`` have one contribution."""
+    ordered = sorted((term for term in terms if term.span is not None), key=lambda term: term.span.start if term.span else 0)
+    total = builder.empty(shape, dtype)
+    slots, spans = tuple(term.slot for term in ordered), tuple(_channels_of(term) for term in ordered)
+    return builder.call(cat_slices_into, total, slots, spans, dim, writes=total)
+
+
+def _channels_of(term: GradContribution) -> tuple[DimSlice, ...]:
+    """The slices of its slot that a contribution consists of."""
+    return () if term.channels is None else (DimSlice(1, term.channels.start, len(term.channels)),)
 
 
 def add_contributions(
     scope: SegmentInfo, builder: ProgramBuilder, name: str, target: Slot, rows: Interval, terms: Sequence[GradContribution]
 ) -> None:
-    """Add contributions to a gradient of the panel's columns and ``rows``; those that are channel slices last, in one instruction."""
-    channel_slices = [term for term in terms if term.channels is not None]
-    separate = terms if len(channel_slices) < 2 else [term for term in terms if term.channels is None]
+    """Add contributions to a gradient of the panel's columns and ``rows``; those that are slices last, in one instruction."""
+    sliced = [term for term in terms if term.channels is not None or term.span is not None]
+    separate = terms if len(sliced) < 2 else [term for term in terms if term not in sliced]
     for term in separate:
         view = target
         for span in _slices_of(scope, name, target, rows, term):
             view = builder.narrow(view, *span)
         builder.add_into(view, contribution_slot(builder, term))
-    if len(channel_slices) > 1:
-        targets = tuple(_slices_of(scope, name, target, rows, term) for term in channel_slices)
-        spans = tuple((DimSlice(1, term.channels.start, len(term.channels)),) for term in channel_slices if term.channels is not None)
-        builder.call(add_slices, target, targets, tuple(term.slot for term in channel_slices), spans, writes=target)
+    if len(sliced) > 1:
+        targets = tuple(_slices_of(scope, name, target, rows, term) for term in sliced)
+        builder.call(add_slices, target, targets, tuple(term.slot for term in sliced), tuple(map(_channels_of, sliced)), writes=target)
 
 
 def _slices_of(scope: SegmentInfo, name: str, target: Slot, rows: Interval, term: GradContribution) -> tuple[DimSlice, ...]:
     """The slices of a gradient of the panel's columns and ``rows`` that a contribution covers."""
     assert term.rows is not None and term.columns is not None
     first_row, first_column = term.rows.start - rows.start, term.columns.start - scope.columns[name].new.start
-    return dim_slices(scope.axes, target, first_row, len(term.rows), first_column, len(term.columns))
+    slices = dim_slices(scope.axes, target, first_row, len(term.rows), first_column, len(term.columns))
+    return slices if term.span is None else (*slices, term.span)
 
 
-def sum_global_gradients(builder: ProgramBuilder, gradients: Sequence[tuple[Slot, bool]]) -> tuple[Slot, bool]:
-    """Emit the sum of gradients of a global value, all of one shape.
+def sum_global_gradients(builder: ProgramBuilder, shape: tuple[int, ...], terms: Sequence[GradContribution]) -> tuple[Slot, bool]:
+    """Emit the sum of gradients of a global value.
 
     Args:
         builder: takes the instructions.
-        gradients: pairs of a gradient and a flag, true if its storage may be overwritten.
+        shape: shape of the value.
+        terms: its gradient contributions.
 
     Returns:
         The sum, and true if its storage may be overwritten.
     """
+    gradients = [(contribution_slot(builder, term), term.owned) for term in terms if term.span is None]
+    slots = tuple(contribution_slot(builder, term) for term in terms if term.span is not None)
+    if slots:
+        spans = tuple(term.span for term in terms if term.span is not None)
+        dtype = max((slot.dtype for slot in slots), key=lambda kind: kind.itemsize)
+        total = builder.call(sum_slices, slots, spans, shape, tuple(range(len(shape))), dtype, shape=shape, dtype=dtype)
+        gradients.append((total, True))
     first, *others = sorted(gradients, key=lambda gradient: -gradient[0].dtype.itemsize)  # widest type first, which is the type of the sum
     if not others:
         return first

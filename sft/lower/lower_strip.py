@@ -353,7 +353,9 @@ class StripLowering:
 
     def add_to_global_grad(self, ctx: NodeContext, name: str, term: GradContribution) -> None:
         """Add a contribution to the gradient of a global tensor from outside."""
-        self.builder.add_into(ctx.global_grad(name), contribution_slot(self.builder, term))
+        target = ctx.global_grad(name)
+        target = target if term.span is None else self.builder.narrow(target, *term.span)
+        self.builder.add_into(target, contribution_slot(self.builder, term))
 
     def _add_to_source(self, name: str, term: GradContribution) -> None:
         read = self.read[name]
@@ -389,15 +391,14 @@ class StripLowering:
 
     def _backward_global(self, node: Node, contributions: list[GradContribution]) -> None:
         builder, scope = self.builder, self.scope
-        gradients = [(contribution_slot(self.builder, term), term.owned) for term in contributions]
+        shape = scope.shapes[node.name] if self.untiled else scope.global_shape(node.name)
         if node.name in scope.outputs:
-            shape = scope.shapes[node.name] if self.untiled else scope.global_shape(node.name)
             slot = builder.port("grad_out", node.name, shape, scope.grad_dtype(node.name))
             is_copied = node.name in scope.strided
-            gradients.append((builder.row_major(slot) if is_copied else slot, is_copied))
-        if not gradients:
+            contributions = [*contributions, GradContribution(builder.row_major(slot) if is_copied else slot, None, None, is_copied)]
+        if not contributions:
             return
-        total, owned = sum_global_gradients(self.builder, gradients)
+        total, owned = sum_global_gradients(builder, shape, contributions)
         rule = self._rule(node)
         if not rule.accepts_wide_grad and total.dtype != scope.dtype_of(node.name):
             total, owned = builder.cast(total, scope.dtype_of(node.name)), True

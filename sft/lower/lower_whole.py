@@ -218,7 +218,9 @@ class WholeLowering(StripLowering):
         if name in scope.single_grads and slot.dtype != scope.grad_dtype(name):
             term = GradContribution(builder.cast(slot, scope.grad_dtype(name)), None, None, owned=True)
             slot = term.slot
-        if is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
+        if term.span is not None:
+            super().add_to_global_grad(ctx, name, term)
+        elif is_first and slot.shape == scope.global_shape(name) and slot.dtype == scope.grad_dtype(name):
             is_in_layout = len(slot.shape) == 1 or (name in scope.in_program_layout and _is_weight_grad_in_layout(slot.shape))
             builder.emit_global_grad(name, slot, term.owned and term.channels is None and is_in_layout, scope.dtype_of(name))
         else:

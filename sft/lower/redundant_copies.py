@@ -6,7 +6,9 @@ contiguous tensors. In a whole program many of these copies are redundant:
 
 - the operand is known to be row-major (:mod:`sft.lower.slot_strides`), as the copy is: a view has the same elements and strides;
 - the copy is only read, through views, by further row-major copies, which may as well read the operand, or by fused attention, which
-  requires adjacent channels alone: queries, keys and values are slices of a permuted product.
+  requires adjacent channels alone: queries, keys and values are slices of a permuted product;
+- the operand is a sum of slices (:func:`sft.lower.concat.sum_slices`), which only the copy reads, permuted: the sum is made in the memory
+  order of the copy.
 
 Such a copy becomes a view of its operand. All other calls still get operands of the same elements and strides, so results keep their
 bits. A view shares the storage of its operand, so a copy stays a copy in these cases:
@@ -27,6 +29,7 @@ import torch
 from sft.analysis.frontend.capture import CHANNELS_LAST
 from sft.common.torch_internals import OpOverload, op_schema
 from sft.lower.builder import ProgramBuilder
+from sft.lower.concat import sum_slices
 from sft.lower.context import SegmentInfo
 from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.joint_traces import only_splits
@@ -77,6 +80,9 @@ def replace_redundant_copies(scope: SegmentInfo, builder: ProgramBuilder, num_fo
         if _is_copy(instruction) and strides.is_row_major(instruction.arguments[0]):
             elimination.replace(position)
         strides.note(builder.instructions[position])
+    for position, instruction in enumerate(builder.instructions):
+        if instruction.function is sum_slices:
+            elimination.order_sum(position)
     strides = SlotStrides(ports)
     for position, instruction in enumerate(builder.instructions):
         # Transposed again, an operand that was a clone before may be row-major.
@@ -139,6 +145,28 @@ class _CopyElimination:
             elif reader.function not in ROW_MAJOR_COPIES and not is_row_major_copy(reader):
                 return False
         return True
+
+    def order_sum(self, position: int) -> None:
+        """Give a sum of slices the memory order of the copy of its permuted elements, if nothing else reads it."""
+        instruction = self._builder.instructions[position]
+        (out,) = instruction.outputs
+        assert out is not None
+        readers = [self._builder.instructions[use] for use in self._uses.get(out.root, ())]
+        if out.root in self._border or not readers or not _is_copy(readers[-1]):
+            return
+        slot: Slot | None = out
+        order = tuple(range(len(out.shape)))
+        for reader in readers:
+            if slot is None or type(reader.arguments[0]) is not Slot or reader.arguments[0].number != slot.number:
+                return
+            if reader is not readers[-1]:
+                permutation = _permutation(reader)
+                if permutation is None:
+                    return
+                order = tuple(order[dim] for dim in permutation)
+                (slot,) = reader.outputs
+        tensors, spans, shape, _, dtype = instruction.arguments
+        self._builder.instructions[position] = instruction._replace(arguments=(tensors, spans, shape, order, dtype))
 
     def replace(self, position: int) -> None:
         """Make the copy of an instruction a view of its operand, if that is safe and takes no memory."""
@@ -204,6 +232,23 @@ class _CopyElimination:
 
     def _with_new_root(self, slot: Slot) -> Slot:
         return Slot(slot.number, slot.shape, slot.dtype, self._root_of(slot)) if slot.root in self._roots else slot
+
+
+def _permutation(instruction: Instruction) -> tuple[int, ...] | None:
+    """The dimensions of the operand in the order of the result, for a permutation of dimensions; ``None`` for other operators."""
+    function, arguments = instruction.function, instruction.arguments[1:]
+    order = list(range(len(instruction.arguments[0].shape)))
+    if function is aten.alias.default:
+        return tuple(order)
+    if function is aten.permute.default:
+        return tuple(dim % len(order) for dim in arguments[0])
+    if function is aten.t.default:
+        return tuple(reversed(order))
+    if function is aten.transpose.int:
+        first, second = arguments
+        order[first], order[second] = order[second], order[first]
+        return tuple(order)
+    return None
 
 
 def _is_view_in_any_layout(instruction: Instruction) -> bool:

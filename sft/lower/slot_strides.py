@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sft.common.torch_internals import OpOverload
+from sft.lower.concat import sum_slices
 from sft.lower.custom_ops.attention import fused_attention
 from sft.lower.program import Instruction, Slot, slots_of
 
@@ -95,7 +96,9 @@ class SlotStrides:
         for position, out in enumerate(instruction.outputs):
             if out is None:
                 continue
-            if len(out.shape) < 2 or self._has_row_major_result(instruction, position, out):
+            if instruction.function is sum_slices:
+                self._strides[out.number] = _ordered_strides(out.shape, instruction.arguments[3])
+            elif len(out.shape) < 2 or self._has_row_major_result(instruction, position, out):
                 self._strides[out.number] = _row_major_strides(out.shape)
             elif instruction.function is fused_attention and position == 0 and self._has_rows_of_heads(instruction.arguments[0]):
                 _, heads, length, channels = out.shape
@@ -148,6 +151,16 @@ def _row_major_strides(shape: Sequence[int]) -> _Strides:
         strides.append(stride)
         stride *= extent
     return tuple(reversed(strides))
+
+
+def _ordered_strides(shape: Sequence[int], order: Sequence[int]) -> _Strides:
+    """Strides of a tensor of which the dimensions have this order in memory, outermost first.
+
+    >>> _ordered_strides((4, 3, 2), (1, 0, 2))
+    (2, 8, 1)
+    """
+    strides = _row_major_strides([shape[dim] for dim in order])
+    return tuple(strides[order.index(dim)] for dim in range(len(order)))
 
 
 def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:

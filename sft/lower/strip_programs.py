@@ -319,16 +319,14 @@ class StripPrograms:
         """The number of a contribution, with rows relative to the first row of the value."""
         if term.rows is None:
             return self._gradients.number_of(term)
-        return self._gradients.number_of(
-            GradContribution(term.slot, term.rows.shift(-self._first(step, name)), term.columns, term.owned, term.channels)
-        )
+        return self._gradients.number_of(term._replace(rows=term.rows.shift(-self._first(step, name))))
 
     def _contribution(self, step: StripKey, name: str, number: int) -> GradContribution:
         """The contribution of a number, with rows of this step."""
         term: GradContribution = self._gradients.values[number]
         if term.rows is None:
             return term
-        return GradContribution(term.slot, term.rows.shift(self._first(step, name)), term.columns, term.owned, term.channels)
+        return term._replace(rows=term.rows.shift(self._first(step, name)))
 
 
 def _empty_rows(name: str) -> NodeRows:

@@ -18,6 +18,7 @@ from sft.lower.rules.padding import AssignSliceRule, BorderRowsRule, CircularPad
 from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
 from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
+from sft.lower.rules.slices import DIM_SLICES, DimSliceRule
 from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
 from sft.lower.rules.unfold import Col2imRule, Im2colRule
@@ -60,7 +61,7 @@ _RULES: dict[str, Rule] = {
     "spatial_contraction": SpatialContractionRule(),
     "moments": MomentsRule(),
 }
-_ACTIVATION, _TRACED, _WHOLE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule()
+_ACTIVATION, _TRACED, _WHOLE, _DIM_SLICE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule(), DimSliceRule()
 #: Reductions of full images without an accumulator; all others run as torch's own operator.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMeanRule(), "moments": WholeMomentsRule()}
 #: Rules for strips and full tensors alike, by target. Packages above this one add theirs with `register_rule`.
@@ -88,7 +89,7 @@ def rule_of(scope: SegmentInfo, node: Node, *, untiled: bool) -> Rule:
     if node.target in CASTS:
         return _RULES["cast"]
     if row.role == "whole" or row.name == "per_pixel" or not any(name in scope.streamed for name in node.operands):
-        return _WHOLE
+        return _DIM_SLICE if node.target in DIM_SLICES else _WHOLE
     if row.name == "pointwise":
         if node.target == "aten.relu.default":
             return _ACTIVATION

@@ -154,15 +154,16 @@ class _DetachUnderNoGrad(TorchFunctionMode):
                 f"writes in place ({_function_name(func)}) into a tensor that is not a parameter or buffer, and a compiled model has "
                 "its value of now; register it with register_buffer"
             )
-        destinations = [] if torch.is_grad_enabled() else destinations
-        if destinations:  # the written values must not bring their gradients along
+        if destinations and not torch.is_grad_enabled():  # the written values must not bring their gradients along
             args, kwargs = pytree.tree_map(
                 lambda value: value if _contains_tensor(value, destinations) else _detach_results(value), (args, kwargs)
             )
         versions = _version_counters(operands)
         result = func(*args, **kwargs)
         changes = zip(operands, versions, _version_counters(operands), strict=True)
-        self._check_written([value for value, before, after in changes if after != before], func)
+        written = [value for value, before, after in changes if after != before]
+        # Views share a version counter: of x.add_(x.detach()) both operands have changed, and x was written to.
+        self._check_written([value for value in written if _contains_tensor(value, destinations)] or written, func)
         if torch.is_grad_enabled():
             self._note_result(func, result, operands)
             return result

@@ -300,6 +300,32 @@ def test_writes_past_autograd_are_refused(change: Callable[[Parts, Tensor], Tens
     assert _reversed(torch.ones(1, requires_grad=True)).requires_grad, "elsewhere it works as before"
 
 
+def _scaled_by_itself(y: Tensor) -> Tensor:
+    y = y.clone()
+    y.sub_(y.detach().mean((2, 3), keepdim=True))
+    y += y.data
+    return y * y.detach()
+
+
+def _assigned_from_another_channel(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[:, :2] = y[:, 2:].detach()
+    y[:, 2:].add_(y.detach()[:, :2], alpha=0.5)
+    return y
+
+
+@pytest.mark.parametrize("change", [_scaled_by_itself, _assigned_from_another_channel])
+def test_a_write_that_reads_the_detached_value(change: Callable[[Tensor], Tensor]) -> None:
+    """The detached view has the version counter of the tensor that is written to."""
+
+    class Changed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(change(self.first(x)))
+            return out
+
+    assert_exact(seeded(Changed), image(*_SHAPE), options=sft.Options(tile=(4, None)))
+
+
 def test_set_of_detached_tensors_runs_as_in_eager() -> None:
     """As eager does: ``set_`` has no derivative, and needs none for tensors without a gradient."""
 

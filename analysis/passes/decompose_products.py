@@ -110,7 +110,7 @@ def _contract_pixels(
         ("other", Ref(right.node.name)),
         ("left", channel_split[0]),
         ("right", channel_split[1]),
-        ("shape", shape),
+        ("shape", shape[1:]),
         ("axes", num_axes),
     )
     product = replace(node, target="sft.contract_pixels", shape=shape, arguments=arguments)

@@ -249,10 +249,11 @@ def contract_pixels(
         other: ``[N, channels..., axes...]``.
         left: the group dimensions and the free dimensions among the channels of ``self``.
         right: the same for ``other``.
-        shape: shape of the result.
+        shape: shape of the result for a sample.
         axes: number of axes of the image.
     """
-    return torch.bmm(_pixel_matrices(self, left, axes), _pixel_matrices(other, right, axes).transpose(1, 2)).view(tuple(shape))
+    product = torch.bmm(_pixel_matrices(self, left, axes), _pixel_matrices(other, right, axes).transpose(1, 2))
+    return product.view(self.shape[0], *shape)
 
 
 def mix_channels(self: Tensor, matrix: Tensor, part: Sequence[Sequence[int]], channels: Sequence[int], axes: int) -> Tensor:

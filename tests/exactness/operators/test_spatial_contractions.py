@@ -154,6 +154,34 @@ def test_products_of_pixels_with_pixels_run_whole(*, is_fused: bool) -> None:
     assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
 
 
+class _DualAttention(nn.Module):
+    """Attention of positions, and of channels by a Gram matrix (DANet, Fu et al., 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.query = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        pixels, query = x.flatten(2), self.query(x).flatten(2)
+        energy = torch.bmm(pixels, pixels.transpose(1, 2))
+        channels = torch.bmm((energy.amax(-1, keepdim=True) - energy).softmax(-1), pixels)
+        positions = torch.bmm(pixels, torch.bmm(query.transpose(1, 2), query).softmax(-1).transpose(1, 2))
+        y: Tensor = self.after((channels + positions).view(x.shape) + x)
+        return y
+
+
+def test_gram_matrices_of_some_samples_at_a_time() -> None:
+    """Runs of samples on full tensors, with the products over pixels inside: at a batch tile, and at the least budget."""
+    model, x = seeded(_DualAttention), image(3, 3, 8, 10)
+    assert_exact(model, x, options=sft.Options(batch_tile=1), steps=1)
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.compile(model, [x.clone().requires_grad_()], budget=1)
+    needed = refused.value.needed_bytes
+    assert needed is not None
+    assert_exact(model, x, budget=needed, steps=1)
+
+
 class _Queries(nn.Module):
     """Learned matrices for each sample, which no sample makes: expanded, repeated, a parameter with an entry for each."""
 

@@ -29,6 +29,7 @@ from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
 from sft.common.torch_internals import OpOverload, op_schema, storage_id
 from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS
+from sft.lower.exact_storage import EXACT_STORAGE
 from sft.lower.op_recorder import ArgumentSpec, OpRecording, RecordedOp, record_ops
 from sft.lower.program import DEVICE
 
@@ -54,18 +55,6 @@ TINY_SHAPE = (2, 3, 4, 5)
 _VIEW_OPS = frozenset({aten.view.default, aten._unsafe_view.default})
 #: Calls that return their operand.
 _ALIAS_OPS = frozenset({aten.detach.default, aten.alias.default})
-
-
-def _with_exact_storage(overload: Any) -> Callable[..., torch.Tensor]:
-    def function(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        out: torch.Tensor = overload(self, *arguments, out=self.new_empty(0))
-        return out
-
-    return function
-
-
-#: Operators that resize a tensor of the operand's size and keep its storage if the result is smaller: called with an empty ``out`` instead.
-_OVERALLOCATING_OPS = {aten.im2col.default: _with_exact_storage(aten.im2col.out), aten.col2im.default: _with_exact_storage(aten.col2im.out)}
 
 #: (operator, result) pairs of which ATen allocates one element more than the result has: the bag of each index.
 _PADDED_RESULTS = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
@@ -254,7 +243,7 @@ class TraceBuilder:
             results.append(TracedResult(self._new(tensor, shared), shape, _real_dtype(recorded, position, tensor.dtype), shared))
         if target is aten.t.default and results[0] is not None:
             self._transposed[results[0].index] = arguments[0].index
-        target, has_many = _OVERALLOCATING_OPS.get(target, target), recorded.has_many
+        target, has_many = EXACT_STORAGE.get(target, target), recorded.has_many
         if has_many and len(results) == 1:  # a list of one tensor, as of `unbind`
             target, has_many = _unwrap_single(target), False
         return TracedCall(target, arguments, keywords, tuple(results), has_many)

@@ -126,6 +126,22 @@ def test_nan_and_infinity_stay_where_they_are() -> None:
     torch.testing.assert_close(net(x), model(x), rtol=0, atol=0, equal_nan=True)
 
 
+_SCATTERS: dict[str, _Function] = {
+    "a row": _written(lambda out, x: out[:, :, -1, :].copy_(x[:, :, 1, :])),
+    "some of a row": _written(lambda out, x: out[:, :, 1, 2:5].copy_(x[:, :, 0, 1:4])),
+    "a row of a part": _written(lambda out, x: out[:, 1:3][:, :, 2].mul_(2)),
+    "a diagonal": _written(lambda out, x: out[:, :, :5, :5].diagonal(0, 2, 3).mul_(x[:, :, 1, :5])),
+}
+
+
+@pytest.mark.parametrize("name", _SCATTERS)
+def test_an_assignment_to_a_view_takes_the_bytes_of_the_view(name: str) -> None:
+    """PyTorch's ``slice_scatter``, ``select_scatter`` and ``diagonal_scatter`` copy the storage of which their operand is a view."""
+    model, x = seeded(lambda: _Between(_SCATTERS[name])), image(2, 3, 13, 10)
+    assert_exact(model, x, to_the_byte=True, steps=1)
+    assert_exact(model, x, options=sft.Options(tile=(4, None)), steps=1)
+
+
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_slice_and_tiling(data: st.DataObject) -> None:

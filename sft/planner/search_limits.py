@@ -95,6 +95,10 @@ class SearchLimits:
     Transfer to another number of samples:
         max_transferred_flops: largest multiple of plain PyTorch's FLOPs of a plan that leaves room unused.
         transferred_room_share: share of the room above which it may have more.
+
+    Tiled heads on a GPU:
+        num_idle_values: numbers of the largest values between the segments of a tiled head that are tried off the device while the tail
+            runs.
     """
 
     max_projections: int = 8
@@ -159,6 +163,8 @@ class SearchLimits:
 
     max_transferred_flops: float = 1.4
     transferred_room_share: float = 0.75
+
+    num_idle_values: tuple[int, ...] = (1, 2, 4)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

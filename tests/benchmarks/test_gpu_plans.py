@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft import parse_bytes
 
-_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+_ROOT = Path(__file__).resolve().parents[2]
+_RESULTS = _ROOT / "benchmarks" / "results"
 #: Estimates differ by a little where candidates are nearly equal.
 _TOLERANCE = 1.01
 
 
-def _newest() -> dict[str, dict[str, float]]:
+def _newest() -> dict[str, dict[str, Any]]:
     """Results of the newest file, by case."""
     newest = max(_RESULTS.glob("*-cpu-gpu-plans.json"))
     return {json.dumps(result["case"]): result for result in json.loads(newest.read_text())["results"]}
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(14))
 def test_no_plan_has_become_worse(number: int) -> None:
     import gpu_plans
 
@@ -39,4 +41,17 @@ def test_the_pool_reserves_less() -> None:
     results = [result for result in _newest().values() if not result["replays_passes"]]
     assert all(result["reserved_bytes"] <= 1.005 * result["reserved_without_pool_bytes"] for result in results)
     ratios = sorted(result["reserved_bytes"] / result["tensor_bytes"] for result in results)
-    assert ratios[2] <= 1.04 and ratios[-1] <= 1.14
+    assert ratios[2] <= 1.05 and ratios[-1] <= 1.14
+
+
+def test_the_page_and_the_changelog_cite_the_newest_result() -> None:
+    ratios = {}
+    for result in _newest().values():
+        case = result["case"]
+        ratios[f"{case['network']} {case['size_px']} {case['budget']}"] = f"{result['seconds'] / result['plain_seconds']:.2f}"
+    page, changelog = ((_ROOT / name).read_text() for name in ("docs/gpu.md", "CHANGELOG.md"))
+    for text, names in (
+        (page, ("resnet18 20480 40GiB", "resnet18 20480 28GiB", "resnet18 2048 500MiB")),
+        (changelog, ("resnet18 20480 40GiB",)),
+    ):
+        assert all(f" {ratios[name]} times" in " ".join(text.split()) for name in names)

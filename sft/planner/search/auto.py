@@ -23,7 +23,9 @@ from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import plain_programs
 from sft.planner.search.independent_tiles import cheaper_tile_plans, smallest_tile_plans
+from sft.planner.search.relieved_heads import relieved_head_plans
 from sft.planner.search.samples import SamplePlans
+from sft.planner.search.separate_reductions import with_separate_reductions
 from sft.planner.search.staged import (
     cheapest_tiled_head,
     offloaded_plans,
@@ -63,15 +65,41 @@ class AutoSearch:
         return _cheapest_or_offloaded(self._problem, fitting, self._rates) if fitting else None
 
     def candidates(self, room_bytes: int) -> Iterator[ProjectedPlan]:
-        """Plans that fit and that may be the fastest: those of least cost, and those of the strip heights that cost least."""
+        """Plans that fit and that may be the fastest: those of least cost, those of the strip heights that cost least, and tiled heads of
+        which values leave the device while the tail runs. Plans with reductions of cuts have a variant with these in segments of their own.
+        """
+        for plan in self._unseparated(room_bytes):
+            yield plan
+            separate = with_separate_reductions(self._problem, plan) if self._may_separate else None
+            if separate is not None and self._fits(separate, room_bytes):
+                yield separate
+
+    def _unseparated(self, room_bytes: int) -> Iterator[ProjectedPlan]:
         fitting = self._fitting(room_bytes)
         yield from (plan for _, plan in fitting)
-        if not fitting or not self._options.is_automatic or self._options.tile is not None:
+        if not self._options.is_automatic or self._options.tile is not None:
+            return
+        if not self._is_near_optimal or self._plain(room_bytes) is None:
+            heads = self._tiled_heads(self._known_grids, room_bytes)
+            yield from relieved_head_plans(self._problem, heads, room_bytes, self._problem.limits.num_idle_values) if heads else ()
+        if all(plan.projection.host_bytes for _, plan in fitting):
+            heads = self._tiled_heads([*self._streaming_grids(self._known_grids)], room_bytes)
+            yield from relieved_head_plans(self._problem, heads, room_bytes, (0,)) if heads else ()
+        if not fitting:
             return
         for grid, candidate in cheapest_by_height(self._problem, room_bytes, self._options, self._rates):
             plan = materialize(self._problem, grid.choices(candidate))
-            if plan.projection.peak_bytes <= room_bytes and self._problem.resources.fits_host(plan.projection.host_bytes):
+            if self._fits(plan, room_bytes):
                 yield plan
+
+    def _fits(self, plan: ProjectedPlan, room_bytes: int) -> bool:
+        return plan.projection.peak_bytes <= room_bytes and self._problem.resources.fits_host(plan.projection.host_bytes)
+
+    @property
+    def _may_separate(self) -> bool:
+        """True if the options do not determine the segments, and weights are not loaded for each of them."""
+        resources = self._problem.resources
+        return self._may_tile and self._problem.sized.training and resources.weights is None and not resources.host_outputs
 
     def smallest(self) -> ProjectedPlan:
         """The plan with the smallest peak that this search knows."""

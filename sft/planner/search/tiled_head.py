@@ -33,6 +33,7 @@ from sft.planner.plan import SegmentChoice
 from sft.planner.region_builder import segment_borders
 from sft.planner.search.tiled import CandidateGrid
 from sft.planner.stages import StagedModel
+from sft.planner.streamed_cuts import streamable_values, with_streamed
 from sft.runtime.moves import SegmentSchedule
 from sft.runtime.region import Region
 from sft.solvers.chain import Stage, StageChain
@@ -229,12 +230,16 @@ class TiledHeadRecomputePlan:
         order: their schedule.
         peak_bytes: estimated peak, or the room that it should fit into.
         cost: estimated cost in FLOPs.
+        idle: values of the head that must leave the device while the tail runs.
+        head_peak_bytes: estimated peak while the strips of the head run.
     """
 
     choices: tuple[SegmentChoice, ...]
     order: SegmentSchedule
     peak_bytes: float
     cost: float
+    idle: tuple[str, ...] = ()
+    head_peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +251,7 @@ class _HeadEnd:
     height: int
     policy: int
     stage: int
+    num_idle: int = 0
 
 
 class TiledHeadRecompute:
@@ -267,23 +273,39 @@ class TiledHeadRecompute:
         #: (grid, position, stage after it)
         self._ends = [(g, p, stage) for g, row in enumerate(stages) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
         self._tried: set[tuple[_HeadEnd, int]] = set()
+        self._idle: dict[tuple[int, int], tuple[str, ...]] = {}
 
-    def cheapest(self, room_bytes: float, worse_than: float) -> TiledHeadRecomputePlan | None:
-        """The cheapest new proposal that should fit and costs less than ``worse_than`` FLOPs."""
+    def cheapest(
+        self, room_bytes: float, worse_than: float, *, head_room_bytes: float | None = None, num_idle: int = 0
+    ) -> TiledHeadRecomputePlan | None:
+        """The cheapest new proposal that should fit and costs less than ``worse_than`` FLOPs.
+
+        Args:
+            room_bytes: bytes for the step.
+            worse_than: cost of a known plan.
+            head_room_bytes: bytes while the strips of the head run; ``None`` for the same.
+            num_idle: number of the largest values between the segments of a head that leave the device while the tail runs; heads with
+                fewer of them are left out.
+        """
         best: tuple[float, _HeadEnd, int] | None = None
         for g, p, stage in self._ends:
             grid = self._grids[g]
-            spare = np.clip((room_bytes - self._prologue_bytes - grid.estimates.head_bytes[p]) / self._bucket_bytes, -1, self._num_buckets)
-            fits = (spare >= 0) & (grid.estimates.head_peak_bytes[p] <= room_bytes)
+            idle = self._idle_values(g, p, stage)[:num_idle] if num_idle else ()
+            if len(idle) < num_idle:
+                continue
+            kept_bytes = self._prologue_bytes + grid.estimates.head_bytes[p] - sum(map(self.staged.problem.sized.value_bytes, idle))
+            spare = np.clip((room_bytes - kept_bytes) / self._bucket_bytes, -1, self._num_buckets)
+            fits = (spare >= 0) & (grid.estimates.head_peak_bytes[p] <= (room_bytes if head_room_bytes is None else head_room_bytes))
             buckets = np.maximum(np.floor(spare), 0).astype(np.int64)
             tail_cost = self.staged.rates.flops_per_second * self._table.first_pass_row(stage)[buckets]
             cost = np.where(fits, grid.estimates.head_cost[p] + tail_cost, np.inf)
             for tried, num_buckets in self._tried:
-                if (tried.grid, tried.position) == (g, p) and buckets[tried.height, tried.policy] == num_buckets:
+                if (tried.grid, tried.position, tried.num_idle) == (g, p, num_idle) and buckets[tried.height, tried.policy] == num_buckets:
                     cost[tried.height, tried.policy] = np.inf
             h, k = _argmin_index(cost)
             if cost[h, k] < (worse_than if best is None else best[0]):
-                best = (float(cost[h, k]), _HeadEnd(grid=g, position=p, height=h, policy=k, stage=stage), int(buckets[h, k]))
+                end = _HeadEnd(grid=g, position=p, height=h, policy=k, stage=stage, num_idle=num_idle)
+                best = (float(cost[h, k]), end, int(buckets[h, k]))
         if best is None:
             return None
         cost_flops, end, num_buckets = best
@@ -312,10 +334,32 @@ class TiledHeadRecompute:
             head = self._grids[end.grid].head_choices(end.position, end.height, end.policy)
             head = self.staged.with_buffer_updates(head, end.stage)
             choices = (*head, *self.staged.choices_after(end.stage))
+            if self._grids[end.grid].streams:
+                choices = with_streamed(choices, streamable_values(self.staged.problem, choices))
             order = self.staged.segment_schedule(operations, head=head, num_stages=end.stage)
         else:
             choices, order = self.staged.choices, self.staged.segment_schedule(operations)
-        return TiledHeadRecomputePlan(choices=choices, order=order, peak_bytes=peak_bytes, cost=cost)
+        idle = self._idle_values(end.grid, end.position, end.stage)[: end.num_idle] if end.num_idle else ()
+        return TiledHeadRecomputePlan(
+            choices=choices,
+            order=order,
+            peak_bytes=peak_bytes,
+            cost=cost,
+            idle=idle,
+            head_peak_bytes=float(self._grids[end.grid].estimates.head_peak_bytes[end.position, end.height, end.policy]),
+        )
+
+    def _idle_values(self, grid: int, position: int, stage: int) -> tuple[str, ...]:
+        """Streamed values that the segments of a head pass to each other, and not to the tail; the largest first."""
+        if (grid, position) not in self._idle:
+            sized = self.staged.problem.sized
+            head = self._grids[grid].head_choices(position, 0, 0)
+            borders = segment_borders(sized.graph, head)
+            crossing = {*self.staged.cut_values[stage - 1], *sized.graph.results} if stage else set()
+            made = {name for _, makes in borders for name in makes if name in sized.phases.streamed}
+            read = {name for reads, _ in borders for name in reads}
+            self._idle[grid, position] = tuple(sorted((made & read) - crossing, key=lambda name: (-sized.value_bytes(name), name)))
+        return self._idle[grid, position]
 
 
 def _argmin_index(table: FloatArray) -> tuple[int, int]:

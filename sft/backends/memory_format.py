@@ -16,6 +16,7 @@ from sft.backends.convolution_relu import convolution_add_relu, convolution_relu
 from sft.backends.def_use import DefUse, slots_in
 from sft.backends.kernel_call import kernel_call_of
 from sft.lower.concat import cat_slices
+from sft.lower.custom_ops.statistics import affine_channels
 from sft.lower.program import Instruction, Port, Slot
 
 __all__ = ["channels_last_slots"]
@@ -38,6 +39,7 @@ _FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.sub.Tensor: None,
     aten.mul.Tensor: 0,
     aten.addcmul.default: 1,
+    affine_channels: 0,
     aten.cat.default: None,
     cat_slices: None,
     aten._native_batch_norm_legit_no_training.default: 0,

@@ -2,6 +2,16 @@
 
 Norm, residual sum and ReLU become one pass over the image. The backward pass becomes two: the ReLU's mask with the sums that make the
 gradients of scale and shift, and the mask with the input's gradient.
+
+Without kernels, affine maps of half-precision images are calls of ATen's norm on a GPU (:mod:`sft.lower.custom_ops.statistics`), so that
+no image is written in fp32:
+
+.. code-block:: text
+
+    w = cast(x); addcmul(shift, w, scale, out=w); y = cast(w)      y = affine_channels(x, scale, shift)
+    p = mul(cast(dy), x); dw = sum(p); db = sum(cast(dy))          dw, db = affine_gradient_sums(dy, x)
+    w = cast(dy); mul_(w, scale); add_(dx, w)                      add_(dx, affine_channels(dy, scale, None))
+    w = addcmul(shift, x, scale); add_(dx, w)                      add_(dx, affine_channels(x, scale, shift))
 """
 
 from __future__ import annotations
@@ -18,9 +28,18 @@ from sft.backends.kernel_call import allocation, kernel_instruction
 from sft.backends.norm_calls import AffineCall, FrozenNormCall, MomentsCall, num_norm_splits
 from sft.backends.pattern import MatchContext, Rewrite
 from sft.backends.selector import ShapeClass, pixel_class
+from sft.lower.custom_ops.statistics import affine_channels, affine_gradient_sums
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["match_affine_gradients", "match_affines", "match_frozen_norm_gradients", "match_frozen_norms", "match_moments"]
+__all__ = [
+    "match_affine_gradients",
+    "match_affines",
+    "match_frozen_norm_gradients",
+    "match_frozen_norms",
+    "match_half_affine_gradients",
+    "match_half_affines",
+    "match_moments",
+]
 
 aten = torch.ops.aten
 
@@ -242,3 +261,110 @@ def _rewrite_moments(context: MatchContext, at: int, call: Instruction) -> Rewri
     launch = kernel_instruction(moments.run, *slots, image, writes=slots, owner=owner)
     memory = tuple(allocation(slot, owner) for slot in slots)
     return Rewrite(removed=frozenset({at}), inserted={at: (*body, *memory, launch)})
+
+
+def match_half_affines(context: MatchContext) -> Iterator[Rewrite]:
+    """Affine maps of half-precision images, computed in fp32 and rounded where they are read."""
+    if context.fusion_device is None:
+        return
+    for function in (aten.addcmul.out, aten.addcmul.default, aten.mul_.Tensor):
+        for at, call in list(context.unclaimed_calls(function)):
+            rewrite = _rounded_affine(context, at, call)
+            if rewrite is not None:
+                yield rewrite
+
+
+def _rounded_affine(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+    if not all(isinstance(slot, Slot) for slot in call.arguments) or call.keywords.keys() - {"out"}:
+        return None
+    shift, wide, scale = call.arguments if len(call.arguments) == 3 else (None, *call.arguments)
+    image = wide if call.function is aten.addcmul.default else _half_image(context, wide, at)
+    result = call.writes[0] if call.writes else call.outputs[0]
+    if image is None or result is None or call.writes not in ((), (wide,)) or not _maps_channels(image, scale, shift):
+        return None
+    def_use = context.def_use
+    readers = [position for position in def_use.accesses(result) if position > at]
+    if len(readers) != 1 or result.root in def_use.outside or not context.is_channels_last(image):
+        return None
+    (last,) = readers
+    operands = [slot for slot in (image, scale, shift) if slot is not None]
+    if last in context.claimed or any(def_use.is_written_between(slot, at, last) for slot in operands):
+        return None
+    reader = def_use.instructions[last]
+    rounded = _rounded_result(context, reader, result, image)
+    if rounded is None:
+        return None
+    scratch_bytes = scale.num_bytes
+    affine = Instruction(affine_channels, (image, scale, shift), {}, (rounded,), (), 0, rounded.num_bytes, scratch_bytes, call.owner)
+    if reader.function is aten._to_copy.default:
+        return Rewrite(removed=frozenset({at, last}), inserted={last: (affine,)})
+    arguments = tuple(rounded if argument == result else argument for argument in reader.arguments)
+    reading = Instruction(reader.function, arguments, reader.keywords, (), reader.writes, 0, 0, reader.scratch_bytes, reader.owner)
+    return Rewrite(removed=frozenset({at, last}), inserted={last: (affine, reading)})
+
+
+def _half_image(context: MatchContext, wide: Slot, at: int) -> Slot | None:
+    """The half-precision image of which a slot is a cast to fp32 that nothing has changed before a position."""
+    def_use = context.def_use
+    maker = def_use.makers.get(wide.number)
+    if maker is None or wide.root != wide.number or def_use.instructions[maker].function is not aten._to_copy.default:
+        return None
+    image = def_use.instructions[maker].arguments[0]
+    is_changed = def_use.is_written_between(wide, maker, at) or def_use.is_written_between(image, maker, at)
+    return None if is_changed or wide.dtype != torch.float32 else image
+
+
+def _maps_channels(image: Slot, scale: Slot, shift: Slot | None) -> bool:
+    """True for a half-precision image, and one scale and shift in fp32 for each of its channels."""
+    per_channel = (1, *image.shape[1:2], *[1] * (len(image.shape) - 2))
+    is_half = image.dtype in (torch.float16, torch.bfloat16) and len(image.shape) in (4, 5) and all(image.shape)
+    return is_half and all(slot.shape == per_channel and slot.dtype == torch.float32 for slot in (scale, shift) if slot is not None)
+
+
+def _rounded_result(context: MatchContext, reader: Instruction, wide: Slot, image: Slot) -> Slot | None:
+    """Slot of a result that is rounded at once, if its reader rounds it to the type of the image."""
+    if reader.function is aten._to_copy.default:
+        (out,) = reader.outputs
+        is_rounding = reader.arguments == (wide,) and reader.keywords.keys() <= {"dtype"}
+        return out if out is not None and out.dtype == image.dtype and is_rounding else None
+    takes_half = reader.function in (aten.add_.Tensor, aten.copy_.default) and reader.writes[0].dtype == image.dtype
+    if not takes_half or reader.writes[0].root == wide.root or reader.keywords or reader.arguments[1] != wide:
+        return None
+    return context.builder.slot(image.shape, image.dtype) if reader.writes[0].shape == wide.shape else None
+
+
+def match_half_affine_gradients(context: MatchContext) -> Iterator[Rewrite]:
+    """Gradients of scale and shift of affine maps of half-precision images."""
+    if context.fusion_device is None:
+        return
+    for at, call in list(context.unclaimed_calls(aten.mul.Tensor)):
+        rewrite = _half_gradient_sums(context, at, call)
+        if rewrite is not None:
+            yield rewrite
+
+
+def _half_gradient_sums(context: MatchContext, at: int, call: Instruction) -> Rewrite | None:
+    def_use, (product,) = context.def_use, call.outputs
+    if product is None or call.keywords or not all(isinstance(slot, Slot) for slot in call.arguments):
+        return None
+    wide, image = call.arguments
+    grad = _half_image(context, wide, at)
+    if grad is None or (grad.shape, grad.dtype) != (image.shape, image.dtype) or len(image.shape) not in (4, 5):
+        return None
+    sums = [[p for p in def_use.users(slot) if p > at and context.is_unclaimed(p, aten.sum.dim_IntList)] for slot in (product, wide)]
+    if [len(each) for each in sums] != [1, 1] or not def_use.is_private(product, (at, *sums[0])):
+        return None
+    (first,), (second,) = sums
+    calls = [def_use.instructions[position] for position in (first, second)]
+    scale, shift = (each.outputs[0] for each in calls)
+    dims = [0, *range(2, len(image.shape))]
+    expected = (dims, dims[1:]) if image.shape[0] == 1 else (dims,)
+    are_sums = all(list(each.arguments[1]) in expected and each.arguments[2:] == (True,) and not each.keywords for each in calls)
+    if scale is None or shift is None or not are_sums or def_use.is_written_between(wide, at, second):
+        return None
+    if not context.is_channels_last(grad) or not context.is_channels_last(image):
+        return None
+    num_bytes = scale.num_bytes + shift.num_bytes
+    arguments = (grad, image)
+    both = Instruction(affine_gradient_sums, arguments, {}, (scale, shift), (), 0, num_bytes, 2 * num_bytes, call.owner)
+    return Rewrite(removed=frozenset({at, first, second}), inserted={at: (both,)})

@@ -24,7 +24,15 @@ from sft.backends.library_fusion import (
     match_running_statistics,
 )
 from sft.backends.memory_format import channels_last_slots
-from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
+from sft.backends.norms import (
+    match_affine_gradients,
+    match_affines,
+    match_frozen_norm_gradients,
+    match_frozen_norms,
+    match_half_affine_gradients,
+    match_half_affines,
+    match_moments,
+)
 from sft.backends.pattern import MatchContext, Pattern, Rewrite
 from sft.backends.pools import match_average_pools, match_max_pools
 from sft.backends.resize import match_resizes
@@ -40,6 +48,8 @@ __all__ = ["KernelBackend"]
 _LIBRARY_PATTERNS: tuple[Pattern, ...] = (
     match_convolution_relus,
     match_frozen_norm_image_gradients,
+    match_half_affine_gradients,
+    match_half_affines,
     match_channel_sums,
     match_running_statistics,
     match_counters,

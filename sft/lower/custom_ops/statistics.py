@@ -12,6 +12,8 @@ from sft.common.torch_internals import add_number, copy_tensors
 
 __all__ = [
     "affine",
+    "affine_channels",
+    "affine_gradient_sums",
     "argmax",
     "axis_minmax",
     "axis_sum",
@@ -37,6 +39,7 @@ __all__ = [
     "weight_norm",
 ]
 
+aten = torch.ops.aten
 
 #: Elements of a row of which the columns are summed.
 _WIDE_ROW = 2**15
@@ -117,6 +120,39 @@ def _frozen_scale(weight: Tensor | None, running_var: Tensor, eps: float) -> Ten
 def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
     """``self * scale + shift``."""
     return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0]).to(self.dtype)
+
+
+def affine_channels(self: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """``self * scale + shift`` in the type of the image, in one pass.
+
+    Composed of operators, the image is cast to fp32, mapped, and rounded: three passes. ATen's norm in evaluation mode takes
+    images and coefficients of these types. With mean 0, variance 0 and ``eps`` 1 it is ``(x - 0) * rsqrt(0 + 1) * weight + bias``, computed
+    in fp32 and rounded once.
+
+    Args:
+        self: image ``[N, C, ...]`` in half precision.
+        scale: ``[1, C, 1, ...]`` in fp32.
+        shift: the same, or ``None`` for 0.
+    """
+    zeros = torch.zeros_like(scale).flatten()
+    bias = None if shift is None else shift.flatten()
+    result: Tensor = aten._native_batch_norm_legit_no_training.default(self, scale.flatten(), bias, zeros, zeros, 0.0, 1.0)[0]
+    return result
+
+
+def affine_gradient_sums(grad: Tensor, self: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of ``grad * self`` and of ``grad`` for each channel, ``[1, C, 1, ...]`` in fp32: the gradients of scale and shift.
+
+    Args:
+        grad: gradient of the map's result, ``[N, C, ...]`` in half precision.
+        self: the image, in the same type and layout.
+    """
+    zeros = torch.zeros(self.shape[1], dtype=torch.float32, device=self.device)
+    saved = torch.empty(0, dtype=torch.float32, device=self.device)
+    arguments = (grad, self, zeros, zeros, zeros, saved, saved, False, 1.0, [False, True, True])
+    _, products, sums = aten.native_batch_norm_backward.default(*arguments)
+    shape = (1, -1, *[1] * (self.dim() - 2))
+    return products.view(shape), sums.view(shape)
 
 
 def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:

@@ -89,8 +89,8 @@ def add_contributions(
     scope: SegmentInfo, builder: ProgramBuilder, name: str, target: Slot, rows: Interval, terms: Sequence[GradContribution]
 ) -> None:
     """Add contributions to a gradient of the panel's columns and ``rows``; those that are slices last, in one instruction."""
-    sliced = [term for term in terms if term.channels is not None or term.span is not None]
-    separate = terms if len(sliced) < 2 else [term for term in terms if term not in sliced]
+    sliced = [term for term in terms if _is_sliced(term)]
+    separate = terms if len(sliced) < 2 else [term for term in terms if not _is_sliced(term)]
     for term in separate:
         view = target
         for span in _slices_of(scope, name, target, rows, term):
@@ -99,6 +99,10 @@ def add_contributions(
     if len(sliced) > 1:
         targets = tuple(_slices_of(scope, name, target, rows, term) for term in sliced)
         builder.call(add_slices, target, targets, tuple(term.slot for term in sliced), tuple(map(_channels_of, sliced)), writes=target)
+
+
+def _is_sliced(term: GradContribution) -> bool:
+    return term.channels is not None or term.span is not None
 
 
 def _slices_of(scope: SegmentInfo, name: str, target: Slot, rows: Interval, term: GradContribution) -> tuple[DimSlice, ...]:

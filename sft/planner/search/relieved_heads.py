@@ -4,7 +4,8 @@ The segments of a tiled head pass large values to each other: the image of each 
 runs, forward and back, they are idle. A proposal of :class:`~sft.planner.search.tiled_head.TiledHeadRecompute` may count on their bytes.
 They then leave the device in one of two ways:
 
-- *recomputed*: the segment that makes the value runs once more before its backward readers, if it reads inputs of the model alone;
+- *recomputed*: the segment that makes the value runs once more before its backward readers, if it reads inputs of the model alone. All
+  values of one segment are recomputed in one run, before the first of these readers;
 - *copied* to the host and back. The bytes are freed as late, and allocated as early, as the room allows, so that the copies overlap with
   as much computation as possible.
 
@@ -53,7 +54,9 @@ def relieved_head_plans(
             if fitting:
                 best_cost = proposal.cost
             yield from fitting
-            head_bytes, tail_bytes = (min(peaks) for peaks in zip(*map(relief.peaks, plans), strict=True)) if plans else (0.0, 0.0)
+            if not plans:  # the values can be neither recomputed nor copied
+                continue
+            head_bytes, tail_bytes = (min(peaks) for peaks in zip(*map(relief.peaks, plans), strict=True))
             head_error = max(head_error, head_bytes - proposal.head_peak_bytes)
             tail_error += max(tail_bytes, min(head_bytes, room_bytes)) - room_bytes
 
@@ -111,8 +114,13 @@ class _Relief:
         """The schedule with copies of some values, and with a second run of the segments that make other ones."""
         peaks = [record.peak_bytes for record in self._base.projection.op_records]
         sizes = {name: self._problem.sized.value_bytes(name) for name in self._gaps}
-        for name in (*(gap.target for gap in copied), *recomputed):
-            for position in range(self._gaps[name].before + 1, self._gaps[name].after):
+        reruns = {
+            segment: min(self._gaps[name].after for name, writer in recomputed.items() if writer == segment)
+            for segment in set(recomputed.values())
+        }
+        ends = {gap.target: gap.after for gap in copied} | {name: reruns[segment] for name, segment in recomputed.items()}
+        for name, end in ends.items():
+            for position in range(self._gaps[name].before + 1, end):
                 peaks[position] -= sizes[name]
         before, after = defaultdict[int, list[ScheduleOp]](list), defaultdict[int, list[ScheduleOp]](list)
         for gap in copied:
@@ -127,8 +135,8 @@ class _Relief:
                 after[gap.before].append(ScheduleOp("offload", value=gap.target))
                 after[last].append(ScheduleOp("release", value=gap.target))
                 before[first].append(ScheduleOp("prefetch", value=gap.target))
-        first_runs = {self._ops.index(ScheduleOp("forward", segment, True)) for segment in recomputed.values()}
-        for name, segment in recomputed.items():
-            before[self._gaps[name].after].append(ScheduleOp("forward", segment, True))
+        first_runs = {self._ops.index(ScheduleOp("forward", segment, True)) for segment in reruns}
+        for segment, position in sorted(reruns.items()):
+            before[position].append(ScheduleOp("forward", segment, True))
         ops = (replace(op, keep=False) if position in first_runs else op for position, op in enumerate(self._ops))
         return tuple(op for position, run in enumerate(ops) for op in (*before[position], run, *after[position]))

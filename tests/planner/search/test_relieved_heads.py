@@ -51,10 +51,25 @@ def _residual() -> nn.Module:
     return nn.Sequential(*stem, *(_Block() for _ in range(4)), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 3))
 
 
+class _TwoStems(nn.Module):
+    """Two convolutions of the input, which run in one segment, each with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(3, 12, size, padding=size // 2, bias=False) for size in (3, 5))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(12) for _ in range(2))
+        self.tail = nn.Sequential(*(_Block() for _ in range(3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.tail(self.norms[0](self.first(x)).relu() + self.norms[1](self.second(x)).tanh())
+        return y
+
+
 _MODELS: dict[str, Callable[[], nn.Module]] = {
     "batchnorm": lambda: deep(nn.BatchNorm2d),
     "groupnorm": lambda: deep(lambda channels: nn.GroupNorm(4, channels)),
     "residual": _residual,
+    "two stems": _TwoStems,
 }
 
 
@@ -98,3 +113,30 @@ def test_plans_fit_their_room_and_stay_on_the_device_without_a_host_budget(monke
     rooms = [int(share * plain_bytes) for share in (0.4, 0.5, 0.6)]
     plans = [(room, plan) for room in rooms for plan in _relieved(problem, room)]
     assert plans and all(plan.projection.peak_bytes <= room and not _copies(plan) for room, plan in plans)
+
+
+def test_values_of_one_segment_are_recomputed_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(seeded(_TwoStems), _SHAPE, monkeypatch)
+    plain_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none"), "cpu").projection.peak_bytes
+    plans = [plan for share in (0.4, 0.5, 0.6) for plan in _relieved(problem, int(share * plain_bytes)) if _recomputes_head(plan)]
+    runs = [sum(op.kind == "forward" and op.segment == 0 for op in plan.region.schedule) for plan in plans]
+    assert runs and set(runs) == {2}
+
+
+def test_a_proposal_without_a_plan_gives_no_room_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value between two norms can be neither recomputed nor, without a host budget, copied."""
+    problem = problem_of(seeded(lambda: deep(nn.BatchNorm2d)), _SHAPE, monkeypatch)
+    assert problem.resources.host_budget_bytes == 0
+    room_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none"), "cpu").projection.peak_bytes // 2
+    rooms: list[float] = []
+    cheapest = TiledHeadRecompute.cheapest
+
+    def noted(heads: TiledHeadRecompute, tail_room_bytes: float, *arguments: Any, **keywords: Any) -> Any:
+        rooms.append(tail_room_bytes)
+        return cheapest(heads, tail_room_bytes, *arguments, **keywords)
+
+    monkeypatch.setattr(TiledHeadRecompute, "cheapest", noted)
+    grids = [next(candidate_grids(problem, Options(), _GPU))]
+    heads = TiledHeadRecompute(StagedModel(problem, _GPU), grids, room_bytes)
+    assert not [*relieved_head_plans(problem, heads, room_bytes, (4,))]
+    assert len(rooms) > 2 and set(rooms) == {room_bytes}

@@ -14,11 +14,11 @@ from sft.lower.rules.joins import BinaryRule, CastRule, CatRule, DetachRule, Spa
 from sft.lower.rules.max_pool import AdaptiveMaxPoolRule, MaxPoolIndicesRule, MaxPoolRule, MaxUnpoolRule
 from sft.lower.rules.minmax import ArgMaxRule, MinMaxRule
 from sft.lower.rules.norms import AffineRule, FrozenNormRule, MomentsRule, ResultActivationRule, RunningStatisticRule, WholeMomentsRule
-from sft.lower.rules.padding import AssignSliceRule, BorderRowsRule, CircularPadRule, PadRule, SliceRule
+from sft.lower.rules.padding import BorderRowsRule, CircularPadRule, PadRule
 from sft.lower.rules.random import DropoutRule, NoiseRule, RandomMaskRule
 from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SpatialContractionRule, SumRule, WholeMeanRule
 from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
-from sft.lower.rules.slices import DIM_SLICES, DimSliceRule
+from sft.lower.rules.slices import DIM_SLICES, AssignSliceRule, DimSliceRule, SliceRule
 from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
 from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
 from sft.lower.rules.unfold import Col2imRule, Im2colRule

@@ -1,4 +1,4 @@
-"""Padding and slicing on a strip.
+"""Padding of a strip.
 
 Constant, reflect and replicate padding are local: a strip computes its rows from its own input rows. Circular padding of rows is not: the
 rows above the image are the last rows of the image. It takes two sweeps: the first collects these rows (``BorderRowsRule``), the second
@@ -8,21 +8,21 @@ inserts them (``CircularPadRule``). The rows that a strip collects or inserts de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.graph import Node, refs_in
-from sft.analysis.ir.ops.padding import PadSpec, SliceSpec
+from sft.analysis.ir.graph import refs_in
+from sft.analysis.ir.ops.padding import PadSpec
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.row_gather import RowGather
 from sft.lower.rules.base import ReductionRule, Rule
 
-__all__ = ["AssignSliceRule", "BorderRowsRule", "CircularPadRule", "PadRule", "SliceRule"]
+__all__ = ["BorderRowsRule", "CircularPadRule", "PadRule"]
 
 aten = torch.ops.aten
 
@@ -112,96 +112,6 @@ def _source_row(at: int, extent: int, mode: str) -> int:
 def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
     """For each axis: first row and number of rows computed, first row and number of rows read."""
     return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
-
-
-class SliceRule(Rule):
-    """A slice of a strip along one axis, with a step."""
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        (operand,) = refs_in(ctx.node.argument("self"))
-        view = self._slice(ctx, operand, ctx.strip(operand))
-        return ctx.builder.call(aten.clone.default, view, shape=view.shape, dtype=view.dtype)
-
-    def _slice(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
-        row = ctx.scope.specs[ctx.node.name]
-        assert isinstance(row, SliceSpec)
-        for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
-            begin, _, step = row.span(ctx.node, axis)
-            at = begin + step * start - first
-            if step == 1:
-                slot = ctx.narrow(slot, axis, at, length)
-                continue
-            dim = ctx.scope.axes.dim(len(slot.shape), axis)
-            assert dim is not None
-            shape = (*slot.shape[:dim], length, *slot.shape[dim + 1 :])
-            arguments: tuple[Any, ...] = (dim, at, at + step * (length - 1) + 1, step)
-            slot = ctx.builder.call(aten.slice.Tensor, slot, *arguments, shape=shape, view_of=slot, dtype=slot.dtype)
-        return slot
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image = ctx.node.argument("self")
-        (operand,) = refs_in(image)
-        total = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.builder.copy(self._slice(ctx, operand, total), grad)
-        ctx.add_grad(image, total, owned=True)
-
-
-class AssignSliceRule(Rule):
-    """Rows (columns, slices) of one image in another; the strip's position is bound when the program runs (the ``origin`` port)."""
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        image, source = (ctx.strip(next(refs_in(ctx.node.argument(key)))) for key in ("self", "src"))
-        if ctx.overwrite is not None:
-            return ctx.builder.call(_copy_around_slice, ctx.overwrite, image, *self._span(ctx), writes=ctx.overwrite)
-        return ctx.builder.call(_assign_slice, image, source, *self._span(ctx), shape=ctx.out_shape)
-
-    def overwritten(self, node: Node, streamed: Collection[str], *, untiled: bool) -> str | None:
-        """The padded source of a full image: its padding is free for the other image."""
-        image, source = node.argument("self").name, node.argument("src").name
-        return source if untiled and source in streamed and source != image else None
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        builder, image, source = ctx.builder, ctx.node.argument("self"), ctx.node.argument("src")
-        if ctx.needs_grad(source):  # the padding around the source takes the remaining rows, and has no gradient
-            ctx.add_grad(source, grad, owned=False)
-        if ctx.needs_grad(image):
-            out = builder.call(_without_slice, grad, *self._span(ctx), shape=grad.shape, dtype=grad.dtype)
-            ctx.add_grad(image, out, owned=True)
-
-    @staticmethod
-    def _span(ctx: NodeContext) -> tuple[Slot, int, int, int, int]:
-        origin, (axis, start, stop) = ctx.builder.port("origin", ctx.node.name, ()), map(ctx.node.argument, ("axis", "start", "stop"))
-        return origin, axis, start, stop, ctx.scope.axes.count
-
-
-def _slice_in_strip(strip: Tensor, origin: Sequence[int], axis: int, start: int, stop: int, axes: int) -> tuple[int, int, int]:
-    """The dimension of an axis, and the first index and the number of a slice's rows inside a strip."""
-    dim, first = strip.dim() - axes + axis, (*origin[1:], 0)[axis]
-    low, high = max(start - first, 0), min(stop - first, strip.shape[dim])
-    return dim, low, max(0, high - low)
-
-
-def _assign_slice(image: Tensor, source: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(image, *span)
-    out = image.clone()
-    if count:
-        out.narrow(dim, low, count).copy_(source.narrow(dim, low, count))
-    return out
-
-
-def _copy_around_slice(target: Tensor, image: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(image, *span)
-    for start, stop in ((0, low), (low + count, image.shape[dim])):
-        target.narrow(dim, start, stop - start).copy_(image.narrow(dim, start, stop - start))
-    return target
-
-
-def _without_slice(grad: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(grad, *span)
-    out = grad.clone()
-    if count:
-        out.narrow(dim, low, count).zero_()
-    return out
 
 
 _RowSpans: TypeAlias = tuple[tuple[int, int, int], ...]

@@ -21,7 +21,7 @@ from torch import nn
 import sft
 from sft.api.plan_search import FittedPlan, PlanSearch
 from sft.planner.measured.allocation_trace import record_step
-from sft.planner.measured.reserved_memory import resident_sizes, simulate_reserved_memory
+from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
 
@@ -68,7 +68,7 @@ class Result:
         seconds: modelled seconds of a step.
         plain_seconds: modelled seconds of the untiled step.
         flops_ratio: FLOPs over plain's.
-        tensor_bytes: bytes of all tensors at the peak, resident ones included.
+        tensor_bytes: bytes of all tensors at the peak, resident ones and those of recorded passes included.
         reserved_bytes: bytes that the allocator reserves.
         reserved_without_pool_bytes: the same for a step in the default pool.
         host_bytes: bytes of values that wait on the host.
@@ -117,13 +117,14 @@ def measure(case: Case) -> Result:
     plan, fitted = fitted_plan(model, shape, case.budget)
     plain = sft.plan(model, shape, budget="4000GiB", device="cuda", options=sft.Options(strategy="none"))
     trace = record_step(fitted.problem, fitted.projected.region)
-    without_pool = simulate_reserved_memory(trace, AllocatorSettings(), resident=resident_sizes(fitted.problem))
+    recorded = recording_sizes(fitted.problem) if plan.replays_passes else []
+    without_pool = simulate_reserved_memory(trace, AllocatorSettings(), resident=[*resident_sizes(fitted.problem), *recorded])
     return Result(
         case=case,
         seconds=plan.estimated_seconds,
         plain_seconds=plain.estimated_seconds,
         flops_ratio=plan.redundancy,
-        tensor_bytes=plan.total_bytes - plan.overhead_bytes,
+        tensor_bytes=plan.total_bytes - plan.overhead_bytes + sum(recorded),
         reserved_bytes=plan.projected_reserved_bytes,
         reserved_without_pool_bytes=without_pool.reserved_bytes,
         host_bytes=plan.host_bytes,

@@ -1,7 +1,6 @@
 """Rates of a GPU and of its host, of which the time model of the planner consists (``sft.planner.cost.gpu_time``).
 
-Host seconds are those of a call that returns while the device still works, over many calls on tensors so small that the host is the slower
-of the two. Device seconds come from CUDA events around a sequence of calls that the host issues ahead of the device.
+It measures more than a calibration (``sft.planner.measured.gpu_calibration``), with the same calls.
 
     python benchmarks/gpu_rates.py --out results            # 40 seconds
     python benchmarks/gpu_rates.py --device cpu --minutes 0.2
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,88 +23,24 @@ from torch import Tensor
 
 from sft.backends.convolution_relu import convolution_relu
 from sft.lower.custom_ops.statistics import channel_sums
+from sft.planner.measured.operator_calls import (
+    convolution_calls,
+    convolution_operands,
+    device_seconds,
+    element_calls,
+    host_calls,
+    host_seconds,
+)
 
 __all__ = ["main", "measure_rates"]
 
 #: Pairs of channels of 3 x 3 convolutions, and the columns of their images in networks for 2048 columns.
 _CONVOLUTIONS = (
-    *((3, 64, 2048), (64, 64, 2048), (64, 128, 1024), (128, 128, 1024), (256, 256, 512), (512, 512, 256), (64, 64, 512)),
+    *((3, 64, 2048), (8, 64, 2048), (64, 64, 2048), (64, 128, 1024), (128, 128, 1024), (256, 256, 512), (512, 512, 256), (64, 64, 512)),
     *((32, 32, 2048), (96, 32, 2048), (32, 64, 1024)),
 )
 _ROWS = (32, 128, 512)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_CALLS = 300
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def host_seconds(call: Callable[[], object], device: torch.device, calls: int = _CALLS) -> float:
-    """Host seconds of a call: the least of five rounds."""
-    rounds: list[float] = []
-    for _ in range(6):  # the first one warms up
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        rounds.append((time.perf_counter() - start) / calls)
-    _wait(device)
-    return min(rounds[1:])
-
-
-def device_seconds(call: Callable[[], object], device: torch.device, *, least_seconds: float = 5e-3) -> float:
-    """Device seconds of a call: the median of five sequences of calls."""
-    if device.type != "cuda":
-        return host_seconds(call, device, 3)
-    call()
-    repeats, rounds = 1, list[float]()
-    while len(rounds) < 5:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        _wait(device)
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        _wait(device)
-        seconds = float(start.elapsed_time(end)) / 1e3
-        if seconds < least_seconds and repeats < 400:
-            repeats = min(400, max(2 * repeats, int(repeats * least_seconds / max(seconds, 1e-6))))
-            continue
-        rounds.append(seconds / repeats)
-    return statistics.median(rounds)
-
-
-def _host_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls that a strip's program has, on tiny tensors, channels last."""
-    aten = torch.ops.aten
-    x = torch.zeros(1, 64, 4, 8, device=device, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    y, mean = torch.zeros_like(x), torch.ones(64, device=device)
-    weight = torch.zeros(64, 64, 3, 3, device=device, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    bias, matrix = torch.zeros(64, device=device, dtype=torch.bfloat16), torch.zeros(64, 64, device=device, dtype=torch.bfloat16)
-    geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    yield "empty", lambda: aten.empty_like(x)
-    yield "view (slice)", lambda: aten.slice(x, 2, 1, 3)
-    yield "view (view)", lambda: aten.view(matrix, [4096])
-    yield "add", lambda: aten.add(x, y)
-    yield "add_", lambda: aten.add_(x, y)
-    yield "relu_", lambda: aten.relu_(x)
-    yield "copy_", lambda: aten.copy_(x, y)
-    yield "copy_ of a slice", lambda: aten.copy_(aten.slice(x, 2, 1, 3), aten.slice(y, 2, 1, 3))
-    yield "cat", lambda: aten.cat([x, y], 2)
-    yield "pad", lambda: aten.constant_pad_nd(x, [1, 1, 1, 1])
-    yield "threshold_backward", lambda: aten.threshold_backward(x, y, 0)
-    yield "max_pool2d", lambda: aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    yield "batch_norm, evaluation", lambda: aten.native_batch_norm(x, mean, mean, mean, mean, False, 0.1, 1e-5)
-    yield "batch_norm, training", lambda: aten.native_batch_norm(x, mean, mean, mean, mean, True, 0.1, 1e-5)
-    yield "sum", lambda: aten.sum(x, [0, 2, 3])
-    yield "mm", lambda: aten.mm(matrix, matrix)
-    yield "addmm", lambda: aten.addmm(bias, matrix, matrix)
-    yield "convolution", lambda: aten.convolution(x, weight, bias, *geometry)
-    yield "convolution, no bias", lambda: aten.convolution(x, weight, None, *geometry)
-    for name, mask in (("data", [True, False, False]), ("weight", [False, True, False]), ("both and bias", [True, True, True])):
-        yield f"convolution_backward, {name}", lambda mask=mask: aten.convolution_backward(y, x, weight, [64], *geometry, mask)  # type: ignore[misc]
 
 
 def _kernel_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -129,13 +63,15 @@ def _kernel_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], obje
 
 def measure_rates(device: torch.device, deadline: Deadline, report: Callable[[str, dict[str, Any]], None]) -> None:
     """Measure all rates; each is reported at once, as a name with its numbers."""
-    for name, call in _host_calls(device):
+    for name, call in host_calls(device):
         report(f"host: {name}", {"microseconds": 1e6 * host_seconds(call, device)})
     if device.type == "cuda":
         for name, call in _kernel_calls(device):
             report(f"host: {name}", {"microseconds": 1e6 * host_seconds(call, device)})
         _report_floor(device, report)
     _report_bandwidths(device, report)
+    for name, count, call in element_calls(device, 512 if device.type == "cuda" else 32):
+        report(f"elements: {name}", {"G/s": count / device_seconds(call, device) / 1e9})
     for dtype_name, dtype in _DTYPES.items():
         for tf32 in (False, True) if dtype == torch.float32 else (False,):
             for num_in, num_out, columns in _CONVOLUTIONS:
@@ -182,25 +118,13 @@ def _report_bandwidths(device: torch.device, report: Callable[[str, dict[str, An
 
 def _convolution_rates(device: torch.device, dtype: torch.dtype, num_in: int, num_out: int, rows: int, columns: int) -> dict[str, Any]:
     """Seconds and FLOPs per second of a convolution, of its data gradient and its weight gradient, channels last."""
-    aten, layout = torch.ops.aten, torch.channels_last
-    x = torch.randn(1, num_in, rows + 2, columns, device=device, dtype=dtype).contiguous(memory_format=layout)
-    weight = torch.randn(num_out, num_in, 3, 3, device=device, dtype=dtype).contiguous(memory_format=layout)
-    y = torch.randn(1, num_out, rows, columns, device=device, dtype=dtype).contiguous(memory_format=layout)
-    bias = torch.zeros(num_out, device=device, dtype=dtype)
-    geometry = ((1, 1), (0, 1), (1, 1), False, (0, 0), 1)
-
-    def backward(*mask: bool) -> Callable[[], object]:
-        return lambda: aten.convolution_backward(y, x, weight, [num_out], *geometry, list(mask))
-
+    aten = torch.ops.aten
+    x, weight, bias, y = convolution_operands(device, num_in, num_out, rows, columns, dtype)
     calls = {
-        "forward": lambda: aten.convolution(x, weight, bias, *geometry),
-        "forward, no bias": lambda: aten.convolution(x, weight, None, *geometry),
-        "data": backward(True, False, False),
-        "weight": backward(False, True, False),
-        "bias": backward(False, False, True),
-        "all": backward(True, True, True),
+        **convolution_calls(device, num_in, num_out, rows, columns, dtype),
+        "all": lambda: aten.convolution_backward(y, x, weight, [num_out], (1, 1), (1, 1), (1, 1), False, (0, 0), 1, [True, True, True]),
         "bias, wide rows": lambda: channel_sums(y, torch.promote_types(dtype, torch.float32)),
-        "fused": lambda: convolution_relu(x, weight, bias, *(list(each) for each in geometry[:3]), 1),
+        "fused": lambda: convolution_relu(x, weight, bias, [1, 1], [1, 1], [1, 1], 1),
         "relu_": lambda: aten.relu_(y),
         "threshold_backward": lambda: aten.threshold_backward(y, y, 0),
     }

@@ -197,7 +197,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_planner.py::test_more_budget_never_costs_more": ("unet-shape1",),
     "test_planner.py::test_grids_count_states_as_the_projection_does": ("unet",),
-    "test_roofline_input_reads.py::test_the_planner_counts_bytes_read": ("panels restore",),
+    "test_input_reads.py::test_the_planner_counts_bytes_read": ("panels restore",),
     "test_recurrent_layers.py::test_a_recurrent_layer_is_exact": ("lstm both ways",),
     "test_skip_constant.py::test_panels_of_one_geometry_are_looked_at_one_by_one": ("6",),
     "test_fsdp.py::test_checkpoints_fit_other_numbers_of_ranks_and_layouts": ("_sgd",),

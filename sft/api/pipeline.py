@@ -39,7 +39,6 @@ from sft.common.transform_checks import without_dispatch_modes
 from sft.distributed.mesh import LiveMesh
 from sft.distributed.planning import plan_bands
 from sft.distributed.sync_batch_norm import check_sync_batch_norms, synchronized_moments, without_sync_batch_norm
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.plan import Plan
 from sft.planner.plan_builder import build_plan
 from sft.planner.problem import PlanningProblem
@@ -130,9 +129,8 @@ def prepare(
 ) -> PreparedPlan:
     """Build the user's plan, and allocate host memory and CUDA graphs for its region."""
     problem, region, device = fitted.problem, fitted.projected.region, signature.device
-    rates = DeviceRates(settings.device_type(device), replays=fitted.projected.projection.records_passes)
-    plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes, rates=rates)
-    plan = replace(plan, transferred_from=fitted.transferred_from, **_origin(plan, settings, device))
+    plan = build_plan(problem, fitted.projected, budget_bytes=settings.budget_bytes)
+    plan = replace(plan, transferred_from=fitted.transferred_from, **_limits_of(plan, settings))
     if fitted.seconds is not None:
         timeline = plan.timeline.measured(fitted.seconds)
         plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
@@ -194,18 +192,17 @@ def prepare_on_mesh(
         outputs_in_bands=settings.destination.in_bands,
         synchronized=synchronized_moments(model, problem.sized.graph, settings.mesh),
     )
-    rates = DeviceRates(settings.device_type(signature.device))
-    plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes, rates=rates)
+    plan = build_plan(problem, projected.planned, budget_bytes=settings.budget_bytes)
     plan = replace(plan, mesh=projected.mesh, flops=sum(rank.flops for rank in projected.mesh.ranks))
-    plan = replace(plan, **_origin(plan, settings, signature.device))
+    plan = replace(plan, **_limits_of(plan, settings))
     region = projected.planned.region
     if isinstance(settings.mesh, LiveMesh):
         region = projected.bands.region(settings.mesh.band, settings.backward_context)
     return PreparedPlan(plan, region, specialized.captured, problem.sized.graph.constant_outputs)
 
 
-def _origin(plan: Plan, settings: CompileSettings, device: torch.device) -> dict[str, Any]:
-    """Fields of a plan about the device that it is for, and about limits that were read from the machine.
+def _limits_of(plan: Plan, settings: CompileSettings) -> dict[str, Any]:
+    """Fields of a plan about limits that were read from the machine.
 
     Raises:
         BudgetError: the host lacks the memory that the plan takes.
@@ -213,7 +210,6 @@ def _origin(plan: Plan, settings: CompileSettings, device: torch.device) -> dict
     limits = settings.limits
     limits.check_host(plan.host_bytes)
     return {
-        "device_type": settings.device_type(device),
         "budget_note": limits.budget_note,
         "host_note": limits.host_note if plan.host_bytes else "",
     }

@@ -26,7 +26,6 @@ from sft.api.call_signature import CallSignature, Shape
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
@@ -170,7 +169,7 @@ class PlanSearch:
     def _estimated_seconds(self, fitted: FittedPlan) -> float:
         """Estimated seconds of a step, to compare plans by."""
         projection = fitted.projected.projection
-        rates = DeviceRates(self.settings.device_type(self.signature.device), replays=projection.records_passes)
+        rates = replace(fitted.problem.resources.rates, replays=projection.records_passes)
         seconds = project_timeline(fitted.problem, fitted.projected.choices, projection, rates).estimated_seconds
         return seconds if projection.records_passes or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
 
@@ -261,7 +260,7 @@ class PlanSearch:
         problem, options, device = fitted.problem, self.settings.options, self.signature.device
         rivals: Sequence[ProjectedPlan] = ()
         if self.settings.plan is None:
-            timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options, device.type)
+            timed = timing_candidates(problem, fitted.projected, self.settings.budget_bytes, options)
             rivals = [rival for rival in timed if self._fits_free_host(rival)]
         records_strips = options.cuda_graphs is True
         scope: GraphScope | None = "passes" if fitted.projected.projection.records_passes else "strips" if records_strips else None
@@ -323,11 +322,11 @@ class PlanSearch:
 
     def _new_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
-        settings, device_type = self.settings, self.settings.device_type(self.signature.device)
+        settings = self.settings
 
         def planned(problem: PlanningProblem) -> FittedPlan:
             accepted = partial(accepts, problem)
-            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, device_type, accepted))
+            return FittedPlan(problem, plan_segments(problem, settings.budget_bytes, settings.options, accepted))
 
         try:
             return planned(problem)
@@ -355,13 +354,13 @@ class PlanSearch:
 
     def _transferred_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan | None:
         """A plan with the decisions of one for another number of samples; ``None`` if none fits, or all plans are to be timed."""
-        settings, device_type = self.settings, self.settings.device_type(self.signature.device)
+        settings = self.settings
         if not settings.options.is_automatic or settings.options.profile == "measure":
             return None
         room_bytes = settings.budget_bytes - problem.resources.occupied_bytes
         for other in self.plans_of_other_samples:
             if can_transfer(problem, other):
-                plan = transferred_plan(problem, other, settings.options, device_type, room_bytes, partial(accepts, problem))
+                plan = transferred_plan(problem, other, settings.options, room_bytes, partial(accepts, problem))
                 if plan is not None:
                     fitted = FittedPlan(problem, plan)
                     return fitted if _is_untiled(fitted) else replace(fitted, transferred_from=other.input_shapes)

@@ -24,7 +24,6 @@ from sft.api.weight_placement import resident_bytes
 from sft.backends.resolve import backend_for
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.weighted_lru import WeightedLRU
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.problem import PlanningProblem
 from sft.planner.resources import Resources
 from sft.planner.sized_graph import SizedGraph
@@ -55,7 +54,7 @@ def build_problem(
     """
     captured, phases = specialized.captured, specialized.phases
     graph, device, options = phases.graph, signature.device, settings.options
-    device_type = settings.device_type(device)
+    rates = settings.rates(device)
     sized = SizedGraph(
         phases=phases,
         requires_grad=_values_with_grad(model, signature, phases, captured.capture),
@@ -68,12 +67,13 @@ def build_problem(
         resident_bytes=resident_bytes(model, settings.optimizer, settings.sharding, holds_gradients=signature.holds_gradients),
         from_source=frozenset(name for name, is_read in zip(graph.inputs, signature.from_source, strict=True) if is_read),
         outputs_on_host=settings.destination.on_host,
-        on_host=device_type in ("cpu", "meta"),
+        on_host=rates.device_type in ("cpu", "meta"),
         host_budget_bytes=settings.host_budget_bytes(device),
-        link=DeviceRates(device_type).link(options.link_bytes_per_second),
+        rates=rates,
+        link=rates.link(options.link_bytes_per_second),
         skips_repeats=settings.skips_repeats,
         deterministic=signature.deterministic,
-        backend=settings.backend or backend_for(options.backend, device, table_folders(), device_type),
+        backend=settings.backend or backend_for(options.backend, device, table_folders(), rates.device_type),
     )
     problem = PlanningProblem(resources=resources, shared=WeightedLRU() if shared is None else shared)
     _check_sources(problem, options.batch_tile)

@@ -15,9 +15,12 @@ from sft.api.outputs import OutputDestination
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape
 from sft.lower.context import Backend
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.measured.gpu_calibration import planning_model
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.torch_runtime.host_memory import HostAllocator
+from sft.torch_runtime.profiling import table_folders
 
 __all__ = ["CompileSettings"]
 
@@ -72,6 +75,17 @@ class CompileSettings:
     def device_type(self, device: torch.device) -> str:
         """Kind of device that a plan for a model on ``device`` is made for; a model on the meta device may be planned for another one."""
         return self.limits.device_type or device.type
+
+    def rates(self, device: torch.device) -> DeviceRates:
+        """Rates of the device that a plan for a model on ``device`` is made for.
+
+        Raises:
+            InputError: the file of the GPU's calibrated rates cannot be read.
+        """
+        device_type = self.device_type(device)
+        if device_type != "cuda":
+            return DeviceRates(device_type)
+        return DeviceRates(device_type, gpu=planning_model(device if device.type == "cuda" else torch.device("cuda"), table_folders()))
 
     def host_budget_bytes(self, device: torch.device) -> int | None:
         """Host bytes that the options allow a plan; ``None`` if they set no limit.

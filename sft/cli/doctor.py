@@ -23,7 +23,9 @@ from sft.common.distributions import installed_version
 from sft.common.free_memory import FreeMemory, free_device_memory, free_host_memory
 from sft.common.installation import DISTRIBUTION, ENVIRONMENT_VARIABLES, install_command, unread_variables
 from sft.common.memory import measure_peak
+from sft.planner.measured.gpu_calibration import planning_model
 from sft.planner.options import Options
+from sft.torch_runtime.profiling import table_folders
 
 __all__ = ["show_doctor"]
 
@@ -74,6 +76,8 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
     for device in report["devices"]:
         result = device["self_check"]
         lines.append(f"{device['device']:18} {device['name']}, {device['memory']}")
+        if device["rates"]:
+            lines.append(f"{'  plans ranked by':18} the rates of {device['rates']}")
         lines.append(f"{'  self-check':18} {'ok' if result['ok'] else 'FAILED'}: {result['message']}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return int(bool(failed))
@@ -105,6 +109,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "name": platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name(device),
         "memory": _memory_text(free_host_memory() if is_cpu else free_device_memory(device)),
+        "rates": "" if is_cpu else planning_model(device, table_folders()).name,
         "self_check": _self_check(device),
     }
 

@@ -27,14 +27,15 @@ from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.common.interval import Interval
 from sft.common.model_zoo import ModelName
 from sft.common.terminal.progress_display import steps
-from sft.planner.cost.gpu_time import H100
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.measured.gpu_calibration import planning_model
 from sft.planner.options import STRATEGIES, Options
 from sft.planner.plan import Plan
 from sft.planner.remedies import COMMAND_LINE, message_for
 from sft.planner.reports.plan_page import check_page_name
 from sft.solvers.plot import check_drawable
 from sft.sources.source import check_rows
+from sft.torch_runtime.profiling import table_folders
 
 __all__ = [
     "ExampleInput",
@@ -120,7 +121,7 @@ def parse_tile(text: str) -> tuple[int, int | None]:
 def _caption(device: str) -> str:
     """Origin of estimated seconds."""
     if device == "cuda":
-        return f"~ estimated by the rates of an {H100.name}"
+        return f"~ estimated by the rates of {planning_model(torch.device(device), table_folders()).name}"
     rate = f"{DeviceRates(device).flops_per_second:.0e}".replace("e+", "e")
     return f"~ estimated from FLOPs, at {rate} FLOPs a second on {'the CPU' if device == 'cpu' else 'a GPU'}"
 

@@ -33,6 +33,7 @@ from sft.cli.parser import TUNED_DTYPES
 from sft.cli.plans import ExampleInput
 from sft.common.byte_units import parse_bytes
 from sft.common.errors import InputError
+from sft.planner.measured.gpu_calibration import calibrate, model_path, save_model
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.torch_runtime.profiling import table_folders
@@ -227,15 +228,28 @@ def show_tune(request: TuneRequest, console: Console, *, as_json: bool, benchmar
     folder = request.folder or next(iter(table_folders()), None)
     if folder is None:
         raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
+    rates = _calibrate(benchmark, folder, again=request.again) if benchmark.device.type == "cuda" else None
     cases = collect_tuning_cases(request, benchmark.device)
     with _progress_bar(console, len(cases), is_shown=not as_json) as advance:
         limit_seconds = request.limit_seconds - (time.monotonic() - started)
         report = tune(cases, benchmark, folder, again=request.again, limit_seconds=limit_seconds, advance=advance)
     if as_json:
-        console.print(json.dumps(_summary(report), indent=2), markup=False, highlight=False, soft_wrap=True)
+        summary = {**_summary(report), "rates": rates and str(rates)}
+        console.print(json.dumps(summary, indent=2), markup=False, highlight=False, soft_wrap=True)
     else:
         _print_report(report, console)
+        if rates is not None:
+            console.print(f"rates by which plans are ranked: {rates}", markup=False, highlight=False, soft_wrap=True)
     return int(bool(report.refused))
+
+
+def _calibrate(benchmark: Benchmarker, folder: Path, *, again: bool) -> Path:
+    """File of the rates of the device, which are measured if there is none."""
+    path = model_path(folder, benchmark.device_name)
+    if again or not path.exists():
+        model = calibrate(benchmark.device, f"this {benchmark.device_name} (calibrated)")
+        save_model(path, model)
+    return path
 
 
 def _summary(report: TuningReport) -> dict[str, object]:

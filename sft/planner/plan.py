@@ -24,7 +24,7 @@ _DEFAULT_UNIT = "window rows"
 #: Fields that are left out of the JSON text where they are empty: plans of older releases have none of them.
 _ADDED_FIELDS = (
     *("search_limits", "device_type", "budget_note", "host_note", "projected_reserved_bytes", "replays_passes", "frozen_bytes"),
-    "transferred_from",
+    *("transferred_from", "gpu_name"),
 )
 #: Element types of inputs.
 _DTYPES = (
@@ -209,6 +209,8 @@ class Plan:
             total. 0 on a CPU, and in plans of older releases.
         replays_passes: on a GPU, true if the forward and the backward pass are recorded and replayed as CUDA graphs.
         frozen_bytes: in training, bytes of parameters without a gradient, which have no gradient buffer and no optimizer state.
+        gpu_name: name of the GPU by whose rates seconds are estimated, not compared; empty for other kinds of device, and in plans of older
+            releases.
         transferred_from: shapes of the inputs for which the decisions were made, not compared; empty if they were made for these inputs.
     """
 
@@ -242,6 +244,7 @@ class Plan:
     replays_passes: bool = field(default=False, compare=False)
     frozen_bytes: int = field(default=0, compare=False)
     transferred_from: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    gpu_name: str = field(default="", compare=False)
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         """Restore a pickle; one of an older release lacks the last fields."""

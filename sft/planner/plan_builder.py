@@ -9,7 +9,6 @@ import numpy as np
 
 from sft.analysis.tiling.footprint import footprint_formulas, run_footprint, run_formulas
 from sft.backends.kernel_call import kernel_operators
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.plan import Plan, SegmentChoice, SegmentPlan
@@ -27,9 +26,10 @@ from sft.runtime.whole_segment import WholeSegment
 __all__ = ["build_plan"]
 
 
-def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
-    """Build the plan; its seconds are estimated at these rates."""
+def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_bytes: int) -> Plan:
+    """Build the plan; its seconds are estimated at the rates of the device."""
     graph = problem.sized.graph
+    rates = replace(problem.resources.rates, replays=projected.projection.records_passes)
     return Plan(
         input_shapes=tuple(problem.sized.shapes[name] for name in graph.inputs),
         input_placements=problem.resources.input_placements,
@@ -52,6 +52,8 @@ def build_plan(problem: PlanningProblem, projected: ProjectedPlan, *, budget_byt
         weights_peak_bytes=projected.projection.weights_peak_bytes,
         overhead_bytes=projected.projection.overhead_bytes,
         search_limits=problem.limits,
+        device_type=rates.device_type,
+        gpu_name=rates.gpu.name if rates.device_type == "cuda" else "",
         frozen_bytes=_frozen_bytes(problem) if problem.sized.training else 0,
     )
 

@@ -12,7 +12,7 @@ from sft.analysis.ir.graph import label_range
 from sft.analysis.ir.repeat_op import REPEAT
 from sft.common.byte_units import format_bytes, size_at_least
 from sft.common.errors import BudgetError, UnsupportedError
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import OFFLOAD_STRATEGIES, Options
 from sft.planner.problem import PlanningProblem
@@ -49,7 +49,6 @@ def plan_segments(
     problem: PlanningProblem,
     budget_bytes: int,
     options: Options,
-    device_type: str,
     accepts: Callable[[ProjectedPlan], bool] = lambda _: True,
 ) -> ProjectedPlan:
     """Choose segments for a budget by the strategy of the options.
@@ -58,7 +57,6 @@ def plan_segments(
         problem: the planning problem.
         budget_bytes: the device budget.
         options: constraints on the plan.
-        device_type: ``"cpu"``, ``"cuda"``.
         accepts: a further condition. On a GPU the fastest plan that meets it is taken if one of the fastest few does.
 
     Raises:
@@ -66,7 +64,7 @@ def plan_segments(
         BudgetError: the plan exceeds the host budget.
     """
     room_bytes = budget_bytes - problem.resources.occupied_bytes
-    rates = DeviceRates(device_type, replays=problem.resources.replays)
+    rates = problem.resources.rates
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
     if options.strategy in (*RECOMPUTE_STRATEGIES, *OFFLOAD_STRATEGIES):
@@ -76,7 +74,7 @@ def plan_segments(
         plans = by_time(problem, (plan for search in searches for plan in search.candidates(room_bytes)), rates)
         if plans:
             return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
-        if problem.resources.replays:  # an option, whose smallest plan is of no interest
+        if rates.replays:  # an option, whose smallest plan is of no interest
             raise BudgetError("no plan has room for recordings of its passes", needed_bytes=budget_bytes + 1)
         plan = searches[0].smallest()
     else:

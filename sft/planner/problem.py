@@ -57,7 +57,7 @@ class PlanningProblem:
 
     def with_replays(self) -> PlanningProblem:
         """The same problem for passes that CUDA graphs replay; derived results depend on it by the rates in their keys."""
-        return self._with_resources(replace(self.resources, replays=True))
+        return self._with_resources(replace(self.resources, rates=replace(self.resources.rates, replays=True)))
 
     def _with_resources(self, resources: Resources) -> PlanningProblem:
         problem = replace(self, resources=resources)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from sft.lower.context import Backend
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.sized_graph import SizedGraph
 from sft.runtime.weight_prefetch import StreamedWeights
 from sft.solvers.chain import HostLink
@@ -25,12 +26,12 @@ class Resources:
         outputs_on_host: true if the model's outputs are stored on the host.
         on_host: true if the device's memory is the host's.
         host_budget_bytes: most bytes of host memory for values that leave the device during a step; ``None`` is no limit.
+        rates: rates of the device.
         link: transfer rates between device and host.
         backend: rewrites parts of programs into kernels; ``None`` for ATen alone.
         skips_repeats: true if constant strips are skipped.
         deterministic: true if sums must be computed in a fixed order, which PyTorch's own derivatives do not keep on the device.
         weights: the streamed parameters; ``None`` if all are resident.
-        replays: true if CUDA graphs replay the passes.
     """
 
     sized: SizedGraph
@@ -40,12 +41,12 @@ class Resources:
     outputs_on_host: bool = False
     on_host: bool = True
     host_budget_bytes: int | None = None
+    rates: DeviceRates = field(default_factory=DeviceRates)
     link: HostLink = field(default_factory=HostLink)
     backend: Backend | None = None
     skips_repeats: bool = False
     deterministic: bool = False
     weights: StreamedWeights | None = None
-    replays: bool = False
 
     @property
     def occupied_bytes(self) -> int:

@@ -17,7 +17,7 @@ __all__ = ["SearchLimits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """Thresholds of a plan search; costs are FLOPs (``sft.planner.cost.roofline``), shares and factors have no unit.
+    """Thresholds of a plan search; costs are FLOPs (``sft.planner.cost.device_rates``), shares and factors have no unit.
 
     Exact projections:
         max_projections: projections per candidate grid, and per search for a tiled head with a recomputed tail.

@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 
 from sft.analysis.ir.graph import Graph
 from sft.lower.program import Program, slots_of
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.offload_moves import OffloadLowering
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem

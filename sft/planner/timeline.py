@@ -9,7 +9,7 @@ event simulation of a chain (``sft.solvers.simulate``). A copy begins when its d
 completed; a release waits for the copy, and so does the first op that reads a prefetched value.
 
 Seconds are of two kinds, which are never mixed. Estimated seconds exist for every plan: FLOPs and calls at a rate that is known to the
-nearest power of ten for the kind of device (``sft.planner.cost.roofline``). They rank plans and give the share of a step that a segment
+nearest power of ten for the kind of device (``sft.planner.cost.device_rates``). They rank plans and give the share of a step that a segment
 takes, not its duration. Measured seconds come from timing the plan's programs on the device.
 """
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from harness.bags import AttentionBag, VisionTransformer
 
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.problem import PlanningProblem

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sft
 import sft.api.plan_search
 from sft.common.torch_internals import pytree
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.planner import plan_segments
 from sft.planner.problem import PlanningProblem

@@ -16,7 +16,7 @@ from torch import nn
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.api.pareto import PlanningSession
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.planner import plan_segments
 from sft.planner.problem import PlanningProblem

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import sft
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.options import Options
 from sft.planner.plan import Plan
@@ -54,22 +54,22 @@ def test_the_report_lists_changed_limits_only(plan: Plan) -> None:
 def test_limits_bound_a_search() -> None:
     problem = problem_of(_model().float(), _SHAPE, training=True)
     with pytest.raises(sft.BudgetError) as refused:
-        plan_segments(problem, 1, Options(), "cpu")
+        plan_segments(problem, 1, Options())
     coarse = replace(problem, limits=SearchLimits(num_value_limits=1, max_tiles=1, state_slots=()))
     with pytest.raises(sft.BudgetError) as coarsely_refused:
-        plan_segments(coarse, 1, Options(), "cpu")
+        plan_segments(coarse, 1, Options())
     assert coarsely_refused.value.needed_bytes >= refused.value.needed_bytes
 
 
 def test_the_joint_solver_never_costs_time() -> None:
     """The label search over recomputation and copies is added to the plans that auto compares."""
     problem = with_resources(problem_of(_model().float(), _SHAPE, training=True), host_budget_bytes=None)
-    plain = plan_segments(problem, 2**40, Options(), "cpu").projection
+    plain = plan_segments(problem, 2**40, Options()).projection
     without = replace(problem, limits=SearchLimits(max_joint_stages=0))
     for percent in (70, 50):
         costs = []
         for each in (problem, without):
-            planned = plan_segments(each, plain.peak_bytes * percent // 100, Options(), "cpu")
+            planned = plan_segments(each, plain.peak_bytes * percent // 100, Options())
             costs.append(project_timeline(each, planned.choices, planned.projection, DeviceRates("cpu")).estimated_seconds)
             assert planned.projection.peak_bytes <= plain.peak_bytes * percent // 100
         assert costs[0] <= costs[1]

@@ -9,7 +9,7 @@ from torch import nn
 
 from examples.models import resnet18, unet
 from sft.analysis.passes.pipeline import run_passes
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.projection import plain_programs
 from sft.planner.stages import StagedModel
 from sft.runtime.whole_segment import WholeSegment

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.passes.pipeline import run_passes
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import materialize
 from sft.planner.search.tiled import CandidateGrid
 from sft.runtime.tiled_segment import TiledSegment

@@ -16,7 +16,7 @@ from torch import nn
 
 import sft
 from sft.common.torch_internals import pytree
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.offload_moves import drop_idle_copies
 from sft.planner.options import OFFLOAD_STRATEGIES
 from sft.planner.projection import run_step

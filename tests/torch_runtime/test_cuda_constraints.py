@@ -21,7 +21,7 @@ from sft.distributed.process_transport import _batched_p2p
 from sft.distributed.transport import TOPICS
 from sft.lower import joint_traces as traces
 from sft.lower.op_recorder import ArgumentSpec
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.search.tiled import CandidateGrid
 from sft.sources.arrays import ArraySource
 from sft.torch_runtime.input_streaming import load_source

@@ -5,31 +5,31 @@ The host issues instructions one after the other while the device works, so a pr
     max(sum of host seconds, sum of kernel seconds).
 
 An instruction takes the host the call of PyTorch and the interpretation of the instruction. A kernel takes the larger of its floating-point
-operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Two kernels are bound
-by neither: a convolution adds its bias in a kernel of its own, element by element, and a reduction (the gradient of a bias) reads slowly.
-Convolutions and matrix products run in tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles may leave
-multiprocessors idle.
+operations over the rate of its type, width and direction and its bytes over the memory's bandwidth, and a floor. Some kernels are bound
+by neither, but by the elements that they address one by one: the bias of a convolution, which is a kernel of its own, a reduction (the
+gradient of a bias), pools, interpolation, and copies of columns, which are no contiguous memory. Convolutions and matrix products run in
+tiles of 128 x 128 results, one for each multiprocessor at a time; the last wave of tiles may leave multiprocessors idle.
 
-The rates of :data:`H100` are rounded measurements (``benchmarks/gpu_rates.py``, ``benchmarks/results/*-h100-gpu-rates.md``; a test compares
-them with the newest result), except four that the script does not measure: the interpretation of an instruction and of a program, from
-profiles of whole steps, the share of double precision, and the number of multiprocessors. They rank plans of one model; the seconds are not
-a forecast. Single precision is TF32, as PyTorch's default; without it, products take 3 to 40 times as long.
+:mod:`sft.planner.cost.gpu_models` has the rates of some GPUs. They rank plans of one model; the seconds are not a forecast. Single
+precision is TF32, as PyTorch's default; without it, products take 3 to 40 times as long.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from sft.backends.kernel_call import kernel_call_of
+from sft.lower.concat import cat_slices, cat_slices_into
 from sft.lower.custom_ops.attention import fused_attention, fused_attention_backward
 from sft.lower.program import Instruction, Program, Slot, slots_of
 
-__all__ = ["H100", "ConvolutionRates", "GpuModel"]
+__all__ = ["ConvolutionRates", "GpuModel"]
 
 aten = torch.ops.aten
 
@@ -37,6 +37,21 @@ aten = torch.ops.aten
 Direction = Literal["forward", "data", "weight"]
 #: Operators whose products have the channels of a head last.
 _ATTENTION = (fused_attention, fused_attention_backward)
+#: Operators whose kernels address every element of the larger side: interpolation and its gradient, and gradients of pools.
+_GATHERS = frozenset(
+    {
+        *(aten.upsample_bilinear2d.default, aten.upsample_bilinear2d_backward.default),
+        *(aten.upsample_trilinear3d.default, aten.upsample_trilinear3d_backward.default),
+        *(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default),
+    }
+)
+_POOLS = frozenset({aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default})
+#: Calls that write all of their first operand and read none of it.
+_OVERWRITES = frozenset({aten.copy_.default, aten.zero_.default, cat_slices_into})
+#: Calls that copy images element by element where rows are not adjacent.
+_CONCATENATIONS = (cat_slices, cat_slices_into)
+#: First dimension of an image's columns.
+_COLUMNS_DIM = 3
 #: Edge of a tile of a convolution or matrix product.
 _TILE = 128
 #: Least share of the rate that a kernel reaches, however few tiles it has: small problems are divided along the sum, too.
@@ -71,7 +86,7 @@ class GpuModel:
     """Rates of a kind of GPU and of its host.
 
     Attributes:
-        name: name in reports.
+        name: name in sentences, with an article.
         convolutions: rates of half-precision convolutions by channels, ascending; between and below them the rate is a power of the
             channels, above them that of the last.
         single_share: rate in single precision (TF32), relative to half precision.
@@ -79,6 +94,9 @@ class GpuModel:
         bytes_per_second: bandwidth of the memory.
         biases_per_second: elements to which a convolution adds its bias.
         reduced_elements_per_second: elements that a reduction reads.
+        pooled_elements_per_second: elements that a max pool reads.
+        gathered_elements_per_second: elements of the larger side of an interpolation, of its gradient, and of the gradient of a pool.
+        copied_elements_per_second: elements of which a copy from or to columns of an image consists.
         link_bytes_per_second: bandwidth to the host, in each direction.
         num_multiprocessors: number of multiprocessors.
         min_kernel_seconds: floor of a kernel in a stream.
@@ -99,6 +117,9 @@ class GpuModel:
     bytes_per_second: float
     biases_per_second: float
     reduced_elements_per_second: float
+    pooled_elements_per_second: float
+    gathered_elements_per_second: float
+    copied_elements_per_second: float
     link_bytes_per_second: float
     num_multiprocessors: int
     min_kernel_seconds: float
@@ -114,8 +135,11 @@ class GpuModel:
     def seconds(self, program: Program, *, replays: bool = False) -> float:
         """Seconds of a program; without those of the host where a CUDA graph ``replays`` it."""
         host_seconds, device_seconds = self.program_seconds, 0.0
+        columns = set[int]()
         for instruction in program.instructions:
-            host, device = self.instruction_times(instruction, replays=replays)
+            if _is_view_of_columns(instruction, columns):
+                columns.update(out.number for out in instruction.outputs if out is not None)
+            host, device = self.instruction_times(instruction, columns, replays=replays)
             host_seconds += host
             device_seconds += device
         return device_seconds if replays else max(host_seconds, device_seconds)
@@ -134,14 +158,25 @@ class GpuModel:
         exponent = math.log(high.rate(direction) / low.rate(direction)) / math.log(high.channels / low.channels)
         return low.rate(direction) * float((max(1, num_channels) / low.channels) ** exponent)
 
-    def instruction_times(self, instruction: Instruction, *, replays: bool = False) -> tuple[float, float]:
-        """Seconds of an instruction on the host, and on the device, where the floor of a kernel depends on ``replays``."""
+    def instruction_times(
+        self, instruction: Instruction, columns: Container[int] = frozenset(), *, replays: bool = False
+    ) -> tuple[float, float]:
+        """Seconds of an instruction on the host, and on the device, where the floor of a kernel depends on ``replays``.
+
+        Args:
+            instruction: the instruction.
+            columns: numbers of the slots that are views of some columns of an image.
+            replays: true if a CUDA graph replays it.
+        """
         outputs = [out for out in instruction.outputs if out is not None]
         is_new = any(out.root == out.number for out in outputs)
         if (not instruction.writes and not is_new) or instruction.function is torch.empty:
             return self.instruction_seconds + self.view_seconds, 0.0
         reads = slots_of(instruction)
         written = {slot.root: slot for slot in (*outputs, *instruction.writes)}
+        if instruction.function in _OVERWRITES or "out" in instruction.keywords:
+            overwritten = {slot.number for slot in instruction.writes}
+            reads = [slot for slot in reads if slot.number not in overwritten]
         num_bytes = sum(slot.num_bytes for slot in (*{slot.number: slot for slot in reads}.values(), *written.values()))
         floor = self.min_replayed_seconds if replays else self.min_kernel_seconds
         if instruction.flops:
@@ -149,10 +184,21 @@ class GpuModel:
         host = self.call_seconds if kernel_call_of(instruction.function) is None else self.kernel_call_seconds
         num_read = max((math.prod(slot.shape) for slot in reads), default=0)
         num_written = sum(math.prod(slot.shape) for slot in written.values())
-        device = num_bytes / self.bytes_per_second
-        if num_read > _REDUCTION_RATIO * num_written:
-            device = max(device, num_read / self.reduced_elements_per_second)
+        device = max(num_bytes / self.bytes_per_second, self._addressing_seconds(instruction, num_read, num_written))
+        if any(slot.number in columns for slot in (*reads, *instruction.writes)):
+            device = max(device, max(num_read, num_written) / self.copied_elements_per_second)
         return self.instruction_seconds + host, device + floor
+
+    def _addressing_seconds(self, instruction: Instruction, num_read: int, num_written: int) -> float:
+        """Device seconds of an operator that addresses its elements one by one, by the elements of its largest operand and its results."""
+        function = instruction.function
+        if function in _POOLS:
+            return num_read / self.pooled_elements_per_second
+        if function in _GATHERS:
+            return max(num_read, num_written) / self.gathered_elements_per_second
+        if function is aten.constant_pad_nd.default or (function in _CONCATENATIONS and _takes_columns(instruction)):
+            return num_written / self.copied_elements_per_second
+        return num_read / self.reduced_elements_per_second if num_read > _REDUCTION_RATIO * num_written else 0.0
 
     def _product_seconds(self, instruction: Instruction, reads: list[Slot], num_bytes: int, floor: float) -> tuple[float, float]:
         """Seconds of a convolution or matrix product, or of the products that compute its gradients."""
@@ -184,6 +230,20 @@ class GpuModel:
         return max(_MIN_OCCUPANCY, num_waves / math.ceil(num_waves)) if num_waves else 1.0
 
 
+def _is_view_of_columns(instruction: Instruction, columns: Container[int]) -> bool:
+    """True for a view of some columns of an image, or of such a view."""
+    function, arguments = instruction.function, instruction.arguments
+    if not arguments or type(arguments[0]) is not Slot or instruction.num_bytes or instruction.writes:
+        return False
+    return arguments[0].number in columns or (function is aten.slice.Tensor and arguments[1] >= _COLUMNS_DIM)
+
+
+def _takes_columns(instruction: Instruction) -> bool:
+    """True if a concatenation reads slices of columns."""
+    spans = next(argument for argument in reversed(instruction.arguments) if isinstance(argument, tuple))
+    return any(each.dim >= _COLUMNS_DIM for slices in spans for each in slices)
+
+
 def _products(instruction: Instruction) -> list[tuple[Direction, Slot]]:
     """The products of an operator with their results: the gradients of a convolution's image and weight, or the first result."""
     if instruction.function is aten.convolution_backward.default:
@@ -195,32 +255,3 @@ def _products(instruction: Instruction) -> list[tuple[Direction, Slot]]:
 def _adds_bias(instruction: Instruction) -> bool:
     """True if an operator adds a bias after its convolution in a kernel of its own; cuDNN's fused call and our kernels do not."""
     return instruction.function is aten.convolution.default and len(instruction.arguments) > 2 and instruction.arguments[2] is not None
-
-
-#: NVIDIA H100 SXM with PyTorch 2.11 and cuDNN: half precision on tensor cores, single precision in TF32.
-H100 = GpuModel(
-    name="H100",
-    convolutions=(
-        ConvolutionRates(channels=3, forward=20e12, data=15e12, weight=25e12),
-        ConvolutionRates(channels=64, forward=423e12, data=385e12, weight=457e12),
-        ConvolutionRates(channels=128, forward=694e12, data=662e12, weight=646e12),
-        ConvolutionRates(channels=256, forward=771e12, data=733e12, weight=667e12),
-        ConvolutionRates(channels=512, forward=803e12, data=678e12, weight=426e12),
-    ),
-    single_share=0.5,
-    double_share=0.1,
-    bytes_per_second=2.9e12,
-    biases_per_second=3.3e11,
-    reduced_elements_per_second=4.7e11,
-    link_bytes_per_second=54e9,
-    num_multiprocessors=132,
-    min_kernel_seconds=2e-6,
-    min_replayed_seconds=1e-6,
-    min_product_seconds=8e-6,
-    call_seconds=9e-6,
-    product_seconds=22e-6,
-    kernel_call_seconds=19e-6,
-    view_seconds=3e-6,
-    instruction_seconds=8e-6,
-    program_seconds=250e-6,
-)

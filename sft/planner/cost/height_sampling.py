@@ -25,7 +25,7 @@ from sft.analysis.tiling.strips import StripSchedule
 from sft.common.array_types import FloatArray
 from sft.common.interval import Interval
 from sft.lower.lower_strip import emit_strip
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.state_memory import closed_form_rows, deduplicate_frontiers, num_restored, state_shares
 from sft.planner.cost.strip_memory import ExtentsByAxis, StripMemoryModel
 from sft.planner.cost.tiling import Tiling

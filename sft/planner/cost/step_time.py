@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sft.lower.program import Program
-from sft.planner.cost.roofline import DeviceRates, input_pass_bytes
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import Projection, ScheduleOpRecord
 from sft.planner.streamed_cuts import HostTraffic, host_traffic
 from sft.planner.timeline import Timeline, TimelineEntry
+from sft.runtime.strip_checkpoints import Checkpoints
 
-__all__ = ["project_timeline"]
+__all__ = ["input_pass_bytes", "project_timeline", "source_bytes"]
 
 
 def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice], projection: Projection, rates: DeviceRates) -> Timeline:
@@ -74,3 +75,30 @@ def _with_weights(problem: PlanningProblem, record: ScheduleOpRecord, seconds: f
     link_seconds = problem.resources.link.streamed_seconds(record.down_bytes, record.up_bytes)
     is_overlapped = problem.resources.weights is not None and problem.resources.weights.reads_ahead
     return max(seconds, link_seconds) if is_overlapped else seconds + link_seconds
+
+
+def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
+    """Bytes of the streamed inputs, as the network gets them, that these operators read."""
+    if not problem.resources.from_source:
+        return 0
+    operands = {operand for name in nodes for operand in problem.sized.graph[name].operands}
+    return sum(map(problem.sized.value_bytes, problem.resources.from_source & operands))
+
+
+def input_pass_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
+    """Bytes of streamed inputs that each segment reads in its forward pass, and in its backward pass."""
+    return tuple(_pass_bytes(problem, choice) for choice in choices)
+
+
+def _pass_bytes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float, float]:
+    num_bytes = source_bytes(problem, choice.nodes)
+    if not num_bytes or choice.mode != "tiled":
+        return float(num_bytes), float(num_bytes)
+    num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols)
+    num_sweeps = num_panels * -(-problem.sized.num_batch // choice.batch_tile)
+    num_strips = -(-problem.sized.run_height(choice.nodes) // choice.strip_rows)
+    restarted = 1 - 1 / num_sweeps if choice.restart else 0.0  # the last sweep has kept its states
+    restored = 0.0
+    if choice.halo == "carry":
+        restored = Checkpoints(choice.state_every, choice.state_slots).num_restored(num_strips) / num_strips
+    return float(num_panels * num_bytes), num_panels * num_bytes * (1 + restarted + restored)

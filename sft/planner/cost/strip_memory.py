@@ -24,7 +24,7 @@ from sft.common.array_types import FloatArray, IntArray
 from sft.lower.builder import ProgramBuilder
 from sft.lower.context import SegmentInfo
 from sft.lower.program import Instruction, Port, Slot
-from sft.planner.cost.roofline import DeviceRates, num_calls
+from sft.planner.cost.device_rates import DeviceRates, num_calls
 
 __all__ = ["ExtentsByAxis", "StripMemoryModel", "suffix_peaks"]
 

@@ -28,7 +28,7 @@ import torch
 
 from sft.common.terminal.progress_display import steps
 from sft.lower.program import Port, Program
-from sft.planner.cost.roofline import LARGE_BUFFER_BYTES
+from sft.planner.cost.device_rates import LARGE_BUFFER_BYTES
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step
 from sft.runtime.machine import Buffer, Residuals

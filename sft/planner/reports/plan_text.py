@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from sft.analysis.ir.graph import label_range
 from sft.common.byte_units import format_bytes, format_seconds
-from sft.planner.cost.gpu_time import H100
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.cost.gpu_models import H100
 
 if TYPE_CHECKING:
     from sft.planner.plan import Plan, SegmentPlan
@@ -131,7 +131,7 @@ def _rate_text(plan: Plan) -> str:
     if not plan.device_type:
         return "from FLOPs, at a rate of the kind of device"
     if plan.device_type == "cuda":
-        return f"by the rates of an {H100.name}, not measured"
+        return f"by the rates of {plan.gpu_name or H100.name}, not measured"
     rate = DeviceRates(plan.device_type).flops_per_second
     assumed = ", assumed for a model on the meta device" if plan.device_type == "meta" else ""
     return f"for {_DEVICES.get(plan.device_type, 'a GPU')} of {rate:.0e} FLOPs a second{assumed}".replace("e+", "e")

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sft.planner.cost.roofline import DeviceRates, num_calls
+from sft.planner.cost.device_rates import DeviceRates, num_calls
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.cost.tiling import choose_panel_cols
 from sft.planner.materialize import ProjectedPlan, materialize

@@ -17,8 +17,9 @@ import numpy as np
 
 from sft.common.array_types import FloatArray
 from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.height_sampling import RunSampler, RunSamples, TiledCosts
-from sft.planner.cost.roofline import DeviceRates, source_bytes
+from sft.planner.cost.step_time import source_bytes
 from sft.planner.cost.strip_memory import suffix_peaks
 from sft.planner.cost.tiling import Tiling
 from sft.planner.problem import PlanningProblem

@@ -23,7 +23,7 @@ from functools import partial
 from sft.analysis.tiling.independent_tiles import tile_lengths_at
 from sft.analysis.tiling.sft_partition import PartitionGraphCache, PartitionShapeCache, partition
 from sft.common.interval import Interval
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options

@@ -5,7 +5,7 @@ after it untiled), a strip height ``h`` and a policy for states. Lowering thousa
 ``sft.planner.search.estimates`` estimates them from a handful of lowered programs. A plan always gets an exact projection.
 
 With ``streams`` tiled segments pass values to each other through the host (``sft.planner.streamed_cuts``): the grid then counts their
-strips instead of full cuts, and adds the link time. Costs are counted in FLOPs (``sft.planner.cost.roofline``).
+strips instead of full cuts, and adds the link time. Costs are counted in FLOPs (``sft.planner.cost.device_rates``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.analysis.ir.graph_cuts import cut_positions
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.height_sampling import halo_shares
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.cost.tiling import Tiling
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sft.common.errors import BudgetError, UnsupportedError
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.planner import plan_segments
@@ -23,9 +22,7 @@ from sft.planner.stages import StagedModel
 __all__ = ["timing_candidates"]
 
 
-def timing_candidates(
-    problem: PlanningProblem, best: ProjectedPlan, budget_bytes: int, options: Options, device_type: str
-) -> tuple[ProjectedPlan, ...]:
+def timing_candidates(problem: PlanningProblem, best: ProjectedPlan, budget_bytes: int, options: Options) -> tuple[ProjectedPlan, ...]:
     """Distinct plans that fit, except the planner's, the fewest FLOPs first.
 
     Args:
@@ -33,13 +30,12 @@ def timing_candidates(
         best: the planner's plan.
         budget_bytes: the device budget.
         options: constraints on the plan; a forced strategy or tile leaves no alternative.
-        device_type: ``"cpu"``, ``"cuda"``.
     """
     if not options.is_automatic or options.tile is not None:
         return ()
     room_bytes = budget_bytes - problem.resources.occupied_bytes
     plans: dict[object, ProjectedPlan] = {}
-    for plan in _candidate_plans(problem, room_bytes, budget_bytes, options, device_type):
+    for plan in _candidate_plans(problem, room_bytes, budget_bytes, options):
         projection = plan.projection
         fits = projection.peak_bytes <= room_bytes and problem.resources.fits_host(projection.host_bytes)
         if fits and projection.flops <= problem.limits.max_timed_flops * best.projection.flops and plan.key != best.key:
@@ -47,10 +43,8 @@ def timing_candidates(
     return tuple(sorted(plans.values(), key=lambda plan: plan.projection.flops))
 
 
-def _candidate_plans(
-    problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options, device_type: str
-) -> Iterator[ProjectedPlan]:
-    rates = DeviceRates(device_type, replays=problem.resources.replays)
+def _candidate_plans(problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options) -> Iterator[ProjectedPlan]:
+    rates = problem.resources.rates
     for grid, candidate in cheapest_by_height(problem, room_bytes, options, rates):
         yield materialize(problem, grid.choices(candidate))
     if options.halo == "recompute":
@@ -61,6 +55,6 @@ def _candidate_plans(
             yield from (plan for _, plan in published_plans(staged, room_bytes))
     if options.halo == "auto":
         try:
-            yield plan_segments(problem, budget_bytes, replace(options, strategy="sft"), device_type)
+            yield plan_segments(problem, budget_bytes, replace(options, strategy="sft"))
         except (BudgetError, UnsupportedError):
             return

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from sft.common.errors import InputError
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import Plan, SegmentChoice
@@ -42,7 +41,7 @@ def can_transfer(problem: PlanningProblem, plan: Plan) -> bool:
 
 
 def transferred_plan(
-    problem: PlanningProblem, plan: Plan, options: Options, device_type: str, room_bytes: int, accepts: Callable[[ProjectedPlan], bool]
+    problem: PlanningProblem, plan: Plan, options: Options, room_bytes: int, accepts: Callable[[ProjectedPlan], bool]
 ) -> ProjectedPlan | None:
     """A plan with the decisions of one for another number of samples; ``None`` if it does not fit, or a search may find a better one.
 
@@ -50,7 +49,6 @@ def transferred_plan(
         problem: the planning problem.
         plan: the plan for another number of samples.
         options: constraints on the plan.
-        device_type: ``"cpu"``, ``"cuda"``.
         room_bytes: bytes that a step may take.
         accepts: a further condition.
     """
@@ -61,7 +59,7 @@ def transferred_plan(
     untiled = _untiled_plan(problem, options, room_bytes)
     if untiled is None or not accepts(untiled):
         return transferred
-    return by_time(problem, [untiled, transferred], DeviceRates(device_type, replays=problem.resources.replays))[0]
+    return by_time(problem, [untiled, transferred], problem.resources.rates)[0]
 
 
 def _untiled_plan(problem: PlanningProblem, options: Options, room_bytes: int) -> ProjectedPlan | None:

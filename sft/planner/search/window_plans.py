@@ -23,7 +23,7 @@ from operator import itemgetter
 
 from sft.analysis.ir.ops.sample_rules import PRODUCT_TARGETS
 from sft.analysis.tiling.window_runs import WindowStage
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.plan import SegmentChoice

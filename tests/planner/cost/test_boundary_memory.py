@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.planner.cost.boundary_memory import BoundaryTracker, untiled_memory
-from sft.planner.cost.roofline import DeviceRates, source_bytes
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.cost.step_time import source_bytes
 from sft.planner.problem import PlanningProblem
 from sft.planner.region_builder import segment_borders
 from sft.planner.search.tiled import CandidateGrid

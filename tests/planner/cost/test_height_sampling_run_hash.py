@@ -16,8 +16,8 @@ from torch import nn
 import sft
 from sft.analysis.passes.pipeline import run_passes
 from sft.common.weighted_lru import WeightedLRU
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.cost.height_sampling import structural_run_key
-from sft.planner.cost.roofline import DeviceRates
 from sft.planner.problem import PlanningProblem
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.dag_nets import Dag, DagNet

@@ -16,7 +16,7 @@ from torch import nn
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.common.weighted_lru import WeightedLRU
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.search.tiled import CandidateGrid
 from tests.helpers.problems import problems_of
 

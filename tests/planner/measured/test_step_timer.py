@@ -10,7 +10,7 @@ from torch import nn
 
 import sft
 from sft.lower.program import Port, Program, Slot
-from sft.planner.cost.roofline import LARGE_BUFFER_BYTES
+from sft.planner.cost.device_rates import LARGE_BUFFER_BYTES
 from sft.planner.measured.step_timer import TimingMachine, time_step
 from sft.planner.problem import PlanningProblem
 from sft.planner.projection import run_step

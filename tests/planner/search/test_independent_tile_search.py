@@ -11,7 +11,7 @@ from torch import nn
 
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice

@@ -11,7 +11,8 @@ from torch import nn
 
 import sft
 from sft.planner.cost import step_time as clock
-from sft.planner.cost.roofline import DeviceRates, input_pass_bytes
+from sft.planner.cost.device_rates import DeviceRates
+from sft.planner.cost.step_time import input_pass_bytes
 from sft.planner.options import Options
 from sft.planner.plan import SegmentChoice
 from sft.planner.problem import PlanningProblem

@@ -1,4 +1,4 @@
-"""Roofline cost model: seconds and costs of programs that have not been timed.
+"""Device rates: seconds and costs of programs that have not been timed.
 
 Costs are counted in FLOPs. Two further costs are converted to FLOPs at fixed rates: calling an instruction, and on the CPU the first touch
 of a large fresh buffer: the kernel has to clear its pages. Both only break ties between plans of equal FLOPs.
@@ -10,21 +10,18 @@ computation; on other devices a pass lasts at least as long as its reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sft.common.array_types import FloatArray
 from sft.lower.concat import add_slices
 from sft.lower.program import Instruction, Program
-from sft.planner.cost.gpu_time import H100
-from sft.planner.plan import SegmentChoice
-from sft.planner.problem import PlanningProblem
-from sft.runtime.strip_checkpoints import Checkpoints
+from sft.planner.cost.gpu_models import H100
+from sft.planner.cost.gpu_time import GpuModel
 from sft.solvers.chain import HostLink
 
-__all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "input_pass_bytes", "num_calls", "source_bytes"]
+__all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "num_calls"]
 
 
 #: FLOPs that the device could compute while one instruction is issued.
@@ -48,17 +45,19 @@ _READ_BYTES_PER_SECOND = 1e9
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates of a kind of device.
+    """Rates of a device.
 
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``.
         search_flops_per_second: rate of a search that converts seconds to FLOPs; ``None`` for that of the kind of device.
         replays: true if CUDA graphs replay the passes, so that the host issues no instruction.
+        gpu: time model of the GPU, for a device of type ``"cuda"``.
     """
 
-    device_type: str
+    device_type: str = "cpu"
     search_flops_per_second: float | None = None
     replays: bool = False
+    gpu: GpuModel = field(default=H100, hash=False)
 
     def search_variants(self) -> tuple[DeviceRates, ...]:
         """Rates for searches of which the fastest plan is taken.
@@ -110,13 +109,13 @@ class DeviceRates:
 
     def link(self, bytes_per_second: float | None = None) -> HostLink:
         """Link to the host with this bandwidth; ``None`` takes the nearest power of ten."""
-        rate = bytes_per_second or (H100.link_bytes_per_second if self.device_type == "cuda" else _LINK_BYTES_PER_SECOND)
+        rate = bytes_per_second or (self.gpu.link_bytes_per_second if self.device_type == "cuda" else _LINK_BYTES_PER_SECOND)
         return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate)
 
     def seconds(self, program: Program) -> float:
         """Estimated seconds of a program."""
         if self.device_type == "cuda":
-            return H100.seconds(program, replays=self.replays)
+            return self.gpu.seconds(program, replays=self.replays)
         overhead = sum(map(num_calls, program.instructions)) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu":
             sizes = (instruction.num_bytes for instruction in program.instructions)
@@ -127,30 +126,3 @@ class DeviceRates:
 def num_calls(instruction: Instruction) -> int:
     """Number of operator calls of an instruction."""
     return len(instruction.arguments[1]) if instruction.function is add_slices else 1
-
-
-def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
-    """Bytes of the streamed inputs, as the network gets them, that these operators read."""
-    if not problem.resources.from_source:
-        return 0
-    operands = {operand for name in nodes for operand in problem.sized.graph[name].operands}
-    return sum(map(problem.sized.value_bytes, problem.resources.from_source & operands))
-
-
-def input_pass_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
-    """Bytes of streamed inputs that each segment reads in its forward pass, and in its backward pass."""
-    return tuple(_pass_bytes(problem, choice) for choice in choices)
-
-
-def _pass_bytes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float, float]:
-    num_bytes = source_bytes(problem, choice.nodes)
-    if not num_bytes or choice.mode != "tiled":
-        return float(num_bytes), float(num_bytes)
-    num_panels = problem.sized.num_panels(choice.nodes, choice.panel_cols)
-    num_sweeps = num_panels * -(-problem.sized.num_batch // choice.batch_tile)
-    num_strips = -(-problem.sized.run_height(choice.nodes) // choice.strip_rows)
-    restarted = 1 - 1 / num_sweeps if choice.restart else 0.0  # the last sweep has kept its states
-    restored = 0.0
-    if choice.halo == "carry":
-        restored = Checkpoints(choice.state_every, choice.state_slots).num_restored(num_strips) / num_strips
-    return float(num_panels * num_bytes), num_panels * num_bytes * (1 + restarted + restored)

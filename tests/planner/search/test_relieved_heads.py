@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sft
 import sft.api.plan_search
-from sft.planner.cost.roofline import DeviceRates
+from sft.planner.cost.device_rates import DeviceRates
 from sft.planner.materialize import ProjectedPlan
 from sft.planner.options import Options
 from sft.planner.planner import plan_segments
@@ -108,7 +108,7 @@ def test_a_step_is_exact(name: str, is_wanted: Callable[[ProjectedPlan], bool], 
 
 def test_plans_fit_their_room_and_stay_on_the_device_without_a_host_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(seeded(_residual), _SHAPE, monkeypatch)
-    plain_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none"), "cpu").projection.peak_bytes
+    plain_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none")).projection.peak_bytes
     assert problem.resources.host_budget_bytes == 0
     rooms = [int(share * plain_bytes) for share in (0.4, 0.5, 0.6)]
     plans = [(room, plan) for room in rooms for plan in _relieved(problem, room)]

@@ -82,7 +82,7 @@ def test_panels_and_a_single_strip(tile: tuple[int, int], monkeypatch: pytest.Mo
 
 def test_strips_of_a_reduction_have_the_rows_that_its_image_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(seeded(_Downsampled), _SHAPE, monkeypatch)
-    tiled = plan_segments(problem, 2**32, _TILED, "cpu")
+    tiled = plan_segments(problem, 2**32, _TILED)
     separated = _separated(problem, tiled)
     rows = {choice.nodes: choice.strip_rows for choice in separated.choices if choice.mode == "tiled"}
     assert [(len(nodes), height) for nodes, height in rows.items()] == [(1, 8), (1, 8), (4, 8), (2, 4), (5, 4)]
@@ -90,7 +90,7 @@ def test_strips_of_a_reduction_have_the_rows_that_its_image_gains(monkeypatch: p
 
 def test_a_schedule_with_recomputation_and_copies_is_renumbered(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(seeded(_Downsampled), _SHAPE, monkeypatch)
-    choices = plan_segments(problem, 2**32, _TILED, "cpu").choices
+    choices = plan_segments(problem, 2**32, _TILED).choices
     assert [choice.mode for choice in choices] == ["tiled", "whole", "tiled", "whole", "tiled"]
     entries = ["F0", "F1+", "F2+", "F3+", "F4+", "L", "B4", "B3", "B2", "F0+", ">conv2d", "~conv2d", "<conv2d", "B1", "B0"]
     order = parse_schedule(entries, 5)
@@ -101,11 +101,11 @@ def test_a_schedule_with_recomputation_and_copies_is_renumbered(monkeypatch: pyt
 
 def test_streamed_cuts_and_models_without_reductions_of_cuts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(seeded(_Downsampled), _SHAPE, monkeypatch)
-    choices = list(plan_segments(problem, 2**32, _TILED, "cpu").choices)
+    choices = list(plan_segments(problem, 2**32, _TILED).choices)
     choices[0] = type(choices[0])(nodes=choices[0].nodes, mode="tiled", strip_rows=8, batch_tile=1, streamed=("conv2d",))
     separated = _separated(problem, materialize(problem, choices))
     assert separated.choices[0] == choices[0]
     assert len(separated.choices) == len(choices) + 1
 
     plain = problem_of(seeded(lambda: deep(lambda channels: nn.Identity())), _SHAPE, monkeypatch)
-    assert with_separate_reductions(plain, plan_segments(plain, 2**32, _TILED, "cpu")) is None
+    assert with_separate_reductions(plain, plan_segments(plain, 2**32, _TILED)) is None

@@ -131,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
     if code:
         return code
     metrics = json.loads((last / "metrics.json").read_text(encoding="utf-8"))
-    whole = {name: float("nan") if value is None else value for name, value in metrics["slides"]["auc"].items()}
+    auc = metrics["slides"]["auc"]
+    whole = {name: float("nan") if auc[name] is None else auc[name] for name in ("value", "low", "high")}
     seconds = time.perf_counter() - started
     rows = [Row(name="whole slides, sft", auc=Estimate(**whole), seconds=seconds, learning_rate=arguments.lr)]
     hits = find_needles(arguments, table_path)

@@ -53,6 +53,8 @@ _MOST_FLOPS = 1.4
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
 #: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
+#: Steps in which the room of a step is reduced by the overhead of plans that did not fit: another plan may have less.
+_ROOM_STEPS = 32
 #: Condition on a plan for a problem.
 _Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
 
@@ -181,9 +183,9 @@ class PlanSearch:
     ) -> FittedPlan:
         """Find a plan that fits with its overhead, which is known only of complete plans.
 
-        If no plan that fits by its projection also fits with its overhead, the search is repeated with the budget reduced by the least
-        overhead of these plans. In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes
-        with overhead always has a plan.
+        If no plan that fits by its projection also fits with its overhead, the search is repeated with a smaller budget: in steps up to
+        the least overhead of these plans, as others may have less. In the end the smallest plan is tried, which does not depend on the
+        budget. So a budget of its bytes with overhead always has a plan.
         """
         if estimator is None:
             try:
@@ -197,7 +199,7 @@ class PlanSearch:
                 measured[id(plan)] = (plan, self._with_overhead(estimator, FittedPlan(problem, plan)))
             return measured[id(plan)][1]
 
-        overhead_bytes = 0
+        overhead_bytes = estimator.least_bytes(problem)
         while True:
             num_measured = len(measured)
             try:
@@ -215,7 +217,8 @@ class PlanSearch:
                 return fitted
             new_plans = [each for _, each in [*measured.values()][num_measured:]] or [fitted]
             least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
-            overhead_bytes = max(least_bytes, overhead_bytes + overhead_bytes // 8 + 1)
+            step_bytes = max(overhead_bytes // 8 + 1, (self.settings.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
+            overhead_bytes = max(min(least_bytes, overhead_bytes + step_bytes), overhead_bytes + overhead_bytes // 8 + 1)
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""

@@ -22,6 +22,7 @@ from sft.planner.search.independent_tiles import min_plan_bytes, partition_choic
 from sft.planner.search.published import RECOMPUTE_STRATEGIES, solve_staged
 from sft.planner.search.staged import scheduled_plan
 from sft.planner.stages import StagedModel
+from sft.torch_runtime.pass_graphs import can_record_passes
 
 __all__ = ["SmallestPlanError", "check_device", "check_host", "plan_segments"]
 
@@ -71,7 +72,8 @@ def plan_segments(
         return _published_plan(problem, budget_bytes, options, rates)
     searches = [AutoSearch(problem, options, variant) for variant in rates.search_variants()]
     if rates.ranks_by_time:
-        plans = by_time(problem, (plan for search in searches for plan in search.candidates(room_bytes)), rates)
+        candidates = (plan for search in searches for plan in search.candidates(room_bytes))
+        plans = by_time(problem, (plan for plan in candidates if not rates.replays or can_record_passes(plan.region)), rates)
         if plans:
             return next((plan for plan in plans[: problem.limits.num_accepted] if accepts(plan)), plans[0])
         if rates.replays:  # an option, whose smallest plan is of no interest

@@ -93,6 +93,10 @@ class OverheadEstimator:
     _multiplies: bool = False
     _has_scratch: bool = False
 
+    def least_bytes(self, problem: PlanningProblem) -> int:
+        """Bytes that every plan takes in addition to its projection."""
+        return sum(recording_sizes(problem)) if self.cuda_graphs == "passes" else 0
+
     def with_overhead(self, problem: PlanningProblem, projected: ProjectedPlan) -> ProjectedPlan:
         """The plan with its overhead: bytes of a step and of everything resident that exceed the bytes of their tensors.
 

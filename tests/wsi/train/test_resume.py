@@ -30,7 +30,7 @@ _DEATHS = (
     Death(place=f"{_GROUPS}._forward", call=4),  # in the middle of a group
     Death(place=f"{_CHECKPOINT}:os.rename", manner="after"),  # the new checkpoint is there, and so are the old ones
     Death(place="sft.wsi.eval.predict:Predictor._predict", call=2),  # validating
-    Death(place=f"{_CHECKPOINT}:sync_folder", call=2),  # between the best checkpoint and the last one
+    Death(place=f"{_CHECKPOINT}:fsync_folder", call=2),  # between the best checkpoint and the last one
     Death(place=f"{_GROUPS}._forward", call=4, manner="term"),  # asked to end, in the middle of a group
     Death(place="sft.wsi.eval.report:write_csv"),  # all is trained, nothing is evaluated
     Death(place="sft.wsi.eval.report:write_csv", manner="term"),  # asked to end between two splits that are evaluated

@@ -35,6 +35,8 @@ def _add_slots(p_slots, p_out, i, o_out, size, num_splits, ADD: tl.constexpr, BL
     p_out += o_out
     if ADD:
         acc += tl.load(p_out, mask=mask, other=0.0).to(acc.dtype)
+    if p_out.dtype.element_ty == tl.bfloat16:
+        acc = acc.to(tl.float32)  # PTX has no conversion from float64, and the interpreter one of bit patterns
     tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=mask)
 
 

@@ -17,7 +17,6 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = importlib.import_module("gpu_rates")
-    monkeypatch.setattr(module, "_CALLS", 1)
     monkeypatch.setattr(module, "_CONVOLUTIONS", ((2, 3, 5),))
     monkeypatch.setattr(module, "_ROWS", (4,))
     return module

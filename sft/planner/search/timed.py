@@ -44,6 +44,7 @@ def timing_candidates(problem: PlanningProblem, best: ProjectedPlan, budget_byte
 
 
 def _candidate_plans(problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options) -> Iterator[ProjectedPlan]:
+    """Plans of each strip height, and those of the published strategies, whether they fit or not."""
     rates = problem.resources.rates
     for grid, candidate in cheapest_by_height(problem, room_bytes, options, rates):
         yield materialize(problem, grid.choices(candidate))

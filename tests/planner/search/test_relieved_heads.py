@@ -117,7 +117,7 @@ def test_plans_fit_their_room_and_stay_on_the_device_without_a_host_budget(monke
 
 def test_values_of_one_segment_are_recomputed_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(seeded(_TwoStems), _SHAPE, monkeypatch)
-    plain_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none"), "cpu").projection.peak_bytes
+    plain_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none")).projection.peak_bytes
     plans = [plan for share in (0.4, 0.5, 0.6) for plan in _relieved(problem, int(share * plain_bytes)) if _recomputes_head(plan)]
     runs = [sum(op.kind == "forward" and op.segment == 0 for op in plan.region.schedule) for plan in plans]
     assert runs and set(runs) == {2}
@@ -127,7 +127,7 @@ def test_a_proposal_without_a_plan_gives_no_room_to_the_next_one(monkeypatch: py
     """The value between two norms can be neither recomputed nor, without a host budget, copied."""
     problem = problem_of(seeded(lambda: deep(nn.BatchNorm2d)), _SHAPE, monkeypatch)
     assert problem.resources.host_budget_bytes == 0
-    room_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none"), "cpu").projection.peak_bytes // 2
+    room_bytes = plan_segments(problem, 2**32, sft.Options(strategy="none")).projection.peak_bytes // 2
     rooms: list[float] = []
     cheapest = TiledHeadRecompute.cheapest
 

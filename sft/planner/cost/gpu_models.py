@@ -186,7 +186,7 @@ def model_of_properties(properties: Any) -> GpuModel:
     """As :func:`model_of_device`, for the result of ``torch.cuda.get_device_properties``."""
     name = re.sub(r"[^A-Za-z0-9]+", " ", properties.name)
     for words, model in SHIPPED_MODELS:
-        if words in name:
+        if re.search(rf"{words}\b", name):  # no RTX A1000 for an A100
             return model
     capability = (properties.major, properties.minor)
     clock_hertz = 1e3 * getattr(properties, "clock_rate", 0) or _CLOCK_HERTZ

@@ -22,7 +22,9 @@ def _properties(name: str, capability: tuple[int, int] = (9, 0), multiprocessors
         ("NVIDIA H200", "an H200"),
         ("NVIDIA A100-SXM4-80GB", "an A100 (data sheet)"),
         ("NVIDIA GeForce RTX 4090", "an RTX 4090 (data sheet)"),
+        ("NVIDIA GH200 480GB", "an H200"),
         ("NVIDIA L40S", "the NVIDIA L40S (its properties)"),
+        ("NVIDIA RTX A1000", "the NVIDIA RTX A1000 (its properties)"),
     ],
 )
 def test_shipped_models_are_found_by_name(name: str, expected: str) -> None:

@@ -26,7 +26,7 @@ from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.class_labels import check_label_dtype
 from sft.analysis.frontend.constants.tracking import ConstantTracker
 from sft.analysis.frontend.foreach import decompose_foreach, is_in_place_foreach
-from sft.analysis.frontend.replacement_functions import VALUE_FREE_FUNCTIONS
+from sft.analysis.frontend.replacement_functions import OTHER_FORMS
 from sft.analysis.frontend.side_effect_checks import UnregisteredTensor, check_registrations, forbid_external_rng
 from sft.analysis.frontend.source_location import current_location
 from sft.analysis.frontend.submodule_hooks import watch_submodule_hooks
@@ -141,7 +141,7 @@ class _DetachUnderNoGrad(TorchFunctionMode):
             return self._decompose_foreach(func, types, args, kwargs)
         self._refuse_calls(func, args)
         check_label_dtype(func, args, kwargs)
-        func = VALUE_FREE_FUNCTIONS.get(func, func)
+        func = OTHER_FORMS.get(func, func)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
         operands = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

@@ -1,6 +1,6 @@
 """Functions that replace those of torch while a model is captured; :mod:`sft.analysis.frontend.torch_patches` lists them.
 
-Each function here but :func:`gaussian_nll_loss_unchecked` takes the original function and returns its replacement, which calls the original
+Each function here but those of :data:`OTHER_FORMS` takes the original function and returns its replacement, which calls the original
 where it does not apply.
 
 *Shape functions* (pointwise functions, batch norm, interpolation, ``grid_sample``, LSTM states) take the place of decompositions. The
@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from sft.common.torch_internals import FakeTensor
 
 __all__ = [
-    "VALUE_FREE_FUNCTIONS",
+    "OTHER_FORMS",
     "SymbolicSizeTooComplexError",
     "balanced_module_stack",
     "batch_norm_shapes",
     "bincount_with_dtype",
     "code_on_demand",
+    "cosine_similarity_of_norms",
     "first_call_only",
     "floor_quotient",
     "gaussian_nll_loss_unchecked",
@@ -39,6 +40,7 @@ __all__ = [
     "no_tensor_metadata",
     "pointwise_shapes",
     "rnn_state_shapes",
+    "rrelu_of_noise",
     "solve_specializations",
     "upsample_shapes",
 ]
@@ -324,5 +326,36 @@ def gaussian_nll_loss_unchecked(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-#: Functions that branch on values of tensors, and equal ones that do not. Function modes call the latter, so nothing is patched.
-VALUE_FREE_FUNCTIONS: Mapping[Any, Function] = {F.gaussian_nll_loss: gaussian_nll_loss_unchecked}
+def rrelu_of_noise(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
+    """``rrelu`` whose slopes are uniform noise, which follows positions; in evaluation the slope is their mean, and nothing is drawn."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slope = torch.where(input.detach() <= 0, torch.empty_like(input).uniform_(lower, upper), 1.0)
+    return input.mul_(slope) if inplace else input * slope
+
+
+def cosine_similarity_of_norms(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """``cosine_similarity`` by its norms, which stream along channels and are global values along the image.
+
+    PyTorch clamps norms to ``eps`` under ``torch.no_grad``, so the gradient of a clamped norm is not zero; here likewise. Operands that
+    PyTorch would convert or expand first are left to it.
+    """
+    is_alike = x1.dtype == x2.dtype and x1.is_floating_point() and x1.dim() == x2.dim()
+    if not is_alike or torch.is_autocast_enabled(x1.device.type):
+        return F.cosine_similarity(x1, x2, dim, eps)
+
+    def unit(value: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(value, 2, dim, keepdim=True)
+        return value / (norm + (norm.detach().clamp_min(eps) - norm.detach()))
+
+    return (unit(x1) * unit(x2)).sum(dim)
+
+
+#: Functions that are captured in another form: they branch on values of tensors, draw in an operator of their own, or have no rule for
+#: strips. Function modes call the other form, so nothing is patched.
+OTHER_FORMS: Mapping[Any, Function] = {
+    F.gaussian_nll_loss: gaussian_nll_loss_unchecked,
+    F.rrelu: rrelu_of_noise,
+    torch.rrelu: rrelu_of_noise,
+    torch.cosine_similarity: cosine_similarity_of_norms,
+}

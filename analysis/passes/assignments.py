@@ -18,7 +18,7 @@ import sympy as sp
 
 from sft.analysis.ir.graph import Node, Ref
 from sft.analysis.ir.ops.target_lists import INDEX_OPS
-from sft.analysis.passes.assign_slices import assign_axis_slice
+from sft.analysis.passes.assign_slices import assign_axis_slice, assign_row
 from sft.analysis.passes.constants import add_constant_image_like
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import LayoutTracker, TrackedImage
@@ -34,7 +34,7 @@ def rewrite_assignment(tracker: LayoutTracker, node: Node) -> bool:
     name, source = node.argument("self").name, tracker.images.get(node.argument("src").name)
     selects = node.target == "aten.select_scatter.default"
     image = tracker.images.get(name)
-    if source is not None and not selects and assign_axis_slice(tracker, node, source):
+    if source is not None and (assign_row if selects else assign_axis_slice)(tracker, node, source):
         return True
     if image is None and source is not None:
         image = add_constant_image_like(tracker, name, _with_channels(source, node.argument("dim", 0)) if selects else source)

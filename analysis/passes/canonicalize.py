@@ -30,7 +30,7 @@ from sft.analysis.ir.graph import Graph, Node, Ref, map_refs
 from sft.analysis.ir.ops import DIMENSION_ARGUMENTS, ELEMENTWISE
 from sft.analysis.ir.symbolic import same_shape
 from sft.analysis.ir.targets import ELEMENTWISE_LOSSES
-from sft.analysis.passes.assign_slices import join_along_axis
+from sft.analysis.passes.assign_slices import join_along_axis, select_row
 from sft.analysis.passes.assignments import ASSIGNMENTS, INDEXED, rewrite_assignment, rewrite_indexed
 from sft.analysis.passes.constants import add_constant_image_like
 from sft.analysis.passes.decompose_axis_reductions import AXIS_POOLINGS, AXIS_REDUCTIONS, rewrite_axis_pool, rewrite_axis_reduction
@@ -48,6 +48,7 @@ from sft.analysis.passes.decompose_reductions import (
 )
 from sft.analysis.passes.decompose_windows import rewrite_windows
 from sft.analysis.passes.elementwise import add_spatial_side_input, rewrite_elementwise, unexpanded, varies_spatially
+from sft.analysis.passes.interleave import rewrite_repeated_rows
 from sft.analysis.passes.layout import DimLayout
 from sft.analysis.passes.layout_tracker import EXPANDS, PERMUTES, RESHAPES, LayoutTracker, TrackedImage
 
@@ -101,7 +102,7 @@ def _rewrite_along_dims(tracker: LayoutTracker, node: Node) -> bool:
         return False
     argument, first_axis = node.argument(key), len(image_shape) - tracker.axes.count
     if spec.adds:
-        return layout.is_plain and _stack(tracker, node, argument % len(node.shape), first_axis)
+        return _stack(tracker, node, layout, argument % len(node.shape), first_axis)
     rank = len(layout.groups)
     dims = [dim % rank for dim in ([argument] if isinstance(argument, int) else argument or range(rank))]
     image_dims = [image_dim for image_dim in map(layout.image_dim, dims) if image_dim is not None]
@@ -123,15 +124,14 @@ def _rewrite_along_dims(tracker: LayoutTracker, node: Node) -> bool:
     return False
 
 
-def _stack(tracker: LayoutTracker, node: Node, dim: int, first_axis: int) -> bool:
-    """Stack images along a new dimension of channels; a dimension that the value has before the batch becomes the first of these."""
-    if 1 <= dim <= first_axis:
+def _stack(tracker: LayoutTracker, node: Node, layout: DimLayout, dim: int, first_axis: int) -> bool:
+    """Stack images along a new dimension of channels: that of a plain value among its channels, otherwise the first one. Always true."""
+    if layout.is_plain and 1 <= dim <= first_axis:
         return _put_on_images(tracker, node, DimLayout.plain(len(node.shape)))
-    if dim:
-        return False
-    count, batch, *further = node.shape
-    layout = DimLayout(((1,), (0,), *((image_dim,) for image_dim in range(2, len(node.shape)))))
-    return _put_on_images(tracker, node, layout, ("dim", 1), (batch, count, *further))
+    groups = [tuple(image_dim + (image_dim > 0) for image_dim in group) for group in layout.groups]
+    groups.insert(dim, (1,))
+    batch, *further = tracker.shape(tracker.first_image(node).node)
+    return _put_on_images(tracker, node, DimLayout(tuple(groups)), ("dim", 1), (batch, node.shape[dim], *further))
 
 
 def _join_side_inputs(tracker: LayoutTracker, node: Node, *, is_new_dim: bool) -> bool:
@@ -175,6 +175,15 @@ def _put_on_images(
 
 
 # -- shapes -------------------------------------------------------------------------------------------------
+
+
+def _rewrite_full_slice(tracker: LayoutTracker, node: Node) -> bool:
+    """Eliminate a slice of all elements, as the exporter makes one of each ``:`` of an index; false for other slices."""
+    name = node.operands[0]
+    if not same_shape(tracker.graph[name].shape, node.shape) or node.argument("step", 1) != 1:
+        return False
+    tracker.images[node.name] = tracker.images[name]
+    return True
 
 
 def _rewrite_expand(tracker: LayoutTracker, node: Node) -> bool:
@@ -255,6 +264,8 @@ _REWRITES = _rewrite_table(
     (REDUCTIONS, rewrite_reduction),
     (AXIS_REDUCTIONS, rewrite_axis_reduction),
     (SOFTMAXES, rewrite_softmax),
+    (("aten.slice.Tensor",), _rewrite_full_slice),
+    (("aten.select.int",), select_row),
     (DIMENSION_ARGUMENTS, _rewrite_along_dims),
     (("aten.cat.default",), join_along_axis),
     (ELEMENTWISE_LOSSES, rewrite_elementwise_loss),
@@ -268,6 +279,7 @@ _REWRITES = _rewrite_table(
     (PADS, rewrite_pad),
     (("aten.roll.default",), rewrite_roll),
     (EXPANDS, _rewrite_expand),
+    (("aten.repeat_interleave.self_int",), rewrite_repeated_rows),
     (MATRIX_PRODUCTS, rewrite_product),
     (("aten.broadcast_tensors.default",), _rewrite_broadcast),
     (("aten.one_hot.default",), _rewrite_one_hot),

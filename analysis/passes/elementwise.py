@@ -18,7 +18,7 @@ Example, for an image with channels last and a position embedding ``[1, height, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,8 +80,11 @@ def make_spatial_side_input(name: str, value: Node, layout: DimLayout, image: No
 
 def rewrite_elementwise(tracker: LayoutTracker, node: Node) -> bool:
     """Apply an elementwise operator to the images that it reads; false if their layouts differ or an operand cannot be aligned."""
-    images = [tracker.images[name] for name in node.operands if name in tracker.images]
-    layout = images[0].layout
+    tracked = {name: tracker.images[name] for name in node.operands if name in tracker.images}
+    layout = _layout_of_largest(tracker, tracked)
+    # An image of another layout that broadcasts, such as a row that has lost its channels, is read in the model's order.
+    values = {name for name, image in tracked.items() if image.layout != layout and not same_shape(tracker.graph[name].shape, node.shape)}
+    images = [image for name, image in tracked.items() if name not in values]
     image_shapes = [tracker.shape(image.node) for image in images]
     if any(image.layout != layout for image in images) or len({len(shape) for shape in image_shapes}) > 1:
         return False
@@ -94,9 +97,10 @@ def rewrite_elementwise(tracker: LayoutTracker, node: Node) -> bool:
         widest, is_outer = full, False
     aligned: dict[str, str] = {}
     for name in dict.fromkeys(node.operands):
-        base = name if name in tracker.images else unexpanded(tracker, name)
+        is_image = name in tracked and name not in values
+        base = name if is_image else unexpanded(tracker, tracker.plain_name(name))
         operand: str | None = base
-        if name in tracker.images:
+        if is_image:
             operand = tracker.images[name].node
             if is_outer and operand == widest.node:
                 operand = _expand(tracker, node, operand, broadcast_shapes(image_shapes, rank))
@@ -109,12 +113,18 @@ def rewrite_elementwise(tracker: LayoutTracker, node: Node) -> bool:
         if operand is None:
             return False
         aligned[name] = operand
-    side_shapes = (tracker.shape(aligned[name]) for name in node.operands if name not in tracker.images)
+    side_shapes = (tracker.shape(aligned[name]) for name in node.operands if name not in tracked or name in values)
     shape = broadcast_shapes([*image_shapes, *side_shapes], rank)
     if layout.shape(shape) != tuple(node.shape) and not same_shape(layout.shape(shape), node.shape):
         return False
     arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
     return tracker.put(replace(node, shape=shape, arguments=arguments), layout)
+
+
+def _layout_of_largest(tracker: LayoutTracker, images: Mapping[str, TrackedImage]) -> DimLayout:
+    """The layout of the image with most dimensions that are not of extent 1; of several, the first one's."""
+    name = max(images, key=lambda name: sum(extent != 1 for extent in tracker.graph[name].shape))
+    return images[name].layout
 
 
 def _is_narrow(tracker: LayoutTracker, image: TrackedImage, widest: TrackedImage) -> bool:
@@ -134,20 +144,22 @@ def _image_of_size(tracker: LayoutTracker, shape: Sequence[Any]) -> TrackedImage
 
 
 def _add_narrow_side_input(tracker: LayoutTracker, reader: Node, name: str, widest: TrackedImage) -> str | None:
-    """An image of one row or column as a side input of a wider one.
-
-    Any strip may need all of it, so it is flattened first: a list of numbers is not an image and stays untiled.
-    """
+    """An image of one row or column as a side input of a wider one."""
     narrow, wide = tracker.nodes[name], tracker.nodes[widest.node]
     side = make_spatial_side_input(f"{reader.name}__{name}", narrow, DimLayout.plain(len(narrow.shape)), wide, tracker.axes)
     if side is None:
         return None
+    side = replace(_of_flat_value(tracker, narrow, side, reader), module_path=reader.module_path)
+    tracker.nodes[side.name] = side
+    return side.name
+
+
+def _of_flat_value(tracker: LayoutTracker, narrow: Node, side: Node, reader: Node) -> Node:
+    """A side input of a narrow value, flattened: any strip may need all of it, and a list of numbers is no image, so it stays untiled."""
     shape = (math.prod(narrow.shape),)
     flat = replace(narrow, name=f"{side.name}_whole", kind="operator", target="sft.align_dims", shape=shape, effect="")
-    tracker.nodes[flat.name] = replace(flat, arguments=(("self", Ref(name)), ("shape", shape)), module_path=reader.module_path)
-    arguments = tuple((key, Ref(flat.name) if key == "self" else value) for key, value in side.arguments)
-    tracker.nodes[side.name] = replace(side, arguments=arguments, module_path=reader.module_path)
-    return side.name
+    tracker.nodes[flat.name] = replace(flat, arguments=(("self", Ref(narrow.name)), ("shape", shape)), module_path=reader.module_path)
+    return replace(side, arguments=tuple((key, Ref(flat.name) if key == "self" else value) for key, value in side.arguments))
 
 
 def _expand(tracker: LayoutTracker, reader: Node, name: str, shape: Sequence[Any]) -> str:
@@ -163,12 +175,15 @@ def _expand(tracker: LayoutTracker, reader: Node, name: str, shape: Sequence[Any
 def add_spatial_side_input(tracker: LayoutTracker, reader: Node, name: str, image: TrackedImage) -> str | None:
     """Add a spatial side input (or constant image) for ``reader`` and return its node; ``None`` if its dimensions do not match."""
     image_node = tracker.nodes[image.node]
-    side = make_spatial_side_input(f"{reader.name}__{name}", tracker.nodes[name], image.layout, image_node, tracker.axes)
+    value = tracker.nodes[name]
+    side = make_spatial_side_input(f"{reader.name}__{name}", value, image.layout, image_node, tracker.axes)
     if side is None:
         return None
     constant = constant_of(tracker.nodes, name)
     if constant is not None and len(image_node.shape) == tracker.axes.rank:
-        side = make_constant_image(side.name, tracker.nodes[name], constant, image_node, side.shape[1], tracker.axes)
+        side = make_constant_image(side.name, value, constant, image_node, side.shape[1], tracker.axes)
+    elif value.kind == "operator" and len(value.shape) >= tracker.axes.rank and 1 in tracker.axes.of(value.shape):
+        side = _of_flat_value(tracker, value, side, reader)
     tracker.nodes[side.name] = replace(side, module_path=reader.module_path)
     return side.name
 

@@ -28,8 +28,7 @@ from sft.analysis.frontend.trace_context import without_autograd_debugging
 from sft.analysis.ir.graph import map_refs
 from sft.common.errors import InternalError
 from sft.common.torch_internals import OpOverload, op_schema, storage_id
-from sft.lower.custom_ops import BY_SHAPE, FUNCTIONS
-from sft.lower.exact_storage import EXACT_STORAGE
+from sft.lower.custom_ops import BY_SHAPE, EXACT_STORAGE, FUNCTIONS
 from sft.lower.op_recorder import ArgumentSpec, OpRecording, RecordedOp, record_ops
 from sft.lower.program import DEVICE
 

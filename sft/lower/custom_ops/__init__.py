@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sft.lower.custom_ops import layouts, losses, statistics, windows
+from sft.lower.custom_ops.layouts import EXACT_STORAGE
 
-__all__ = ["BY_SHAPE", "FUNCTIONS"]
+__all__ = ["BY_SHAPE", "EXACT_STORAGE", "FUNCTIONS"]
 
 #: The function of each target.
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -1,13 +1,20 @@
-"""Layout operators: rearrangement, repetition, assignment and shuffling of channels, and copies into slices."""
+"""Layout operators: rearrangement, repetition, assignment and shuffling of channels, and copies into slices.
+
+Some ATen operators allocate more than the elements of their result, and are called as other functions (:data:`EXACT_STORAGE`): ``im2col``
+and ``col2im`` resize a tensor of the operand's size; ``slice_scatter``, ``select_scatter`` and ``diagonal_scatter`` copy the whole storage
+that their first operand is a view of: of one row of an image, all of the image.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "EXACT_STORAGE",
     "align_dims",
     "assign_channels",
     "assign_slice",
@@ -91,9 +98,12 @@ def constant_image(self: Tensor, channels: int, value: float, dtype: str, axes: 
     return self.new_full((self.shape[0], channels, *self.shape[self.dim() - axes :]), value, dtype=getattr(torch, dtype))
 
 
-def assign_slice(self: Tensor, src: Tensor, axis: int, start: int, stop: int, axes: int) -> Tensor:
+def assign_slice(self: Tensor, src: Tensor, axis: int, start: int, stop: int, step: int, axes: int) -> Tensor:
     """An image with some rows, columns or slices of another one of the same size."""
     dim = self.dim() - axes + axis
+    if step != 1:
+        rows: Tensor = torch.ops.aten.slice.Tensor(src, dim, start, stop, step)
+        return slice_scatter(self, rows, dim, start, stop, step)
     parts = [self.narrow(dim, 0, start), src.narrow(dim, start, stop - start), self.narrow(dim, stop, self.shape[dim] - stop)]
     return torch.cat(parts, dim)
 
@@ -159,3 +169,30 @@ def select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return torch.view_as_complex(
         torch.select_scatter(torch.view_as_real(self), torch.view_as_real(src.to(self.dtype)), dim % self.dim(), index)
     )
+
+
+def _into_empty(overload: Any) -> Callable[..., Tensor]:
+    def function(self: Tensor, *arguments: Any) -> Tensor:
+        out: Tensor = overload(self, *arguments, out=self.new_empty(0))
+        return out
+
+    return function
+
+
+def _into_view_of_clone(view: Any) -> Callable[..., Tensor]:
+    def function(self: Tensor, src: Tensor, *arguments: Any) -> Tensor:
+        out = self.clone()
+        view(out, *arguments).copy_(src)
+        return out
+
+    return function
+
+
+EXACT_STORAGE: Mapping[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.im2col.default: _into_empty(torch.ops.aten.im2col.out),
+    torch.ops.aten.col2im.default: _into_empty(torch.ops.aten.col2im.out),
+    torch.ops.aten.slice_scatter.default: _into_view_of_clone(torch.ops.aten.slice.Tensor),
+    torch.ops.aten.select_scatter.default: _into_view_of_clone(torch.ops.aten.select.int),
+    torch.ops.aten.diagonal_scatter.default: _into_view_of_clone(torch.ops.aten.diagonal.default),
+}
+"""ATen overload -> function of the same positional arguments and result."""

@@ -84,7 +84,17 @@ class SliceRule(Rule):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
-        total = ctx.builder.zeros(ctx.strip(operand).shape, grad.dtype)
+        strip, row, spans = ctx.strip(operand), ctx.scope.specs[ctx.node.name], []
+        assert isinstance(row, SliceSpec)
+        steps = [row.span(ctx.node, axis)[2] for axis in range(ctx.scope.axes.count)]
+        for axis, (new, rows) in enumerate(ctx.spans(operand)):
+            dim = ctx.scope.axes.dim(len(strip.shape), axis)
+            if dim is not None and len(new) != strip.shape[dim]:
+                spans.append(DimSlice(dim, row.span(ctx.node, axis)[0] + new.start - rows.start, len(new)))
+        if set(steps) == {1} and len(spans) <= 1:  # without a tensor of zeros as large as the operand
+            ctx.add_grad(image, grad, owned=owned, span=spans[0] if spans else None)
+            return
+        total = ctx.builder.zeros(strip.shape, grad.dtype)
         ctx.builder.copy(self._slice(ctx, operand, total), grad)
         ctx.add_grad(image, total, owned=True)
 
@@ -112,36 +122,45 @@ class AssignSliceRule(Rule):
             ctx.add_grad(image, out, owned=True)
 
     @staticmethod
-    def _span(ctx: NodeContext) -> tuple[Slot, int, int, int, int]:
-        origin, (axis, start, stop) = ctx.builder.port("origin", ctx.node.name, ()), map(ctx.node.argument, ("axis", "start", "stop"))
-        return origin, axis, start, stop, ctx.scope.axes.count
+    def _span(ctx: NodeContext) -> tuple[Slot, int, int, int, int, int]:
+        origin, node = ctx.builder.port("origin", ctx.node.name, ()), ctx.node
+        axis, start, stop, step = map(node.argument, ("axis", "start", "stop", "step"))
+        return origin, axis, start, stop, step, ctx.scope.axes.count
 
 
-def _slice_in_strip(strip: Tensor, origin: Sequence[int], axis: int, start: int, stop: int, axes: int) -> tuple[int, int, int]:
-    """The dimension of an axis, and the first index and the number of a slice's rows inside a strip."""
+def _slice_in_strip(strip: Tensor, origin: Sequence[int], axis: int, start: int, stop: int, step: int, axes: int) -> tuple[int, range]:
+    """The dimension of an axis, and the indices of a slice's rows inside a strip."""
     dim, first = strip.dim() - axes + axis, (*origin[1:], 0)[axis]
-    low, high = max(start - first, 0), min(stop - first, strip.shape[dim])
-    return dim, low, max(0, high - low)
+    low = start - first if start >= first else (start - first) % step
+    return dim, range(low, max(low, min(stop - first, strip.shape[dim])), step)
+
+
+def _rows_of(strip: Tensor, dim: int, rows: range) -> Tensor:
+    view: Tensor = aten.slice.Tensor(strip, dim, rows.start, rows.stop, rows.step)
+    return view
 
 
 def _assign_slice(image: Tensor, source: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(image, *span)
+    dim, rows = _slice_in_strip(image, *span)
     out = image.clone()
-    if count:
-        out.narrow(dim, low, count).copy_(source.narrow(dim, low, count))
+    if rows:
+        _rows_of(out, dim, rows).copy_(_rows_of(source, dim, rows))
     return out
 
 
 def _copy_around_slice(target: Tensor, image: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(image, *span)
-    for start, stop in ((0, low), (low + count, image.shape[dim])):
-        target.narrow(dim, start, stop - start).copy_(image.narrow(dim, start, stop - start))
+    dim, rows = _slice_in_strip(image, *span)
+    extent = image.shape[dim]
+    between = [range(rows.start + phase, min(rows.stop, extent), rows.step) for phase in range(1, rows.step)]
+    for others in (range(min(rows.start, extent)), *between, range(rows.stop, extent)):
+        if others:
+            _rows_of(target, dim, others).copy_(_rows_of(image, dim, others))
     return target
 
 
 def _without_slice(grad: Tensor, *span: Any) -> Tensor:
-    dim, low, count = _slice_in_strip(grad, *span)
+    dim, rows = _slice_in_strip(grad, *span)
     out = grad.clone()
-    if count:
-        out.narrow(dim, low, count).zero_()
+    if rows:
+        _rows_of(out, dim, rows).zero_()
     return out

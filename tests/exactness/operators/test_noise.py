@@ -66,6 +66,25 @@ def test_noise_on_whole_tensors(name: str) -> None:
     assert_exact(model, image(3, 3, 21, 17), options=sft.Options(tile=(5, None), batch_tile=1), steps=1)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_randomized_leaky_relu_is_noise(inplace: bool) -> None:
+    """Its slopes are uniform numbers, those of the same operators by hand."""
+
+    def by_hand(m: _Noisy, x: Tensor) -> Tensor:
+        return x * torch.where(x <= 0, torch.empty_like(x).uniform_(0.1, 0.4), 1.0)
+
+    values = []
+    for function in (lambda m, x: F.rrelu(x, 0.1, 0.4, True, inplace), by_hand):
+        model = seeded(lambda: _Noisy(function)).train()  # noqa: B023
+        net = sft.compile(model, (2, 3, 20, 17), options=sft.Options(tile=(6, 7)))
+        assert not sft.check(model, (2, 3, 20, 17)).whole_reasons
+        torch.manual_seed(4)
+        y = net(image(2, 3, 20, 17))
+        y.square().sum().backward()
+        values.append([y.detach(), *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])
+    assert all(map(torch.equal, *values))
+
+
 @pytest.mark.parametrize("name", _IN_STRIPS)
 def test_noise_streams(name: str) -> None:
     report = sft.check(_Noisy(_IN_STRIPS[name]).train(), (2, 3, 24, 16))

@@ -69,6 +69,7 @@ _POINTWISE: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu_inplace": lambda: nn.ReLU(inplace=True),
     "leaky_relu_inplace": lambda: nn.LeakyReLU(0.2, inplace=True),
+    "rrelu": lambda: nn.RReLU(0.1, 0.4).eval(),
     "sigmoid": nn.Sigmoid,
     "tanh": nn.Tanh,
     "silu": nn.SiLU,

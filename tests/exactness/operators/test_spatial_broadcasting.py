@@ -37,6 +37,10 @@ _FUNCTIONS: dict[str, _Function] = {
     "both": lambda m, x: x + x[..., -1:] + x[:, :, -1:],
     "outer product": lambda m, x: x * (x[..., :1] * x[:, :, :1]),
     "of three": lambda m, x: torch.where(x > x[..., :1], x, x[:, :, :1]),
+    "row without channels": lambda m, x: x + x[:, :, 2:3].sum(1)[:, None],
+    "row without channels, in front": lambda m, x: x.sum(1)[:, -1:][:, None].sin() * x,
+    "row of some channels": lambda m, x: x * x[:, 1:3][:, :, 2].sum(1)[:, None, None],
+    "column without channels": lambda m, x: x + x[..., 3].mean(1)[:, None, :, None],
     "added beside channels last": lambda m, x: (x.permute(0, 2, 3, 1) + x[..., :1].permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
 }
 

@@ -327,7 +327,7 @@ def gaussian_nll_loss_unchecked(
 
 
 def rrelu_of_noise(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
-    """``rrelu`` whose slopes are uniform noise, which follows positions; in evaluation the slope is their mean, and nothing is drawn."""
+    """``rrelu`` with slopes of uniform noise, which follows positions; in evaluation the slope is their mean, and nothing is drawn."""
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace)
     slope = torch.where(input.detach() <= 0, torch.empty_like(input).uniform_(lower, upper), 1.0)

@@ -46,7 +46,7 @@ from sft.analysis.passes.decompose_reductions import (
     rewrite_reduction,
     rewrite_softmax,
 )
-from sft.analysis.passes.decompose_windows import rewrite_windows
+from sft.analysis.passes.decompose_windows import CONVOLUTIONS, rewrite_convolution, rewrite_windows
 from sft.analysis.passes.elementwise import add_spatial_side_input, rewrite_elementwise, unexpanded, varies_spatially
 from sft.analysis.passes.interleave import rewrite_repeated_rows
 from sft.analysis.passes.layout import DimLayout
@@ -276,6 +276,7 @@ _REWRITES = _rewrite_table(
     (ADAPTIVE_POOLINGS, rewrite_global_pool),
     (AXIS_POOLINGS, rewrite_axis_pool),
     (_WINDOWS, rewrite_windows),
+    (CONVOLUTIONS, rewrite_convolution),
     (PADS, rewrite_pad),
     (("aten.roll.default",), rewrite_roll),
     (EXPANDS, _rewrite_expand),

@@ -9,6 +9,9 @@ again an image, with one pixel per window and the pixels of a window as channels
 
 ``Tensor.unfold`` has windows along one axis, and their pixels as last dimension.
 
+*Convolutions of each channel by itself.* A filter that a model applies to channels as samples (``x.view(N * C, 1, H, W)``: blurs, Sobel
+filters) is a convolution in groups, with its weight repeated for each channel.
+
 *Transposed convolutions with overlapping rows.* Each input row contributes to ``kernel`` output rows, ``stride`` rows after those of the
 previous one. A strip that computed its rows from all input rows that reach them would repeat the multiplications at its seams. Therefore
 products are carried from strip to strip, not input rows::
@@ -27,16 +30,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from sft.analysis.ir.axes import ROWS, Axes
 from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops.base import axis_entry, symbolic_axis_entry
 from sft.analysis.ir.symbolic import divide_extent, same_shape
-from sft.analysis.passes.layout import DimLayout
-from sft.analysis.passes.layout_tracker import LayoutTracker
+from sft.analysis.passes.layout import ChannelRearrangement, DimLayout
+from sft.analysis.passes.layout_tracker import LayoutTracker, TrackedImage
 
-__all__ = ["decompose_transposed_convolutions", "rewrite_windows"]
+__all__ = ["CONVOLUTIONS", "decompose_transposed_convolutions", "rewrite_convolution", "rewrite_windows"]
 
 
 def _decompose_unfold(node: Node, image: Node, axes: Axes) -> tuple[list[Node], DimLayout] | None:
@@ -241,3 +245,50 @@ def rewrite_windows(tracker: LayoutTracker, node: Node) -> bool:
         unfolded = _decompose_unfold(node, source, tracker.axes) if image.layout.is_plain else None
         nodes, layout = unfolded or (None, image.layout)
     return nodes is not None and all([tracker.put(new, layout) for new in nodes])
+
+
+#: Convolutions; those with overlapping rows in the output aside.
+CONVOLUTIONS = tuple(f"aten.conv{count}d.{kind}" for count in (1, 2, 3) for kind in ("default", "padding"))
+
+
+def rewrite_convolution(tracker: LayoutTracker, node: Node) -> bool:
+    """Rewrite a convolution that takes channels of an image as samples as one in groups; false for other convolutions."""
+    image, weight, bias = tracker.images.get(node.argument("input").name), node.argument("weight"), node.argument("bias")
+    if image is None or any(ref.name in tracker.images for ref in (weight, bias) if ref is not None):
+        return False
+    (samples, *inner), source, count = image.layout.groups, tracker.nodes[image.node], tracker.axes.count
+    first_axis = len(source.shape) - count
+    axes = tuple((first_axis + axis,) for axis in range(count))
+    if samples[:1] != (0,) or len(samples) < 2 or len(inner) != 1 + count or tuple(inner[1:]) != axes:
+        return False
+    channels = source.shape[1:first_axis]
+    order = [dim - 1 for dim in (*samples[1:], *inner[0])]
+    order += [dim for dim in range(len(channels)) if dim not in order]
+    if not all(isinstance(extent, int) for extent in channels) or order != [dim for dim in order if 0 <= dim < len(channels)]:
+        return False
+    outer = tuple(channels[dim - 1] for dim in samples[1:])
+    repeats, num_out = prod(outer), node.shape[1]
+    merged = ChannelRearrangement(split=channels, order=tuple(order), shape=(prod(channels),))
+    tracker.add_rearrangement(replace(node, dtype=source.dtype), merged, source.name, f"{node.name}__merged")
+    arguments = {**dict(node.arguments), "input": Ref(f"{node.name}__merged"), "groups": repeats * node.argument("groups", 1)}
+    for key, ref in (("weight", weight), ("bias", bias)):
+        if ref is not None:
+            repeated = _repeated(node, tracker.nodes[ref.name], f"{node.name}__{key}", repeats)
+            tracker.nodes[repeated.name] = repeated
+            arguments[key] = Ref(repeated.name)
+    shape = (source.shape[0], repeats * num_out, *node.shape[2:])
+    grouped = replace(node, name=f"{node.name}__grouped", shape=shape, arguments=tuple(arguments.items()))
+    tracker.nodes[grouped.name] = grouped
+    split = (*outer, num_out)
+    tracker.add_rearrangement(node, ChannelRearrangement(split=split, order=tuple(range(len(split))), shape=split), grouped.name, node.name)
+    last = len(split)
+    groups = (tuple(range(last)), (last,), *((1 + last + axis,) for axis in range(count)))
+    tracker.images[node.name] = TrackedImage(node.name, DimLayout(groups))
+    return True
+
+
+def _repeated(node: Node, value: Node, name: str, repeats: int) -> Node:
+    """The node ``name``: a weight or a bias repeated for the groups of a convolution."""
+    arguments = (("self", Ref(value.name)), ("repeats", (repeats, *[1] * (len(value.shape) - 1))))
+    repeated = replace(value, name=name, kind="operator", target="aten.repeat.default", arguments=arguments, effect="")
+    return replace(repeated, shape=(repeats * value.shape[0], *value.shape[1:]), module_path=node.module_path)

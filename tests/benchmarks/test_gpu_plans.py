@@ -55,3 +55,11 @@ def test_the_page_and_the_changelog_cite_the_newest_result() -> None:
         (changelog, ("resnet18 20480 40GiB",)),
     ):
         assert all(f" {ratios[name]} times" in " ".join(text.split()) for name in names)
+
+
+def test_low_strips_fit_where_the_tallest_need_half_as_much_again() -> None:
+    """Regression: the error of the tallest strips excluded all others, and values of 7.5 GiB went through the host."""
+    import gpu_plans
+
+    case = gpu_plans.Case(network="resnet18", size_px=8192, budget="6GiB")
+    assert gpu_plans.measure(case).host_bytes == 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.problem import PlanningProblem
@@ -33,17 +34,18 @@ def relieved_head_plans(
 ) -> Iterator[ProjectedPlan]:
     """Plans that fit, with so many of the largest idle values of their heads off the device.
 
-    The exact projections of a proposal correct the rooms of the next one: of its tail, and of its head: the estimate lacks the gradients
-    of the values that its segments read.
+    The exact projections of a proposal correct the rooms of the next one: that of its tail by the difference, and that of its head first by
+    the largest difference from the estimate, then by the ratio to it. The estimate lacks the gradients of the values that the segments of
+    the head read, which grow with the height of the strips.
     """
     limits = problem.limits
-    for num_idle in nums_idle:
-        head_error, tail_error, best_cost = 0.0, 0.0, float("inf")
+    for num_idle, is_ratio in product(nums_idle, (False, True)):
+        head_error, tail_error, best_cost, head_room_bytes = 0.0, 0.0, float("inf"), float(room_bytes)
         for _ in range(limits.max_projections):
             proposal = heads.cheapest(
                 room_bytes - tail_error,
                 limits.further_cost_share * best_cost,
-                head_room_bytes=room_bytes - head_error,
+                head_room_bytes=head_room_bytes,
                 num_idle=num_idle,
             )
             if proposal is None:
@@ -57,7 +59,9 @@ def relieved_head_plans(
             if not plans:  # the values can be neither recomputed nor copied
                 continue
             head_bytes, tail_bytes = (min(peaks) for peaks in zip(*map(relief.peaks, plans), strict=True))
-            head_error = max(head_error, head_bytes - proposal.head_peak_bytes)
+            estimate = proposal.head_peak_bytes
+            head_error = max(head_error, head_bytes - estimate)
+            head_room_bytes = room_bytes * min(1.0, estimate / max(1.0, head_bytes)) if is_ratio else room_bytes - head_error
             tail_error += max(tail_bytes, min(head_bytes, room_bytes)) - room_bytes
 
 

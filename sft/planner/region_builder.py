@@ -376,7 +376,7 @@ def _scope_of_samples(problem: PlanningProblem, scope: SegmentInfo, levels: Sequ
         full_shapes={name: scope.shapes[name] for level in levels for name in level.samples.axes},
         batch=sizes[0] if problem.sized.num_batch > 1 else 1,
         columns={node.name: node for node in columns.nodes},
-        per_sample=scope.per_sample.intersection(levels[0].samples.axes),
+        per_sample=frozenset(name for name, axis in levels[0].samples.axes.items() if name in scope.per_sample and axis.dim == 0),
         strided=frozenset(
             name
             for name in strided.difference(scope.streamed)

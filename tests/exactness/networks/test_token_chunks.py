@@ -93,7 +93,7 @@ def test_keys_and_values_wait_on_the_host(copies: Copies, monkeypatch: pytest.Mo
 @given(
     rows=st.integers(2, 5),
     columns=st.integers(2, 5),
-    num_images=st.integers(1, 2),
+    num_images=st.integers(1, 3),
     chunk=st.integers(1, 12),
     form=st.sampled_from(get_args(AttentionForm)),
     token=st.booleans(),
@@ -108,6 +108,16 @@ def test_any_chunk_of_any_tokens(
     with pytest.MonkeyPatch.context() as monkeypatch:
         take_windows(monkeypatch, chunk, repeats=repeats, copies=copies)
         assert_exact(model, torch.randn(num_images, 3, 2 * rows, 2 * columns), steps=1)
+
+
+@pytest.mark.parametrize("form", get_args(AttentionForm))
+def test_as_many_images_as_queries_keys_and_values(form: AttentionForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension of three for queries, keys and values, in front of that of the images, is not theirs."""
+    torch.manual_seed(0)
+    take_windows(monkeypatch, 4, height=1)
+    model = ImageTransformer(8, 2, 2, 4, (6, 5), form, dropout=0.2)
+    report = assert_exact(model, torch.randn(3, 3, 24, 20), to_the_byte=True, steps=1)
+    assert any(segment.takes_windows for segment in report.plan.segments)
 
 
 def test_attention_over_the_tiles_of_a_bag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,20 @@ def _add_narrow_side_input(tracker: LayoutTracker, reader: Node, name: str, wide
     return side.name
 
 
+def _reads_image(tracker: LayoutTracker, name: str) -> bool:
+    """True if an operator computes a value from an image, directly or through other operators."""
+    pending, seen = [name], set[str]()
+    while pending:
+        node = tracker.nodes[pending.pop()]
+        for operand in node.operands:
+            if operand in tracker.images:
+                return True
+            if operand not in seen:
+                seen.add(operand)
+                pending.append(operand)
+    return False
+
+
 def _of_flat_value(tracker: LayoutTracker, narrow: Node, side: Node, reader: Node) -> Node:
     """A side input of a narrow value, flattened: any strip may need all of it, and a list of numbers is no image, so it stays untiled."""
     shape = (math.prod(narrow.shape),)
@@ -182,7 +196,7 @@ def add_spatial_side_input(tracker: LayoutTracker, reader: Node, name: str, imag
     constant = constant_of(tracker.nodes, name)
     if constant is not None and len(image_node.shape) == tracker.axes.rank:
         side = make_constant_image(side.name, value, constant, image_node, side.shape[1], tracker.axes)
-    elif value.kind == "operator" and len(value.shape) >= tracker.axes.rank and 1 in tracker.axes.of(value.shape):
+    elif len(value.shape) >= tracker.axes.rank and 1 in tracker.axes.of(value.shape) and _reads_image(tracker, name):
         side = _of_flat_value(tracker, value, side, reader)
     tracker.nodes[side.name] = replace(side, module_path=reader.module_path)
     return side.name

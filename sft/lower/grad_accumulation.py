@@ -74,7 +74,8 @@ def sum_contributions(
 
 def _concatenate(builder: ProgramBuilder, shape: tuple[int, ...], dtype: torch.dtype, terms: Sequence[GradContribution], dim: int) -> Slot:
     """The gradient of a streamed value of which all slices along ``dim`` have one contribution."""
-    ordered = sorted((term for term in terms if term.span is not None), key=lambda term: term.span.start if term.span else 0)
+    starts = {term.span.start: term for term in terms if term.span is not None and term.span.length}
+    ordered = [starts[start] for start in sorted(starts)]
     total = builder.empty(shape, dtype)
     slots, spans = tuple(term.slot for term in ordered), tuple(_channels_of(term) for term in ordered)
     return builder.call(cat_slices_into, total, slots, spans, dim, writes=total)

@@ -50,7 +50,7 @@ _POOLS = frozenset({aten.max_pool2d_with_indices.default, aten.max_pool3d_with_i
 _OVERWRITES = frozenset({aten.copy_.default, aten.zero_.default, cat_slices_into})
 #: Calls that copy images element by element where rows are not adjacent.
 _CONCATENATIONS = (cat_slices, cat_slices_into)
-#: First dimension of an image's columns.
+#: First dimension along which a slice of an image is not contiguous: columns, and of volumes the second axis, too.
 _COLUMNS_DIM = 3
 #: Edge of a tile of a convolution or matrix product.
 _TILE = 128

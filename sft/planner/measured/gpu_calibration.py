@@ -37,7 +37,7 @@ _GATHER_CALLS = ("max_pool2d, gradient", "bilinear interpolation", "bilinear int
 
 
 def calibrate(device: torch.device, name: str, *, rows: int = _ROWS) -> GpuModel:
-    """Measure the rates of a device: about a second on a GPU.
+    """Measure the rates of a device.
 
     Args:
         device: the device.

@@ -27,6 +27,7 @@ from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_er
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
 from sft.analysis.frontend.graph_builder import symbol_guards
+from sft.analysis.frontend.overlapping_writes import has_symbolic_overlaps, refuse_overlapping_writes
 from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_unsharded_parameters
@@ -98,10 +99,10 @@ def export_model(
             functional = exporter.export(_dynamic_dims(shapes, any_size=any_size, any_batch=any_batch))
             # A fixed product of sizes (position embeddings of a list of pixels) determines no size, and few sizes satisfy it.
             is_fixed = any(map(_specializes_size_product, symbol_guards(functional.program)))
-            if not is_fixed and not exporter.tracker.has_size_dependent_reads:
+            if not is_fixed and not exporter.needs_constant_sizes:
                 return functional
         except Exception as error:
-            if not exporter.tracker.has_size_dependent_reads:
+            if not exporter.needs_constant_sizes:
                 if isinstance(error, UnsupportedError):
                     raise
                 exporter.raise_error_of_model(error)
@@ -168,6 +169,7 @@ class _Exporter:
 
     Attributes:
         tracker: constants of the last trace.
+        has_symbolic_overlaps: writes of the last trace may overlap at some sizes.
     """
 
     def __init__(
@@ -181,6 +183,12 @@ class _Exporter:
         self._model, self._shapes, self._dtypes, self._device, self._guards = model, shapes, dtypes, device, guards
         self._accepts_input = False
         self.tracker = ConstantTracker(model, {}, is_any_size=False)
+        self.has_symbolic_overlaps = False
+
+    @property
+    def needs_constant_sizes(self) -> bool:
+        """True where the last trace depends on the sizes in ways that a program with symbols does not show."""
+        return self.has_symbolic_overlaps or self.tracker.has_size_dependent_reads
 
     def export(self, dynamic: tuple[tuple[Any, ...], ...] | None) -> FunctionalProgram:
         """Export the model and functionalize the program; ``dynamic`` are its symbolic sizes, ``None`` for constant ones."""
@@ -197,6 +205,9 @@ class _Exporter:
             stack.enter_context(autocast_composites(device))
             stack.enter_context(apply_patches(*patches))
             exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
+        self.has_symbolic_overlaps = has_symbolic_overlaps(exported)
+        if not self.has_symbolic_overlaps:
+            refuse_overlapping_writes(model, exported)
         _refuse_grad_mode_hooks(model, exported)
         refuse_tensor_to_number(exported, self.tracker.unknown_reads)
         is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -8,7 +8,8 @@ Most networks write in simple ways: an activation in place on a value with no ot
 memory is read after the write; aliases follow from the operators' schemas. Other programs (with a view that is read after a write to its
 base, inner graphs, or operators unknown to this module) are *decomposed* by the exporter, with the same graph as result.
 
-Under autocast, decomposition inserts casts of operands. For rewriting they come from :mod:`sft.analysis.frontend.autocast`.
+Under autocast, decomposition inserts casts of operands. For rewriting they come from :mod:`sft.analysis.frontend.autocast`. Composite
+operators with such casts inside (a recurrent cell) become their operators first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
@@ -66,13 +67,19 @@ def functionalize(exported: ExportedProgram, casts: AutocastPolicy | None = None
     Raises:
         UnsupportedError: the program writes to a parameter.
     """
-    return functionalize_by_rewriting(exported, casts) or _functionalize_by_decomposition(exported)
+    return functionalize_by_rewriting(exported, casts) or _functionalize_by_decomposition(exported, casts)
 
 
-def _functionalize_by_decomposition(exported: ExportedProgram) -> FunctionalProgram:
+def _functionalize_by_decomposition(exported: ExportedProgram, casts: AutocastPolicy | None) -> FunctionalProgram:
+    entered: set[OpOverload] = set()
     for node in exported.graph_module.graph.nodes:
         if (view := _view_of(node)) is not None:
             (node.target, node.args), node.kwargs = view, {}
+        elif casts is not None and _has_casts_inside(node, casts):
+            entered.add(node.target)
+    if entered:  # into operators of their own, which the next decomposition casts
+        rules = default_decompositions()
+        exported = exported.run_decompositions({target: rules[target] for target in entered if target in rules})
     program: ExportedProgram = exported.run_decompositions({})
     signature, nodes = program.graph_signature, tuple(program.graph.nodes)
     returned: Any = nodes[-1].args[0]
@@ -88,6 +95,13 @@ def _functionalize_by_decomposition(exported: ExportedProgram) -> FunctionalProg
     # By position: a value may be both returned and written to a buffer or an input.
     outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
+
+
+def _has_casts_inside(node: fx.Node, casts: AutocastPolicy) -> bool:
+    """Return true for an operator that the exporter keeps whole and inside of which autocast casts: a recurrent cell, ``linalg.matmul``."""
+    if not isinstance(node.target, OpOverload) or str(node.target) in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS | _CAST_OPS:
+        return False
+    return is_composite_op(node.target) and not op_schema(node.target).is_mutable and casts.of(node, looks_inside=True) != ()
 
 
 def _view_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:

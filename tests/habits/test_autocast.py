@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import sft
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, assert_within_budget, plan_of
-from tests.helpers.models import chain, seeded
+from tests.helpers.models import chain, image, seeded
 
 captures = one_capture_a_model("options")
 
@@ -426,7 +426,9 @@ def test_what_autocast_does_inside_of_an_operator(dtype: torch.dtype) -> None:
             gram = torch.einsum("bchw,bdhw->bcd", x, x * 2)
             return F.nll_loss(scores, labels), gram, F.kl_div(scores, y.softmax(1), reduction="batchmean"), *found
 
-    model, x, labels = seeded(Losses).float(), torch.rand(_SHAPE, dtype=torch.float32), torch.randint(0, 4, (_BATCH, _HEIGHT, _WIDTH))
+    random = torch.Generator().manual_seed(0)  # the divergence is small for some images: a difference of close numbers
+    model, x = seeded(Losses).float(), torch.rand(_SHAPE, dtype=torch.float32, generator=random)
+    labels = torch.randint(0, 4, (_BATCH, _HEIGHT, _WIDTH), generator=random)
     net = sft.compile(model, [x, labels], budget="64MiB", options=_OPTIONS)
     with _autocast(dtype):
         expected, found = model(x, labels), net(x, labels)
@@ -456,6 +458,29 @@ def test_einsum_of_two_types(equation: str) -> None:
     for key, ours in steps[0].items():
         assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
         assert _error(ours, steps[1][key]) <= 1e-2, key
+
+
+class _Composites(nn.Module):
+    """Operators that the exporter keeps whole, of values in half precision and weights in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(3, 4, 3), nn.Parameter(torch.randn(4, 4))
+        self.gru, self.lstm, self.rnn = nn.GRUCell(4, 4), nn.LSTMCell(4, 4), nn.RNNCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).mean((2, 3))
+        out: Tensor = torch.linalg.matmul(self.rnn(self.lstm(self.gru(y, y))[0]), self.weight)
+        return out
+
+
+def test_operators_inside_of_recurrent_cells() -> None:
+    model, x = seeded(_Composites).float(), image(2, 3, 7, 10).float()
+    net = sft.compile(copy.deepcopy(model), x.shape, options=_OPTIONS)
+    steps = [_step(module, x, None, torch.bfloat16) for module in (net, model)]
+    for key, ours in steps[0].items():
+        assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
+        assert _error(ours, steps[1][key]) <= 2e-2, key
 
 
 def test_two_types_that_the_exporter_does_not_bring_together_are_told() -> None:

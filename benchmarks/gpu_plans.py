@@ -19,8 +19,9 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.api.plan_search import FittedPlan, PlanSearch
+from sft.api.plan_search import PlanSearch
 from sft.planner.measured.allocation_trace import record_step
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.measured.reserved_memory import recording_sizes, resident_sizes, simulate_reserved_memory
 from sft.planner.problem import PlanningProblem
 from sft.runtime.caching_allocator import AllocatorSettings
@@ -50,6 +51,7 @@ CASES = (
     Case(network="resnet18", size_px=20_480, budget="11GiB", frozen_norms=True),
     Case(network="resnet18", size_px=2048, budget="4GiB"),
     Case(network="resnet18", size_px=2048, budget="500MiB"),
+    Case(network="resnet18", size_px=2048, budget="350MiB"),
     Case(network="resnet18", size_px=20_480, budget="40GiB"),
     Case(network="resnet18", size_px=20_480, budget="28GiB"),
     Case(network="unet", size_px=2048, budget="700MiB"),

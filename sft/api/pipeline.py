@@ -32,13 +32,14 @@ from torch import nn
 
 from sft.api.call_signature import CallSignature
 from sft.api.capture_cache import CapturedModel, SpecializedModel
-from sft.api.plan_search import FittedPlan, PlanSearch, overhead_estimator
+from sft.api.plan_search import PlanSearch, overhead_estimator
 from sft.api.settings import CompileSettings
 from sft.common.process_lock import gc_paused
 from sft.common.transform_checks import without_dispatch_modes
 from sft.distributed.mesh import LiveMesh
 from sft.distributed.planning import plan_bands
 from sft.distributed.sync_batch_norm import check_sync_batch_norms, synchronized_moments, without_sync_batch_norm
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.plan import Plan
 from sft.planner.plan_builder import build_plan
 from sft.planner.problem import PlanningProblem

@@ -20,7 +20,7 @@ from sft.analysis.tiling.phases import PhasedGraph
 from sft.api.call_signature import CallSignature, Shape, with_any_samples
 from sft.api.capture_cache import CaptureCache, SpecializedModel
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, prepare_on_mesh, search
-from sft.api.plan_search import FittedPlan, PlanSearch, computes_little_again
+from sft.api.plan_search import PlanSearch, computes_little_again
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.byte_units import format_bytes
@@ -29,6 +29,7 @@ from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.common.terminal.progress_display import stages
 from sft.common.weighted_lru import WeightedLRU
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.options import Options
 from sft.planner.plan import Plan
 from sft.planner.problem import PlanningProblem

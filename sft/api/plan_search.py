@@ -6,7 +6,7 @@ weights. Each new plan is one call of the planner (:func:`sft.planner.planner.pl
 :class:`~sft.planner.materialize.ProjectedPlan`: the decisions, the region that executes them, and the projection of its memory. An attempt
 may change the problem, so the result is a :class:`FittedPlan`, a problem with its plan.
 
-*On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.allocator_overhead`). If the allocator's
+*On a GPU* a plan that fits by its projection is tried on the device (:mod:`sft.planner.measured.overhead_search`). If the allocator's
 rounding and libraries' workspaces exceed the rest of the budget, the search is repeated with that overhead reserved. If no plan fits, the
 smallest one is tried, too: the error names its bytes with the overhead, and a budget of that size works.
 """
@@ -22,13 +22,15 @@ import torch
 from torch import nn
 
 from sft.analysis.frontend.capture import tensor_attribute
-from sft.api.call_signature import CallSignature, Shape
+from sft.api.call_signature import CallSignature
 from sft.api.settings import CompileSettings
 from sft.api.weight_placement import check_can_stream, check_optimizer_step, resident_bytes, weights_to_stream
 from sft.common.errors import BudgetError, InputError, UnsupportedError
 from sft.planner.cost.step_time import project_timeline
 from sft.planner.materialize import ProjectedPlan, materialize
 from sft.planner.measured.allocator_overhead import GraphScope, OverheadEstimator, warn_about_allocator
+from sft.planner.measured.fitted_plan import FittedPlan
+from sft.planner.measured.overhead_search import Accepts, OverheadSearch
 from sft.planner.measured.step_timer import time_step
 from sft.planner.plan import Plan
 from sft.planner.planner import SmallestPlanError, check_device, check_host, plan_segments
@@ -45,7 +47,7 @@ from sft.torch_runtime.autograd import autocast_disabled
 from sft.torch_runtime.profiling import open_timing_cache
 from sft.torch_runtime.streamed_parameters import streamable_parameters
 
-__all__ = ["FittedPlan", "PlanSearch", "overhead_estimator"]
+__all__ = ["PlanSearch", "overhead_estimator"]
 
 
 #: FLOPs over plain's of a plan with one more forward pass, and some.
@@ -53,33 +55,6 @@ _MOST_FLOPS = 1.4
 #: Seconds that a step on a GPU without recorded passes takes longer than by the time model: on an H200 VGG-16 in 1.2 GiB takes 0.8 ms more
 #: than estimated with recorded passes, and 6.4 ms without (``benchmarks/results/2026-11-26-h200-gpu-steps.md``).
 _UNRECORDED_SECONDS = 5e-3
-#: Steps in which the room of a step is reduced by the overhead of plans that did not fit: another plan may have less.
-_ROOM_STEPS = 32
-#: Condition on a plan for a problem.
-_Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class FittedPlan:
-    """A plan that fits, and the problem that it solves.
-
-    Attributes:
-        problem: the problem, possibly with streamed weights or smaller budgets of repeated blocks.
-        projected: the decisions, their region and its projection.
-        seconds: measured time of each operation of the schedule; ``None`` if the plan was not timed.
-        transferred_from: shapes of the inputs for which the decisions were made, if for another number of samples.
-    """
-
-    problem: PlanningProblem
-    projected: ProjectedPlan
-    seconds: Sequence[float] | None = None
-    transferred_from: tuple[Shape, ...] = ()
-
-    @property
-    def needed_bytes(self) -> int:
-        """The smallest budget that the plan fits."""
-        projection = self.projected.projection
-        return self.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,49 +151,21 @@ class PlanSearch:
         return seconds if projection.records_passes or not self._is_for_gpu else seconds + _UNRECORDED_SECONDS
 
     def _with_room_for_overhead(
-        self,
-        problem: PlanningProblem,
-        estimator: OverheadEstimator | None,
-        fit: Callable[[PlanningProblem, _Accepts], FittedPlan],
+        self, problem: PlanningProblem, estimator: OverheadEstimator | None, fit: Callable[[PlanningProblem, Accepts], FittedPlan]
     ) -> FittedPlan:
-        """Find a plan that fits with its overhead, which is known only of complete plans.
-
-        If no plan that fits by its projection also fits with its overhead, the search is repeated with a smaller budget: in steps up to
-        the least overhead of these plans, as others may have less. In the end the smallest plan is tried, which does not depend on the
-        budget. So a budget of its bytes with overhead always has a plan.
-        """
+        """Find a plan that fits with its overhead."""
         if estimator is None:
             try:
                 return fit(problem, lambda _problem, _plan: True)
             except SmallestPlanError as error:
                 raise error.with_overhead(0) from None
-        measured: dict[int, tuple[ProjectedPlan, FittedPlan]] = {}  # by id; the reference to the plan keeps it unique
-
-        def with_overhead(problem: PlanningProblem, plan: ProjectedPlan) -> FittedPlan:
-            if id(plan) not in measured:
-                measured[id(plan)] = (plan, self._with_overhead(estimator, FittedPlan(problem, plan)))
-            return measured[id(plan)][1]
-
-        overhead_bytes = estimator.least_bytes(problem)
-        while True:
-            num_measured = len(measured)
-            try:
-                fitted = fit(problem.with_overhead(overhead_bytes), lambda problem, plan: self._fits_budget(with_overhead(problem, plan)))
-            except SmallestPlanError as error:
-                try:
-                    smallest = with_overhead(error.planning_problem, error.plan)
-                except BudgetError:
-                    raise _unmeasured_error(error) from None
-                if self._fits_budget(smallest):
-                    return smallest
-                raise error.with_overhead(smallest.projected.projection.overhead_bytes) from None
-            fitted = replace(fitted, projected=with_overhead(fitted.problem, fitted.projected).projected)
-            if self._fits_budget(fitted):
-                return fitted
-            new_plans = [each for _, each in [*measured.values()][num_measured:]] or [fitted]
-            least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
-            step_bytes = max(overhead_bytes // 8 + 1, (self.settings.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
-            overhead_bytes = max(min(least_bytes, overhead_bytes + step_bytes), overhead_bytes + overhead_bytes // 8 + 1)
+        search = OverheadSearch(
+            budget_bytes=self.settings.budget_bytes,
+            fit=fit,
+            with_overhead=partial(self._with_overhead, estimator),
+            seconds=self._estimated_seconds,
+        )
+        return search.run(problem, estimator.least_bytes(problem))
 
     def _overhead_estimator(self, problem: PlanningProblem, cuda_graphs: GraphScope | None = None) -> OverheadEstimator | None:
         """The estimator of the memory that plans take in addition to tensors; ``None`` on a CPU."""
@@ -284,7 +231,7 @@ class PlanSearch:
                     best, best_seconds = replace(candidate, seconds=seconds), seconds
         return best
 
-    def _fit_projected(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan:
+    def _fit_projected(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
         """Find a plan that fits by its projection."""
         settings = self.settings
         is_streamed = self.signature.weights_revision is not None or settings.options.streams_weights
@@ -323,7 +270,7 @@ class PlanSearch:
         check_optimizer_step(self.model, num_bytes, settings.budget_bytes)
         return replace(problem, resources=replace(problem.resources, weights=weights, resident_bytes=num_bytes))
 
-    def _new_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan:
+    def _new_plan(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan:
         """The planner's plan; if none fits, one with smaller budgets for repeated blocks."""
         settings = self.settings
 
@@ -355,7 +302,7 @@ class PlanSearch:
             return None
         return replace(fitted, transferred_from=self.previous.transferred_from)
 
-    def _transferred_plan(self, problem: PlanningProblem, accepts: _Accepts) -> FittedPlan | None:
+    def _transferred_plan(self, problem: PlanningProblem, accepts: Accepts) -> FittedPlan | None:
         """A plan with the decisions of one for another number of samples; ``None`` if none fits, or all plans are to be timed."""
         settings = self.settings
         if not settings.options.is_automatic or settings.options.profile == "measure":
@@ -441,9 +388,3 @@ def _is_untiled(fitted: FittedPlan) -> bool:
 def _has_device_overhead(device: torch.device) -> bool:
     """True if programs take device memory in addition to tensors."""
     return device.type == "cuda"
-
-
-def _unmeasured_error(error: SmallestPlanError) -> BudgetError:
-    """The error of a search, without overhead: its smallest plan does not fit into the free memory of the device."""
-    note = " The allocator's segments and libraries' workspaces come on top: the device has too little free memory to measure them."
-    return with_remedies(error.with_overhead(0), (), note)

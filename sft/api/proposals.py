@@ -16,9 +16,10 @@ from torch import nn
 
 from sft.api.call_signature import CallSignature
 from sft.api.plan_cache import PlanCache
-from sft.api.plan_search import FittedPlan, PlanSearch, computes_little_again
+from sft.api.plan_search import PlanSearch, computes_little_again
 from sft.common.errors import BudgetError, SftError
 from sft.common.process_lock import patch_lock
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.problem import PlanningProblem
 from sft.planner.remedies import Remedy, Setting, with_remedies
 

@@ -14,10 +14,10 @@ from sft.api.capture_cache import CaptureCache, CapturedModel, SpecializedModel,
 from sft.api.inputs import InputSpec
 from sft.api.pipeline import PreparedPlan, planning_context, prepare, search
 from sft.api.plan_cache import PlanCache
-from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.module_snapshot import ModuleSnapshot
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.problem import PlanningProblem
 from tests.helpers.models import ConvNet, image, seeded
 

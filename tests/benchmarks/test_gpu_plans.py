@@ -23,7 +23,7 @@ def _newest() -> dict[str, dict[str, Any]]:
     return {json.dumps(result["case"]): result for result in json.loads(newest.read_text())["results"]}
 
 
-@pytest.mark.parametrize("number", range(14))
+@pytest.mark.parametrize("number", range(15))
 def test_no_plan_has_become_worse(number: int) -> None:
     import gpu_plans
 

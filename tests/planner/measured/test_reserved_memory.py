@@ -15,12 +15,12 @@ from sft.api.call_signature import signature_of
 from sft.api.capture_cache import capture_model
 from sft.api.inputs import InputSpec
 from sft.api.pipeline import search
-from sft.api.plan_search import FittedPlan
 from sft.api.problem_builder import build_problem
 from sft.api.settings import CompileSettings
 from sft.common.interval import Interval
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.planner.measured.allocation_trace import AllocationTrace, _RecordingMachine, record_step
+from sft.planner.measured.fitted_plan import FittedPlan
 from sft.planner.measured.reserved_memory import reserved_bytes, resident_sizes, simulate_reserved_memory
 from sft.planner.measured.segment_search import choose_segments
 from sft.planner.projection import run_step

@@ -1,0 +1,34 @@
+"""Fitted plan: a plan with the problem that it solves, which a search may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sft.planner.materialize import ProjectedPlan
+from sft.planner.problem import PlanningProblem
+
+__all__ = ["FittedPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPlan:
+    """A plan that fits, and the problem that it solves.
+
+    Attributes:
+        problem: the problem, possibly with streamed weights or smaller budgets of repeated blocks.
+        projected: the decisions, their region and its projection.
+        seconds: measured time of each operation of the schedule; ``None`` if the plan was not timed.
+        transferred_from: shapes of the inputs for which the decisions were made, if for another number of samples.
+    """
+
+    problem: PlanningProblem
+    projected: ProjectedPlan
+    seconds: Sequence[float] | None = None
+    transferred_from: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest budget that the plan fits."""
+        projection = self.projected.projection
+        return self.problem.resources.resident_bytes + projection.peak_bytes + projection.overhead_bytes

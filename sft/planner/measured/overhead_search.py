@@ -1,0 +1,115 @@
+"""Overhead search: plans that fit together with their overhead on a GPU, which is known only of complete plans.
+
+If no plan that fits by its projection also fits with its overhead, the search is repeated with a smaller room: in steps up to the least
+overhead of these plans, as others may have less. The same holds if only a much slower plan fits. For example, the fastest plan takes
+36 ms and 356 MiB of 350, and the fastest one that fits 90 ms: in 15 MiB less, the search has another one of 37 ms.
+
+In the end the smallest plan is tried, which does not depend on the budget. So a budget of its bytes with overhead always has a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from sft.common.errors import BudgetError
+from sft.planner.materialize import ProjectedPlan
+from sft.planner.measured.fitted_plan import FittedPlan
+from sft.planner.planner import SmallestPlanError
+from sft.planner.problem import PlanningProblem
+from sft.planner.remedies import with_remedies
+
+__all__ = ["Accepts", "OverheadSearch"]
+
+#: Condition on a plan for a problem.
+Accepts = Callable[[PlanningProblem, ProjectedPlan], bool]
+
+#: Steps in which the room of a step is reduced by the overhead of plans that did not fit: another plan may have less.
+_ROOM_STEPS = 32
+#: A plan is taken if it takes at most this multiple of the time of the fastest plan that fits by its projection alone.
+_NEAR_FASTEST = 1.1
+
+
+@dataclass(slots=True, kw_only=True)
+class OverheadSearch:
+    """Search for a plan that fits with its overhead.
+
+    Attributes:
+        budget_bytes: the device budget.
+        fit: finds a plan that fits by its projection and meets a condition. The plans to which the condition is applied are ordered by
+            their time.
+        with_overhead: adds the overhead to the projection of a plan.
+        seconds: estimated seconds of a plan, to compare plans by.
+    """
+
+    budget_bytes: int
+    fit: Callable[[PlanningProblem, Accepts], FittedPlan]
+    with_overhead: Callable[[FittedPlan], FittedPlan]
+    seconds: Callable[[FittedPlan], float]
+    _measured: dict[int, tuple[ProjectedPlan, FittedPlan]] = field(default_factory=dict)  # by id; the reference keeps it unique
+    _seen: list[FittedPlan] = field(default_factory=list)
+
+    def run(self, problem: PlanningProblem, overhead_bytes: int) -> FittedPlan:
+        """Find a plan.
+
+        Args:
+            problem: the problem, without overhead.
+            overhead_bytes: overhead that every plan has.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        best: FittedPlan | None = None
+        while True:
+            num_measured = len(self._measured)
+            self._seen.clear()
+            try:
+                fitted = self._measure(self.fit(problem.with_overhead(overhead_bytes), self._fits_measured))
+            except BudgetError as error:
+                if best is not None:
+                    return best
+                if isinstance(error, SmallestPlanError):
+                    return self._smallest(error)
+                raise
+            fastest = self._seen[0] if self._seen else fitted
+            if best is not None and self.seconds(fastest) >= self.seconds(best):
+                return best
+            if self._fits(fitted):
+                best = fitted if best is None else min(best, fitted, key=self.seconds)
+                if self.seconds(best) <= _NEAR_FASTEST * self.seconds(fastest):
+                    return best
+            new_plans = [each for _, each in [*self._measured.values()][num_measured:] if not self._fits(each)] or [fastest]
+            least_bytes = min(each.projected.projection.overhead_bytes for each in new_plans)
+            step_bytes = max(overhead_bytes // 8 + 1, (self.budget_bytes - problem.resources.resident_bytes) // _ROOM_STEPS)
+            overhead_bytes = max(min(least_bytes, overhead_bytes + step_bytes), overhead_bytes + overhead_bytes // 8 + 1)
+
+    def _fits_measured(self, problem: PlanningProblem, plan: ProjectedPlan) -> bool:
+        """True if a plan fits with its overhead; the plans of a search are noted."""
+        self._seen.append(self._measure(FittedPlan(problem, plan)))
+        return self._fits(self._seen[-1])
+
+    def _measure(self, fitted: FittedPlan) -> FittedPlan:
+        """The plan with its overhead, which is determined once."""
+        plan = fitted.projected
+        if id(plan) not in self._measured:
+            self._measured[id(plan)] = (plan, self.with_overhead(fitted))
+        return replace(fitted, projected=self._measured[id(plan)][1].projected)
+
+    def _fits(self, fitted: FittedPlan) -> bool:
+        return fitted.needed_bytes <= self.budget_bytes
+
+    def _smallest(self, error: SmallestPlanError) -> FittedPlan:
+        """The smallest plan with its overhead, if it fits."""
+        try:
+            smallest = self._measure(FittedPlan(error.planning_problem, error.plan))
+        except BudgetError:
+            raise _unmeasured_error(error) from None
+        if self._fits(smallest):
+            return smallest
+        raise error.with_overhead(smallest.projected.projection.overhead_bytes) from None
+
+
+def _unmeasured_error(error: SmallestPlanError) -> BudgetError:
+    """The error of a search, without overhead: its smallest plan does not fit into the free memory of the device."""
+    note = " The allocator's segments and libraries' workspaces come on top: the device has too little free memory to measure them."
+    return with_remedies(error.with_overhead(0), (), note)

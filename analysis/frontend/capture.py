@@ -47,7 +47,7 @@ from sft.analysis.frontend.trace_context import (
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.repeat_op import capture_repeats
 from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree
+from sft.common.torch_internals import FakeTensor, FakeTensorMode, pytree, without_parametrization_cache
 
 __all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "is_in_program_layout", "outputs_channels_last", "tensor_attribute"]
 
@@ -241,9 +241,10 @@ def _capture_once(
     any_batch: bool,
 ) -> tuple[Capture, AttributeChanges, ObjectChanges]:
     """A capture, and the plain attributes that `forward` sets, of its modules and of other objects; all are restored."""
-    # The caller may be in inference mode, or under autocast with a cache of casts.
+    # The caller may be in inference mode, under autocast with a cache of casts, or in a cache of parametrized tensors.
     with (
         torch.inference_mode(False),
+        without_parametrization_cache(),
         _autocast(device, autocast),
         preserve_objects(model) as object_changes,
         prepare_for_tracing(model) as module_changes,
@@ -348,7 +349,7 @@ def outputs_channels_last(
     layouts = memory_formats_of(shapes, channels_last)
     with suppress_output(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), disable_root_hooks(model):
         try:
-            with mode, use_fake_tensors(model, mode), capture_repeats(model), tracker.watch():
+            with without_parametrization_cache(), mode, use_fake_tensors(model, mode), capture_repeats(model), tracker.watch():
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(model(*inputs))
         except Exception:

@@ -34,7 +34,7 @@ from sft.common.errors import BudgetError, InputError
 from sft.common.module_snapshot import ModuleSnapshot
 from sft.common.process_lock import patch_lock
 from sft.common.torch_internals import copy_tensors, pytree
-from sft.common.transform_checks import autocast_dtype
+from sft.common.transform_checks import autocast_dtype, refuse_cached_updates
 from sft.distributed.fsdp import ShardedWeights
 from sft.distributed.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
 from sft.distributed.rank_context import RankContext
@@ -257,6 +257,7 @@ class Engine:
         graph = prepared.captured.capture.graph
         hosts = HostOutputs()
         try:
+            refuse_cached_updates(path for _, path in graph.updates)
             hosts = HostOutputs.open(self.settings.destination, graph.outputs, prepared.region, call.inputs.device)
             outputs = run_region(prepared.region, call.inputs, hosts.by_name)
             results = hosts.in_order(graph.outputs, outputs)

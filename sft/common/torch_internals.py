@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
@@ -53,6 +54,7 @@ __all__ = [
     "is_composite_op",
     "is_dynamo_loaded",
     "is_jit_tracing",
+    "is_parametrization_cached",
     "is_traceable_wrapper_subclass_type",
     "is_under_functorch_transform",
     "multiplies_in_convolution",
@@ -64,6 +66,7 @@ __all__ = [
     "task_retains_graph",
     "will_engine_execute",
     "without_onednn",
+    "without_parametrization_cache",
     "without_saved_tensor_hooks",
 ]
 
@@ -240,6 +243,22 @@ def is_jit_tracing() -> bool:
 def is_under_functorch_transform() -> bool:
     """Return true inside a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_parametrization_cached() -> bool:
+    """Return true inside ``torch.nn.utils.parametrize.cached()``, where each parametrized tensor is computed once."""
+    return bool(parametrize._cache_enabled)
+
+
+@contextmanager
+def without_parametrization_cache() -> Iterator[None]:
+    """Leave ``torch.nn.utils.parametrize.cached()``: a trace must compute parametrized tensors, and must not leave its own in the cache."""
+    enabled, cache = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, cache
 
 
 def is_batched_tensor(value: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ computes, so a call inside one is refused. Dispatch modes of the caller (memory 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from sft.common.torch_internals import (
     is_batched_tensor,
     is_dynamo_loaded,
     is_jit_tracing,
+    is_parametrization_cached,
     is_under_functorch_transform,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "not_inlined",
     "refuse_after_failure",
     "refuse_batched_grads",
+    "refuse_cached_updates",
     "refuse_tracing",
     "refuse_wrapping",
     "without_dispatch_modes",
@@ -86,6 +88,26 @@ def refuse_batched_grads(tensors: Sequence[torch.Tensor | None]) -> None:
     if any(t is not None and is_batched_tensor(t) for t in tensors):
         raise UnsupportedError(
             ["(the compiled model): batched gradients (is_grads_batched, vectorize) have no strips; call backward once for each of them"]
+        )
+
+
+def refuse_cached_updates(paths: Iterable[str]) -> None:
+    """Refuse updates of parametrizations inside ``torch.nn.utils.parametrize.cached()``: once in a block, and here once in a call.
+
+    Args:
+        paths: buffers that a call updates.
+
+    Raises:
+        UnsupportedError: a parametrization (a spectral norm in training) updates its buffers, and its result is to be cached.
+    """
+    updated = sorted({path.rpartition(".")[0] for path in paths if "parametrizations." in path}) if is_parametrization_cached() else []
+    if updated:
+        raise UnsupportedError(
+            [
+                f"{path}: updates its buffers in each call of the compiled model, and once in torch.nn.utils.parametrize.cached(); "
+                "call the compiled model outside of cached(), or after .eval()"
+                for path in updated
+            ]
         )
 
 

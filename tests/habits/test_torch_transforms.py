@@ -226,3 +226,31 @@ def test_layers_without_outputs() -> None:
     y = net(torch.randn(1, 3, 16, 16))
     assert y.shape == (1, 0)
     y.sum().backward()
+
+
+_PARAMETRIZATIONS = torch.nn.utils.parametrizations
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_first_call_in_a_cache_of_parametrized_weights(reads_first: bool) -> None:
+    """The trace neither takes weights from the cache nor leaves its own there."""
+    model = seeded(lambda: _PARAMETRIZATIONS.weight_norm(nn.Conv2d(3, 4, 3)))
+    net = sft.compile(copy.deepcopy(model), (None, 3, None, None), options=_OPTIONS)
+    for module in (net, model):
+        with torch.nn.utils.parametrize.cached():
+            weight = module.weight.sum() if reads_first else 0
+            (module(image(*_SHAPE)).square().sum() + weight + module.weight.square().sum()).backward()
+    for (name, ours), eager in zip(net.named_parameters(), model.parameters(), strict=True):
+        assert relative_error(cast(Tensor, ours.grad), cast(Tensor, eager.grad)) <= 1e-11, name
+
+
+def test_updates_of_cached_parametrizations_are_refused() -> None:
+    model = seeded(lambda: chain(_PARAMETRIZATIONS.spectral_norm(nn.Conv2d(3, 4, 3))))
+    net = sft.compile(model, _SHAPE, options=_OPTIONS)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.nn.utils.parametrize.cached():
+        with pytest.raises(sft.UnsupportedError, match=r"0\.parametrizations\.weight\.0: updates its buffers.*outside of cached\(\)"):
+            net(image(*_SHAPE))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        net.eval()(image(*_SHAPE))
+    net.train()(image(*_SHAPE))

@@ -9,7 +9,6 @@ Views are compared in bytes of their storage. NumPy decides if two of them have 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -93,8 +93,10 @@ def extent_from_torch(size: int | torch.SymInt) -> sp.Expr | int:
 def expr_from_torch(expr: sp.Expr) -> sp.Expr:
     """An expression of the exporter with plain SymPy functions in the place of torch's, on our symbols."""
     plain = expr
+    names = {type(each).__name__ for each in sp.preorder_traversal(expr)}  # each replacement visits the expression again
     for name, function in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, function=function: function(*e.args))
+        if name in names:
+            plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, function=function: function(*e.args))
     return plain.xreplace({symbol: _positive_symbol(symbol) for symbol in plain.free_symbols})
 
 

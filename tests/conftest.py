@@ -1,6 +1,6 @@
 """Settings that every test shares: Hypothesis profiles, and a fixture for tests that collect garbage.
 
-Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (7, derandomised; what `make test`
+Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (3, derandomised; what `make test`
 takes, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
 """
 
@@ -109,6 +109,13 @@ def _resident_bytes() -> int:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:
         return 0
+
+
+@pytest.fixture(scope="module")
+def without_proposals() -> Iterator[None]:
+    """Budget errors without plans of other settings, for tests of the smallest plan: proposals are up to six further searches."""
+    with patch("sft.api.engine.propose", lambda error, *_: error):
+        yield
 
 
 @pytest.fixture

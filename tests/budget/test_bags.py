@@ -15,6 +15,8 @@ from tests.helpers.bags import AttentionBag, VisionTransformer, take_samples, ta
 from tests.helpers.transformers import AttentionForm, ImageTransformer
 from tests.helpers.windows import SwinTransformer, TiledEncoder
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 def _least_plan(num_tiles: int, width: int, depth: int) -> sft.Plan:
     """The smallest plan for a bag that is read from an array."""

@@ -13,6 +13,8 @@ import sft
 from sft.planner.repeat_budgets import RetainedGraphCheck
 from tests.helpers.models import image, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _SHAPE = (2, 3, 45, 37)
 
 

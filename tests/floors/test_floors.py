@@ -10,6 +10,8 @@ from tests.floors.floor import Floor, NetworkFloors, measure_floors
 from tests.floors.networks import SMALL
 from tests.floors.table import PAGE, TABLES, differences, page, read_table
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _MIB = 2**20
 
 

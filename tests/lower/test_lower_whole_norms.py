@@ -24,6 +24,8 @@ from tests.helpers.models import chain, image, seeded
 from tests.helpers.problems import problem_of
 from tests.helpers.stage_chains import assert_same_bits_in_stages
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 aten = torch.ops.aten
 _SHAPE = (2, 3, 20, 16)
 

@@ -16,6 +16,8 @@ from sft.kernels.rng.dropout import positional_dropout
 from sft.kernels.rng.philox import draw_seed
 from sft.nn import Repeat
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 Make = Callable[[], nn.Module]
 
 

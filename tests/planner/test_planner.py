@@ -26,6 +26,8 @@ from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Branches, ConvNet, Residual, TinyUNet, image, seeded
 from tests.helpers.problems import problem_of
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("factor")
 
 _SMALL = {"residual": Residual, "branches": Branches, "unet": TinyUNet}

@@ -20,6 +20,8 @@ from sft.runtime.region import Region
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.models import TinyUNet, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("options", "training")
 
 _SHAPE = (2, 3, 40, 24)

@@ -14,6 +14,8 @@ from tests.helpers.bags import AttentionBag, VisionTransformer
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 class _DilatedBlock(nn.Module):
     """Norm, activation and convolution twice, past which channels of zeros are added: as MONAI's HighResBlock writes it."""

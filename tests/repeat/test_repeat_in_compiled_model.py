@@ -19,6 +19,8 @@ from sft.repeat.calls import site_seed
 from tests.helpers.exactness import assert_exact, assert_within_budget, gradient_errors, relative_error
 from tests.helpers.models import image, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _SHAPE = (1, 3, 65, 61)
 #: Each example captures a model.
 _FEW = settings(max_examples=max(6, (settings.default or settings()).max_examples // 4))

@@ -23,6 +23,8 @@ from tests.helpers.models import image, seeded
 from tests.helpers.problems import problem_of
 from tests.helpers.random_networks import KINDS, Wild, WildNet, wilds
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _Function = Callable[[Tensor], Tensor]
 
 

@@ -26,6 +26,8 @@ from tests.helpers.exactness import assert_exact, assert_within_budget
 from tests.helpers.models import ConvNet, Residual, image, seeded
 from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, staged_models, step
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("name")
 
 _SHAPE = (2, 3, 40, 32)

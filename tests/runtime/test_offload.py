@@ -37,6 +37,8 @@ from tests.helpers.models import TinyUNet, image, seeded
 from tests.helpers.problems import with_resources
 from tests.helpers.stage_chains import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("name", "strategy")
 
 _SHAPE = (2, 3, 24, 20)

@@ -14,6 +14,8 @@ from sft.solvers import acg
 from sft.solvers.simulate import simulate
 from tests.helpers.chains import instances, random_chain, uniform_chain
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 def _random_dag(rng: random.Random, num_vertices: int) -> ValueDag:
     """One source, one target; sparse enough that linear and branch segments occur, with some weighted edges."""

@@ -22,6 +22,8 @@ from sft.solvers.registry import SOLVERS, get_solver
 from sft.solvers.simulate import simulate
 from tests.helpers.chains import instances, random_chain
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 def _with_tiles(rng: random.Random, chain: StageChain, *, streamable: bool) -> StageChain:
     """Up to two alternatives that take longer and hold less."""

@@ -17,6 +17,8 @@ from sft.solvers.simulate import simulate
 from sft.solvers.solver import Solver
 from tests.helpers.chains import instances, random_chain
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _SOLVERS = pytest.mark.parametrize(
     "solver", [offloading.solve_offload_greedy, offloading.solve_offload_dp, offloading.solve_vdnn], ids=["greedy", "dp", "vdnn"]
 )

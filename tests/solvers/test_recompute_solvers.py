@@ -20,6 +20,8 @@ from sft.solvers.simulate import Simulation, simulate
 from sft.solvers.solver import Solver
 from tests.helpers.chains import every_persistent_schedule, fastest_of_all_states, instances, random_chain, uniform_chain
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _ONE_LEVEL = pytest.mark.parametrize(
     "solver", [simple.solve_sqrt, simple.solve_bisect, simple.solve_revolve], ids=["sqrt", "bisect", "revolve"]
 )

@@ -20,6 +20,8 @@ from sft.wsi.data.transforms import ColourAffine, Recoloured, Turned
 from tests.helpers.constant_strips import banded_image
 from tests.helpers.exactness import relative_error
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _ROWS, _COLUMNS = 96, 14
 
 

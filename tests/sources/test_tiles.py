@@ -23,6 +23,8 @@ from sft.tissue import TissueMask
 from tests.helpers.bags import AttentionBag, VisionTransformer
 from tests.helpers.sources import write_tiled_tiff
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 

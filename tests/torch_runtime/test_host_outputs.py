@@ -26,6 +26,8 @@ from tests.helpers.poison import poisoned
 from tests.helpers.sources import Watched
 from tests.helpers.tilings import tiled_options
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 TOLERANCE = 1e-10
 
 

@@ -34,6 +34,8 @@ from tests.helpers.exactness import assert_exact, assert_within_budget, gradient
 from tests.helpers.models import image, seeded
 from tests.helpers.tilings import tiled_options
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("options", "folder")
 
 _SHAPE = (2, 3, 26, 18)

@@ -21,6 +21,8 @@ from tests.helpers.graphs import GraphBuilder
 from tests.helpers.models import image, seeded
 from tests.helpers.problems import problem_of
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 class _Involution(nn.Module):
     """Windows of an image, weighted by values from a norm of it (Li et al. 2021)."""

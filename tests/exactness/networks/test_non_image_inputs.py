@@ -21,6 +21,8 @@ from tests.helpers.capture_cache import remembered_captures
 from tests.helpers.exactness import assert_exact, gradient_errors, relative_error
 from tests.helpers.models import image, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _TOLERANCE = 1e-12
 
 

@@ -16,6 +16,8 @@ from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.exactness import assert_exact, plan_of
 from tests.helpers.models import image, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("share")
 
 _MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {

@@ -18,6 +18,8 @@ from tests.helpers.models import image, seeded
 from tests.helpers.plans import assert_tiled
 from tests.helpers.tilings import is_tiled, tiled_options
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _CONVOLUTIONS: tuple[Callable[..., nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -28,6 +28,8 @@ from tests.helpers.models import ConvNet, Residual, TinyUNet, image, seeded
 from tests.helpers.planned_networks import PLANNED_NETWORKS
 from tests.helpers.streamed_weights import Vgg
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 #: A small workspace of cuBLAS, so that it does not hide all else.
 _BLAS_BYTES = 3 * 4 * 1024
 _MIB = 2**20

@@ -17,6 +17,8 @@ from sft.planner.reports.plan_figure import plan_figure
 from tests.helpers.capture_cache import one_capture_a_model
 from tests.helpers.models import TinyUNet, seeded
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 pytest.importorskip("matplotlib")
 captures = one_capture_a_model()
 

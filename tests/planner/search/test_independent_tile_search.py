@@ -27,6 +27,8 @@ from tests.helpers.exactness import assert_exact
 from tests.helpers.models import TinyUNet, image, seeded
 from tests.helpers.problems import problem_of
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model()
 
 

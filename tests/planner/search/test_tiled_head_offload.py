@@ -24,6 +24,8 @@ from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Residual, TinyUNet, image, seeded
 from tests.helpers.stage_chains import deep
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _SHAPE = (1, 3, 64, 48)
 _HOST = sft.Options(host_budget="1GiB", link_bandwidth=1e9)
 _MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -13,6 +13,8 @@ from tests.helpers.exactness import assert_exact
 from tests.helpers.models import Residual, TinyUNet, image, seeded
 from tests.helpers.stage_chains import deep
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 captures = one_capture_a_model("name")
 
 _SHAPE = (2, 3, 64, 48)

@@ -15,6 +15,8 @@ from sft.planner.problem import PlanningProblem
 from sft.runtime.region import Region
 from tests.helpers.exactness import assert_exact
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 _SHAPE = (1, 3, 96, 64)
 
 

@@ -14,6 +14,8 @@ from sft.wsi.run.folder import RunFolder
 from tests.helpers.wsi import run_wsi as main
 from tests.helpers.wsi import write_config, write_task
 
+pytestmark = pytest.mark.usefixtures("without_proposals")
+
 
 def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_task(tmp_path, num_slides=6, size_px=96)

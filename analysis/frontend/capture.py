@@ -72,6 +72,7 @@ class Capture:
         enables_grad: true where `forward` switches gradients on by itself.
         labels: shapes of the labels of losses, which are checked at each size.
         reads: values that `forward` read from tensors of the model; the capture holds while they are the same.
+        written_inputs: positions of the inputs that `forward` writes to.
     """
 
     graph: Graph
@@ -85,6 +86,7 @@ class Capture:
     enables_grad: bool = False
     labels: tuple[LabelShapes, ...] = ()
     reads: tuple[ConstantRead, ...] = ()
+    written_inputs: tuple[int, ...] = ()
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """Return the symbols' values for input shapes; ``None`` where the capture does not hold for them."""
@@ -279,10 +281,19 @@ def _capture_once(
             enables_grad=call_guards.enables_grad,
             labels=LabelShapes.of(graph),
             reads=functional.reads,
+            written_inputs=_written_inputs(program),
         ),
         module_changes,
         object_changes,
     )
+
+
+def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
+    signature = program.graph_signature
+    written = set(signature.user_inputs_to_mutate.values())
+    tensors = [node.name for node in program.graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)]
+    inputs = [name for name in tensors if name in signature.user_inputs]
+    return tuple(position for position, name in enumerate(inputs) if name in written)
 
 
 def _mixes_dtypes(node: Node, graph: Graph) -> bool:

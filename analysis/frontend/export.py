@@ -27,7 +27,11 @@ from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_er
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
 from sft.analysis.frontend.graph_builder import symbol_guards
-from sft.analysis.frontend.overlapping_writes import has_symbolic_overlaps, refuse_overlapping_writes
+from sft.analysis.frontend.overlapping_writes import (
+    has_symbolic_overlaps,
+    refuse_overlapping_writes,
+    refuse_writes_to_shared_buffers,
+)
 from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_unsharded_parameters
@@ -214,6 +218,7 @@ class _Exporter:
         with apply_patches(*_DECOMPOSITION_PATCHES):
             functional = functionalize(exported, AutocastPolicy(device.type) if is_cast else None)
         refuse_reads_of_updated_buffers(model, self.tracker.reads, functional.updates.values())
+        refuse_writes_to_shared_buffers(model, functional.program, functional.updates.values())
         return replace(functional, unregistered=tuple(unregistered), reads=tuple(self.tracker.reads))
 
     def raise_error_of_model(self, error: Exception) -> None:

@@ -4,141 +4,34 @@
 which differs between devices, layouts and vector widths. A functionalized program reads the values before the write. So such writes are
 refused. Operands that coincide with the destination element by element (``y.mul_(y)``) have one result, and are kept.
 
-Views are compared in bytes of their storage. NumPy decides if two of them have a byte in common (a bounded linear Diophantine equation).
+A buffer that `forward` writes may share memory with another tensor of the model (``register_buffer("b", self.a[:2])``), an input with
+another input (``net(x, x)``). The program has an input for each of them, and the write changes one. These are refused, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from sft.analysis.frontend.constants.expressions import tensor_attribute
 from sft.analysis.frontend.graph_builder import module_path_of
-from sft.common.errors import UnsupportedError
-from sft.common.torch_internals import OpOverload, op_schema, pytree, storage_id
+from sft.analysis.frontend.memory_view import MemoryView
+from sft.common.errors import InputError, UnsupportedError
+from sft.common.torch_internals import OpOverload, is_traceable_wrapper_subclass_type, op_schema, pytree, storage_id
 
-__all__ = ["has_symbolic_overlaps", "refuse_overlapping_writes"]
+__all__ = ["check_written_inputs", "has_symbolic_overlaps", "refuse_overlapping_writes", "refuse_writes_to_shared_buffers"]
 
 #: Operators that read a scalar operand before they write.
 _FILL_OPS = frozenset({"fill_", "masked_fill_", "index_fill_"})
 
 #: Operators whose results each read many elements: no operand may coincide with the destination.
 _PRODUCT_OPS = frozenset({"addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "matmul", "mm", "mv"})
-
-#: Work of the exact test of two views; harder pairs count as overlapping.
-_MAX_WORK = 2**16
-
-
-@dataclass(frozen=True)
-class _View:
-    """The bytes of a tensor in its storage. Numbers may be symbols (:class:`torch.SymInt`).
-
-    Attributes:
-        sizes: extent of each dimension.
-        strides_bytes: distance of neighbours along each dimension.
-        offset_bytes: position of the first element.
-        itemsize_bytes: size of an element.
-    """
-
-    sizes: tuple[Any, ...]
-    strides_bytes: tuple[Any, ...]
-    offset_bytes: Any
-    itemsize_bytes: int
-
-    @classmethod
-    def of(cls, value: torch.Tensor) -> _View:
-        """The view of a fake tensor."""
-        itemsize = value.element_size()
-        return cls(tuple(value.shape), tuple(s * itemsize for s in value.stride()), value.storage_offset() * itemsize, itemsize)
-
-    @property
-    def is_symbolic(self) -> bool:
-        return not all(isinstance(number, int) for number in (*self.sizes, *self.strides_bytes, self.offset_bytes))
-
-    def at_capture(self) -> _View:
-        """The view at the sizes of the capture."""
-        sizes, strides = (tuple(map(_at_capture, numbers)) for numbers in (self.sizes, self.strides_bytes))
-        return _View(sizes, strides, _at_capture(self.offset_bytes), self.itemsize_bytes)
-
-    def expand_to(self, sizes: tuple[Any, ...]) -> _View:
-        """The view broadcast to ``sizes``."""
-        strides = (0 if _is_one(size) else stride for size, stride in zip(self.sizes, self.strides_bytes, strict=True))
-        return _View(sizes, (0,) * (len(sizes) - len(self.sizes)) + tuple(strides), self.offset_bytes, self.itemsize_bytes)
-
-    def coincides_with(self, other: _View) -> bool:
-        """Return true where both have the same address at each index. False may also mean that symbols do not show it."""
-        return self.itemsize_bytes == other.itemsize_bytes and _text(self) == _text(other)
-
-    def overlaps(self, other: _View) -> bool:
-        """Return true where both have a byte in common."""
-        try:
-            return bool(np.shares_memory(self._array(), other._array(), max_work=_MAX_WORK))  # type: ignore[arg-type]  # any work
-        except np.exceptions.TooHardError:
-            return True
-
-    def _array(self) -> np.ndarray[Any, Any]:
-        """An array of this geometry at a made-up address, which is not accessed."""
-        return np.asarray(_ArrayInterface(self))
-
-    @property
-    def has_shared_elements(self) -> bool:
-        """True where two indices may have the same address: an expanded tensor, windows of ``unfold`` that overlap."""
-        if 0 in self.sizes:
-            return False
-        extent = self.itemsize_bytes
-        for stride, size in sorted((stride, size) for size, stride in zip(self.sizes, self.strides_bytes, strict=True) if size > 1):
-            if stride < extent:
-                return True
-            extent = stride * (size - 1) + extent
-        return False
-
-    def repeats(self, source: _View) -> bool:
-        """Return true where this view, without ``source`` dimensions of stride 0, contains ``source`` at one index of these dimensions."""
-        distance = source.offset_bytes - self.offset_bytes
-        dims = sorted(zip(self.strides_bytes, source.strides_bytes, self.sizes, strict=True), reverse=True)
-        for stride, source_stride, size in dims:
-            if size == 1 or stride == source_stride:
-                continue
-            if source_stride != 0:
-                return False
-            steps = min(max(distance, 0) // stride, size - 1) if stride else 0
-            distance -= steps * stride
-        return bool(distance == 0)
-
-
-class _ArrayInterface:
-    """NumPy's array interface of a view."""
-
-    def __init__(self, view: _View) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"|V{view.itemsize_bytes}",
-            "data": (2**40 + view.offset_bytes, False),
-            "shape": view.sizes,
-            "strides": view.strides_bytes,
-        }
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1  # a symbol stands for at least 2: the exporter makes none for a size of 1
-
-
-def _at_capture(number: Any) -> int:
-    if isinstance(number, int):
-        return number
-    # A number of selected elements has no value at capture; such a tensor is new memory.
-    return int(number.node.hint) if number.node.has_hint() else 1
-
-
-def _text(view: _View) -> str:
-    """Addresses as text: comparing symbols would add guards to the program."""
-    strides = [stride for size, stride in zip(view.sizes, view.strides_bytes, strict=True) if not _is_one(size)]
-    return str((view.sizes, strides, view.offset_bytes))
 
 
 @dataclass(frozen=True)
@@ -165,10 +58,10 @@ class _Write:
         return self.operand is self.written
 
     @property
-    def views(self) -> tuple[_View, _View]:
+    def views(self) -> tuple[MemoryView, MemoryView]:
         """Destination, and the operand broadcast to its shape where an operator would do so."""
-        written, operand = _View.of(self.written), _View.of(self.operand)
-        return written, operand.expand_to(written.sizes) if _broadcasts(operand.sizes, written.sizes) else operand
+        written, operand = MemoryView.of(self.written), MemoryView.of(self.operand)
+        return written, operand.broadcast_to(written.sizes)
 
     @property
     def is_order_dependent(self) -> bool:
@@ -180,13 +73,6 @@ class _Write:
             return False
         # A copy of one row to all rows also writes that row, with its own values.
         return not (self.name == "copy_" and not written.has_shared_elements and written.repeats(operand))
-
-
-def _broadcasts(sizes: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
-    if len(sizes) > len(target):
-        return False
-    pairs = zip(sizes, target[len(target) - len(sizes) :], strict=True)
-    return all(_is_one(size) or str(size) == str(wanted) for size, wanted in pairs)
 
 
 def has_symbolic_overlaps(exported: ExportedProgram) -> bool:
@@ -217,11 +103,74 @@ def _problem(model: nn.Module, write: _Write) -> str:
             f"{place}: writes to a view of shape {destination} in which several elements have the same memory (unfold, expand), and the "
             "result in eager PyTorch depends on the order of the writes; write to a copy (view.clone())"
         )
-    source = tuple(_View.of(write.operand).at_capture().sizes)
+    source = tuple(MemoryView.of(write.operand).at_capture().sizes)
     return (
         f"{place}: writes to a view of shape {destination} and reads another of shape {source} that shares some of its memory, and the "
         "result in eager PyTorch depends on the order of the loop over elements; read a copy, as in y[:, 1:] += y[:, :-1].clone()"
     )
+
+
+def refuse_writes_to_shared_buffers(model: nn.Module, program: ExportedProgram, updated: Iterable[str]) -> None:
+    """Refuse writes to a buffer that change another tensor that `forward` uses.
+
+    Args:
+        model: the model.
+        program: its program.
+        updated: names of the buffers that `forward` writes.
+
+    Raises:
+        UnsupportedError: names the buffers, and the tensors that share their memory.
+    """
+    problems = []
+    used = list(_used_tensors(model, program))
+    for path in dict.fromkeys(updated):
+        buffer = model.get_buffer(path)
+        others = [name for name, value in used if value is not buffer and _shares_memory(value, buffer)]
+        if others:
+            problems.append(
+                f"{path}: `forward` writes this buffer, which shares memory with {', '.join(others)}; in a compiled model the write "
+                "changes one of them. Make one of them a copy (.clone()) and write to both, or take views of the buffer in `forward`"
+            )
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def _used_tensors(model: nn.Module, program: ExportedProgram) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and constants that operators of a program use, by name."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or not node.users:
+            continue
+        path = names.get(node.name)
+        constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
+        value = tensor_attribute(model, path) if path is not None else program.constants.get(constant) if constant is not None else None
+        if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(type(value)):
+            is_attribute = constant is not None and tensor_attribute(model, constant) is not None
+            yield path or (constant if is_attribute and constant else "a tensor that is not registered"), value
+
+
+def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return storage_id(first) == storage_id(second) and MemoryView.of(first).overlaps(MemoryView.of(second))
+
+
+def check_written_inputs(written: Iterable[int], inputs: Sequence[Any]) -> None:
+    """Check that no input shares memory with one that `forward` writes to: the write goes to a copy of that input alone.
+
+    Args:
+        written: positions of the inputs that `forward` writes to.
+        inputs: inputs of a call.
+
+    Raises:
+        InputError: names two inputs.
+    """
+    for position, other in product(written, range(len(inputs))):
+        first, second = inputs[position], inputs[other]
+        if position != other and isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and _shares_memory(first, second):
+            raise InputError(
+                f"inputs {position} and {other} share memory, and `forward` writes into input {position}: in eager PyTorch the write "
+                f"changes both, in a compiled model one; give a copy as input {other} (x.clone())"
+            )
 
 
 def _possible_overlaps(exported: ExportedProgram) -> Iterator[_Write]:
@@ -233,7 +182,7 @@ def _possible_overlaps(exported: ExportedProgram) -> Iterator[_Write]:
         written, operands = _operands_of(node)
         name = _operator_name(node)
         for destination in written:
-            if _View.of(destination).at_capture().has_shared_elements:
+            if MemoryView.of(destination).at_capture().has_shared_elements:
                 yield _Write(node, destination, destination)
             for operand in operands:
                 if operand is destination or storage_id(operand) != storage_id(destination) or (operand.dim() == 0 and name in _FILL_OPS):

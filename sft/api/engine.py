@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.analysis.frontend.overlapping_writes import check_written_inputs
 from sft.analysis.ir.graph import Graph
 from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph
@@ -290,6 +291,7 @@ class Engine:
         if self.rank_context is not None:
             self.rank_context.check_agreement(signature.rank_invariants(), "call all ranks of one image with the same inputs and modes")
         prepared = self._prepared(snapshot, lambda now: signature if now is snapshot else self._signature(now, specs, lacking, structure))
+        check_written_inputs(prepared.captured.capture.written_inputs, inputs)
         if self.rank_context is not None:
             _agree_on_cuts(self.rank_context, prepared.plan)
         self.last_plan = prepared.plan

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.frontend.overlapping_writes import _View
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import image, seeded
 
@@ -116,24 +112,72 @@ def test_sizes_at_which_a_write_overlaps_are_refused() -> None:
         net(image(1, 3, 16, 12))
 
 
-_dims = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=3)
+class _SharedBuffers(nn.Module):
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, share: Callable[[Tensor], Tensor], writes: str = "first", *, is_registered: bool = True) -> None:
+        super().__init__()
+        self.conv, self.writes = nn.Conv2d(3, 4, 3, padding=1), writes
+        self.register_buffer("first", torch.ones(4, 1, 1))
+        if is_registered:
+            self.register_buffer("second", share(self.first))
+        else:
+            self.second = share(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        getattr(self, self.writes).mul_(2)
+        y: Tensor = self.conv(x) * self.first + self.second.sum()
+        return y
 
 
-def _addresses(view: _View) -> dict[tuple[int, ...], int]:
-    indices = product(*map(range, view.sizes))
-    return {index: view.offset_bytes + sum(i * s for i, s in zip(index, view.strides_bytes, strict=True)) for index in indices}
+_SHARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda value: value[:2],
+    "reshape": lambda value: value.view(2, 2, 1),
+    "alias": lambda value: value.detach(),
+}
 
 
-@given(dims=_dims, strides=st.lists(st.integers(0, 9), min_size=3, max_size=3), offsets=st.tuples(st.integers(0, 12), st.integers(0, 12)))
-def test_views_are_compared_by_their_addresses(dims: list[tuple[int, int]], strides: list[int], offsets: tuple[int, int]) -> None:
-    sizes = tuple(size for size, _ in dims)
-    view = _View(sizes, tuple(stride for _, stride in dims), offsets[0], 1)
-    other = _View(sizes, tuple(strides[: len(sizes)]), offsets[1], 1)
-    written, read = _addresses(view), _addresses(other)
-    assert view.overlaps(other) == bool(set(written.values()) & set(read.values()))
-    if not view.has_shared_elements:
-        assert len(set(written.values())) == len(written)
-        if view.repeats(other):
-            assert all(read[index] == address for index, address in written.items() if address in read.values())
-    if view.coincides_with(other):
-        assert written == read
+@pytest.mark.parametrize("writes", ["first", "second"])
+@pytest.mark.parametrize("share", _SHARED.values(), ids=_SHARED)
+def test_writes_to_buffers_that_share_memory_are_refused(share: Callable[[Tensor], Tensor], writes: str) -> None:
+    other = {"first": "second", "second": "first"}[writes]
+    with pytest.raises(sft.UnsupportedError, match=rf"{writes}: `forward` writes this buffer, which shares memory with {other};"):
+        sft.compile(_SharedBuffers(share, writes), (1, 3, 16, 16))
+
+
+def test_writes_to_memory_of_other_attributes_and_parameters_are_refused() -> None:
+    with pytest.raises(sft.UnsupportedError, match=r"first: `forward` writes this buffer, which shares memory with second"):
+        sft.compile(_SharedBuffers(lambda value: value[:2], is_registered=False), (1, 3, 16, 16))
+    model = _SharedBuffers(torch.clone)
+    model.first = model.conv.weight.detach()[:, :1, :1, 0]
+    with pytest.raises(sft.UnsupportedError, match=r"first: `forward` writes this buffer, which shares memory with conv.weight"):
+        sft.compile(model, (1, 3, 16, 16))
+
+
+def test_one_buffer_of_two_names_and_disjoint_buffers_are_exact() -> None:
+    model = seeded(lambda: _SharedBuffers(lambda value: value))
+    assert_exact(model, image(1, 3, 16, 16), steps=2)
+    model = seeded(lambda: _SharedBuffers(torch.clone))
+    model.first, model.second = torch.arange(8.0).view(8, 1, 1).split(4)
+    assert_exact(model, image(1, 3, 16, 16), steps=2)
+
+
+def test_inputs_that_share_memory_are_refused_where_one_is_written() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = x.relu_() if self.training else x
+            z: Tensor = self.conv(x) * y
+            return z
+
+    model, x = seeded(Writing), image(1, 3, 16, 16)
+    net = sft.compile(model, [(1, 3, 16, 16), (1, 3, 16, 16)])
+    with pytest.raises(sft.InputError, match=r"inputs 0 and 1 share memory, .* writes into input 0: .* as input 1 \(x\.clone\(\)\)"):
+        net(x, x)
+    torch.testing.assert_close(net(x, x.clone()), model(x.clone(), x.clone()), rtol=0, atol=1e-12)
+    net.eval()
+    torch.testing.assert_close(net(x, x), model.eval()(x, x), rtol=0, atol=1e-12)

@@ -19,6 +19,11 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+from sft.analysis.frontend.aliasing.overlapping_writes import (
+    has_symbolic_overlaps,
+    refuse_overlapping_writes,
+    refuse_writes_to_shared_buffers,
+)
 from sft.analysis.frontend.autocast import AutocastPolicy, autocast_composites
 from sft.analysis.frontend.call_mode_guards import CallModeGuards
 from sft.analysis.frontend.constants.tracking import ConstantTracker, model_tensors
@@ -27,11 +32,6 @@ from sft.analysis.frontend.diagnostics.model_errors import eager_error, model_er
 from sft.analysis.frontend.functionalize import FunctionalProgram, functionalize
 from sft.analysis.frontend.grad_mode import track_grad_modes
 from sft.analysis.frontend.graph_builder import symbol_guards
-from sft.analysis.frontend.overlapping_writes import (
-    has_symbolic_overlaps,
-    refuse_overlapping_writes,
-    refuse_writes_to_shared_buffers,
-)
 from sft.analysis.frontend.state_snapshot import preserve_model_state
 from sft.analysis.frontend.torch_patches import apply_patches
 from sft.analysis.frontend.trace_context import suppress_output, use_unsharded_parameters

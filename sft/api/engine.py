@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.frontend.overlapping_writes import check_written_inputs
+from sft.analysis.frontend.aliasing.overlapping_writes import check_written_inputs
 from sft.analysis.ir.graph import Graph
 from sft.analysis.tiling.bands import BandPartition
 from sft.analysis.tiling.phases import PhasedGraph

@@ -519,7 +519,18 @@ def _named_plans() -> dict[str, str]:
 _LABELS = torch.arange(384).reshape(2, 16, 12) % 4
 
 
-@pytest.mark.parametrize("name", NAMED)
+#: Networks with operators that are captured in another form since; their plans are refused with a remedy.
+RENAMED = {"cosine similarity"}
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_plans_of_operators_in_another_form_are_refused(name: str) -> None:
+    plan = sft.Plan.from_json(_named_plans()[name])
+    with pytest.raises(sft.InputError, match=r"names other operators than the model has; make a new one with sft\.plan"):
+        sft.compile(seeded(NAMED[name]), (2, 3, 16, 12), plan=plan)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in RENAMED])
 def test_plans_name_operators_that_are_still_called_so(name: str) -> None:
     plan = sft.Plan.from_json(_named_plans()[name])
     model, x = seeded(NAMED[name]), image(2, 3, 16, 12)

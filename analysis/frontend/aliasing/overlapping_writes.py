@@ -19,9 +19,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from sft.analysis.frontend.aliasing.memory_view import MemoryView
 from sft.analysis.frontend.constants.expressions import tensor_attribute
 from sft.analysis.frontend.graph_builder import module_path_of
-from sft.analysis.frontend.memory_view import MemoryView
 from sft.common.errors import InputError, UnsupportedError
 from sft.common.torch_internals import OpOverload, is_traceable_wrapper_subclass_type, op_schema, pytree, storage_id
 

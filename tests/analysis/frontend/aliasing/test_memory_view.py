@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sft.analysis.frontend.memory_view import MemoryView
+from sft.analysis.frontend.aliasing.memory_view import MemoryView
 
 _dims = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=3)
 

@@ -6,7 +6,9 @@ __all__ = ["SAMPLED", "SLOW", "THINNED"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_distributed_training.py::test_ranks_share_the_tiles_of_a_slide": ("attention-classification",),
-    "test_gpu_plans.py::test_no_plan_has_become_worse": ("0", "1", "2", "4", "5", "8", "9", "10", "11", "12", "13"),
+    "test_conv2d_fused.py::test_compiles_ahead_of_time": ("forward",),
+    "test_sample_transfer.py::test_bags_of_many_sizes_are_planned_once": ("0.0",),
+    "test_gpu_plans.py::test_no_plan_has_become_worse": ("7", "14", "0", "1", "2", "4", "5", "8", "9", "10", "11", "12", "13"),
     "test_non_image_inputs.py::test_every_budget_is_exact_and_holds": (
         "gpt-eval",
         "mlp-training",
@@ -71,6 +73,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "1-False",
     ),
     "test_band_region.py::test_two_bands_equal_eager": (
+        "residual",
         "dense",
         "vgg-norm",
         "vgg",
@@ -100,6 +103,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "single elements",
     ),
     "test_conv2d.py::test_interpreted_kernels": (
+        "depthwise",
         "dilated",
         "strided",
         "pointwise",
@@ -229,7 +233,10 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_streamed_optimizer.py::test_a_killed_process_loses_the_step_that_it_was_in": ("19",),
     "test_tiled_head_offload.py::test_the_host_never_makes_a_plan_slower_and_lets_smaller_budgets_work": ("plain",),
-    "test_independent_tile_search.py::test_no_plan_of_the_paper_takes_less_time_than_the_planners": ("5120-0.12",),
+    "test_independent_tile_search.py::test_no_plan_of_the_paper_takes_less_time_than_the_planners": (
+        "20480-0.019",
+        "5120-0.12",
+    ),
     "test_independent_tile_search.py::test_flops_of_tiles_are_known_before_lowering": (
         "_vgg-False",
         "_resnet-False",
@@ -381,6 +388,7 @@ THINNED = frozenset(
         "test_buffer_reuse.py::test_results_do_not_change",
         "test_call_mode_guards.py::test_queries_return_the_modes_of_the_call",
         "test_channel_padding.py::test_channels_are_added_in_strips",
+        "test_channels_as_samples.py::test_filters_of_channels_stream",
         "test_circular_padding.py::test_rolls_are_circular_paddings",
         "test_floors.py::test_no_floor_has_risen",
         "test_full_image_pooling.py::test_gates_of_single_pixels_are_exact",
@@ -388,6 +396,7 @@ THINNED = frozenset(
         "test_heatmap_geometry.py::test_a_turned_slide_has_its_dot_in_the_turned_cell",
         "test_instruction_counts.py::test_instructions_of_a_product",
         "test_integer_tensors.py::test_whole_numbers_are_computed_with",
+        "test_interleaving.py::test_interleaved_rows_stream",
         "test_kernels_benchmark.py::test_cases_are_right_under_the_interpreter",
         "test_label_errors.py::test_labels_of_another_shape",
         "test_label_errors.py::test_labels_of_another_type",
@@ -409,14 +418,17 @@ THINNED = frozenset(
         "test_position_grids.py::test_a_dot_is_in_the_cell_that_responds_most",
         "test_position_grids.py::test_centres_are_those_of_the_gradient",
         "test_reductions.py::test_any_tiling_is_exact",
+        "test_relieved_heads.py::test_a_step_is_exact",
         "test_remote.py::test_remote_zarr_of_several_series",
         "test_retain_graph.py::test_retained_bytes_are_counted",
+        "test_selected_rows.py::test_selected_rows_are_exact",
         "test_single_operators.py::test_panels_and_tiles",
         "test_slice_assignment.py::test_slices_are_written_in_strips",
         "test_spatial_broadcasting.py::test_images_as_small_as_a_scale_and_a_shift",
         "test_spatial_broadcasting.py::test_narrow_images_broadcast",
         "test_steps_benchmark.py::test_each_mode_of_execution_is_verified_and_timed",
         "test_submodule_hooks.py::test_hooks_with_other_effects_are_refused",
+        "test_token_chunks.py::test_as_many_images_as_queries_keys_and_values",
         "test_token_chunks.py::test_chunks_of_tokens_equal_plain",
         "test_tracking.py::test_a_changed_value_is_noticed",
         "test_tracking.py::test_constants_are_followed",

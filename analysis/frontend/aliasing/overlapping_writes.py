@@ -1,4 +1,4 @@
-"""Overlapping in-place writes: the destination shares memory with another operand, or has several elements at one address.
+"""Checks of in-place writes to memory that another operand, a buffer or an input shares.
 
 ``y[:, 1:] += y[:, :-1]`` reads elements that it also writes. Its result in eager PyTorch depends on the order of the loop over elements,
 which differs between devices, layouts and vector widths. A functionalized program reads the values before the write. So such writes are
@@ -143,11 +143,11 @@ def _used_tensors(model: nn.Module, program: ExportedProgram) -> Iterator[tuple[
         if node.op != "placeholder" or not node.users:
             continue
         path = names.get(node.name)
-        constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
-        value = tensor_attribute(model, path) if path is not None else program.constants.get(constant) if constant is not None else None
+        constant = signature.inputs_to_lifted_tensor_constants.get(node.name, "")
+        value = program.constants.get(constant) if path is None else tensor_attribute(model, path)
         if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(type(value)):
-            is_attribute = constant is not None and tensor_attribute(model, constant) is not None
-            yield path or (constant if is_attribute and constant else "a tensor that is not registered"), value
+            name = path or constant
+            yield name if tensor_attribute(model, name) is not None else "a tensor that is not registered", value
 
 
 def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

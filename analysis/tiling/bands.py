@@ -11,13 +11,12 @@ rows from outside: its own and a few of the neighbours', received before it runs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sft.analysis.ir.graph import Graph
-from sft.analysis.ir.ops import Operator
 from sft.analysis.tiling.independent_tiles import independent_tile
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.strips import RowBand
 from sft.common.interval import Interval
 
@@ -68,18 +67,8 @@ class BandPartition:
         return Interval(start, stop)
 
 
-def row_band_of(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    partition: BandPartition,
-    band: int,
-) -> RowBand:
-    """The rows that a band computes and owns in a run, ``names`` in the graph's order."""
-    reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
-    ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
-    owned = {name: partition.rows(band, extents[name]) for name in ends}
-    tile = independent_tile(graph, names, rows, streamed, extents, {name: interval for name, interval in owned.items() if interval})
+def row_band_of(run: OperatorRun, extents: Mapping[str, int], partition: BandPartition, band: int) -> RowBand:
+    """The rows that a band computes and owns in a run."""
+    owned = {name: partition.rows(band, extents[name]) for name in run.owned}
+    tile = independent_tile(run, extents, {name: interval for name, interval in owned.items() if interval})
     return RowBand(computed={node.name: node.new for node in tile.nodes}, owned=owned)

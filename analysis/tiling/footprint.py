@@ -16,7 +16,7 @@ independent tile. :func:`run_formulas` prints them for ``plan.explain()``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -25,8 +25,7 @@ import sympy as sp
 
 from sft.analysis.ir.access import Frontier
 from sft.analysis.ir.axes import ROWS
-from sft.analysis.ir.graph import Graph
-from sft.analysis.ir.ops import Operator
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.sft_partition import fused_dimensions
 from sft.analysis.tiling.strips import row_rates, source_rates, total_stride
 
@@ -124,20 +123,11 @@ class Footprint:
         return sum((slope for slope, _ in kept), Fraction(0)), sum(offset for _, offset in kept)
 
 
-def run_footprint(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    requires_grad: Collection[str],
-    batch: int,
-) -> Footprint:
+def run_footprint(run: OperatorRun, shapes: Mapping[str, tuple[int, ...]], requires_grad: Collection[str], batch: int) -> Footprint:
     """The footprint of a run of streamed operators at one input size."""
-    inside = set(names)
-    sources = graph.sources(names, streamed)
-    rates = row_rates(graph, names, source_rates({name: graph.axes.extent(shapes[name], ROWS) for name in sources}), rows)
-    carried = _steady_carried_rows(graph, names, rows, rates, sources)
+    graph, rows, inside = run.graph, run.rows, set(run.names)
+    rates = row_rates(run, source_rates({name: graph.axes.extent(shapes[name], ROWS) for name in run.sources}))
+    carried = _steady_carried_rows(run, rates)
     values = []
     for name, rate in rates.items():
         readers = [r for r in graph.users[name] if r in inside]
@@ -149,31 +139,25 @@ def run_footprint(
                 row_bytes=batch * prod(graph.axes.with_extent(shapes[name], ROWS, 1)[1:]) * graph[name].itemsize_bytes,
                 rate=rate,
                 carried_rows=carried.get(name, 0),
-                is_source=name in sources,
+                is_source=name in run.sources,
                 is_kept=keeps_operand or keeps_result,
             )
         )
-    return Footprint(values=tuple(values), training=any(name in requires_grad for name in names))
+    return Footprint(values=tuple(values), training=not inside.isdisjoint(requires_grad))
 
 
-def _steady_carried_rows(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    rates: Mapping[str, Fraction],
-    sources: Sequence[str],
-) -> dict[str, int]:
+def _steady_carried_rows(run: OperatorRun, rates: Mapping[str, Fraction]) -> dict[str, int]:
     """Carried rows of each value at strip boundaries that are multiples of the total stride, far from both borders."""
     stride = total_stride(rates)
     position = stride * 4096
-    front = {name: int(rates[name] * position) for name in sources}
+    front = {name: int(rates[name] * position) for name in run.sources}
     lowest: dict[str, int] = {}
-    for name in names:
-        row = rows[name]
-        operands = [o for o in graph[name].operands if o in front]
+    for name in run.names:
+        node, row = run.graph[name], run.rows[name]
+        operands = [o for o in node.operands if o in front]
         if not operands:
             continue
-        access = row.access(graph[name], 0)
+        access = row.access(node, ROWS)
         if row.role == "reduce":
             least = min(front[o] for o in operands)
             lowest.update((o, min(lowest.get(o, least), least)) for o in operands if front[o] > least)
@@ -207,15 +191,16 @@ class ReceptiveField:
         return max(0, self.num_rows - max(1, int(self.jump)))
 
 
-def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> dict[str, Frontier]:
+def frontier_formulas(run: OperatorRun) -> dict[str, Frontier]:
     """The frontier of every value of a run as a function of the rows ``R`` of its sources, in the normal form."""
-    inside = set(names)
+    inside = set(run.names)
     frontiers: dict[str, Frontier] = {}
-    for name in names:
-        if rows[name].role == "reduce":
+    for name in run.names:
+        node, row = run.graph[name], run.rows[name]
+        if row.role == "reduce":
             continue
-        access = rows[name].access(graph[name], 0)
-        operands = [o for o in graph[name].operands if o in streamed]
+        access = row.access(node, ROWS)
+        operands = [o for o in node.operands if o in run.streamed]
         composed = [(frontiers[o] if o in inside else Frontier()).compose(access) for o in dict.fromkeys(operands)]
         meet = composed[0]
         for other in composed[1:]:
@@ -224,18 +209,17 @@ def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Ope
     return frontiers
 
 
-def receptive_field(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
-) -> dict[str, ReceptiveField]:
+def receptive_field(run: OperatorRun) -> dict[str, ReceptiveField]:
     """The receptive field of every value of a run in rows of its sources: the composition of access maps."""
-    inside = set(names)
+    inside = set(run.names)
     fields: dict[str, ReceptiveField] = {}
     start = ReceptiveField(Fraction(1), Fraction(0), Fraction(0))
-    for name in names:
-        if rows[name].role == "reduce":
+    for name in run.names:
+        node, row = run.graph[name], run.rows[name]
+        if row.role == "reduce":
             continue
-        access = rows[name].access(graph[name], 0)
-        operand_fields = [fields[o] if o in inside else start for o in graph[name].operands if o in streamed]
+        access = row.access(node, ROWS)
+        operand_fields = [fields[o] if o in inside else start for o in node.operands if o in run.streamed]
         scale = Fraction(access.scale, access.divisor)
         low = min(f.low + f.jump * Fraction(access.first, access.divisor) for f in operand_fields)
         high = max(f.high + f.jump * Fraction(access.last, access.divisor) for f in operand_fields)
@@ -243,24 +227,21 @@ def receptive_field(
     return fields
 
 
-def run_formulas(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
-) -> tuple[tuple[str, str], ...]:
+def run_formulas(run: OperatorRun) -> tuple[tuple[str, str], ...]:
     """Named formulas of a tiled run that hold at all sizes, printed."""
-    fields = receptive_field(graph, names, rows, streamed)
+    fields = receptive_field(run)
     if not fields:
         return ()
     widest = max(fields.values(), key=lambda field: field.num_rows)
-    deepest = fields[[name for name in names if name in fields][-1]]
+    last = next(reversed(fields))
     rows_symbol = sp.Symbol("R", integer=True)
-    last = [name for name in names if name in fields][-1]
-    frontier = frontier_formulas(graph, names, rows, streamed)[last]
+    frontier = frontier_formulas(run)[last]
     frontier_text = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
     # A reduction at the end of the run accumulates strip by strip and restricts no dimension.
-    fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)
+    fused = fused_dimensions(run.of(tuple(fields)))
     return (
         ("fused-tileable dimensions", ", ".join(fused) or "none"),
-        ("receptive field", f"{widest.num_rows} rows, stride {deepest.jump}"),
+        ("receptive field", f"{widest.num_rows} rows, stride {fields[last].jump}"),
         ("halo of an independent tile", f"{widest.halo_rows} rows in all"),
         ("frontier of the last value", f"F(R) = {frontier_text}"),
     )

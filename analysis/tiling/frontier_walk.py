@@ -86,7 +86,6 @@ class FrontierOperator:
 
 def propagate_frontiers(
     operators: Sequence[FrontierOperator],
-    streamed: frozenset[str],
     extents: Mapping[str, int],
     sources: Sequence[str],
     computed: Mapping[str, Interval],

@@ -19,8 +19,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.ir.graph import Graph
-from sft.analysis.ir.ops import Operator
+from sft.analysis.ir.axes import ROWS
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.strips import NodeRows, OperandRead, StripStep
 from sft.common.interval import Interval
 
@@ -39,71 +39,46 @@ _EMPTY = Interval(0, 0)
 
 
 def independent_tile(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    owned: Mapping[str, Interval],
-    *,
-    axis: int = 0,
-    index: int = 0,
+    run: OperatorRun, extents: Mapping[str, int], owned: Mapping[str, Interval], *, axis: int = ROWS, index: int = 0
 ) -> StripStep:
-    """The rows that a tile computes and reads along one axis.
+    """The rows that a tile of a run computes and reads along one axis.
 
     Args:
-        graph: the graph, ``names`` in its order.
-        names: the operators of the segment: streamed ones and reductions.
-        rows: the operator table's row of each operator.
-        streamed: the values that are tiled.
+        run: the operators of the segment.
         extents: extent along the axis of every streamed value.
         owned: the rows of each result that belong to the tile. A reduction reads exactly these rows of its operand, without the halo that
             further readers add, so the tiles of an image count each element once.
         axis: axis of the image; "rows" are columns along the second one.
         index: the tile's number.
     """
-    needed, spans_of = _required_rows(graph, names, rows, streamed, extents, owned, axis)
+    needed, spans_of = _required_rows(run, extents, owned, axis)
     reads: dict[str, tuple[OperandRead, ...]] = {}
     for name, spans in spans_of.items():
-        phase = rows[name].access(graph[name], axis).phase(needed[name].start) if rows[name].is_phased and name in needed else 0
+        row = run.rows[name]
+        phase = row.access(run.graph[name], axis).phase(needed[name].start) if row.is_phased and name in needed else 0
         reads[name] = tuple(OperandRead.clipped(operand, span, extents[operand], phase) for operand, span in spans)
     nodes = []
-    for name in (*graph.sources(names, streamed), *names):
+    for name in (*run.sources, *run.names):
         owned_rows = owned[name].clip(extents[name]) if name in owned else _EMPTY
         nodes.append(_uncarried_rows(name, needed.get(name, _EMPTY), owned_rows, reads.get(name, ())))
     return StripStep(index=index, nodes=tuple(nodes))
 
 
-def tile_lengths(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    owned: Mapping[str, Interval],
-    *,
-    axis: int = 0,
-) -> dict[str, int]:
+def tile_lengths(run: OperatorRun, extents: Mapping[str, int], owned: Mapping[str, Interval], *, axis: int) -> dict[str, int]:
     """Number of rows of each value that :func:`independent_tile` computes or, of a source, reads; values without any are left out."""
-    needed, _ = _required_rows(graph, names, rows, streamed, extents, owned, axis)
+    needed, _ = _required_rows(run, extents, owned, axis)
     return {name: len(interval) for name, interval in needed.items() if interval}
 
 
 def _required_rows(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    owned: Mapping[str, Interval],
-    axis: int,
+    run: OperatorRun, extents: Mapping[str, int], owned: Mapping[str, Interval], axis: int
 ) -> tuple[dict[str, Interval], dict[str, list[tuple[str, Interval]]]]:
     """The rows needed of each value, and the operands' rows that each operator reads, borders ignored."""
     needed = {name: interval.clip(extents[name]) for name, interval in owned.items()}
     spans_of: dict[str, list[tuple[str, Interval]]] = {}
-    for name in reversed(names):
-        node, row = graph[name], rows[name]
-        operands = dict.fromkeys(row.streamed_operands(node, streamed))
+    for name in reversed(run.names):
+        node, row = run.graph[name], run.rows[name]
+        operands = dict.fromkeys(run.operands(name))
         if row.role == "reduce":
             spans = [(operand, owned[operand]) for operand in operands if owned.get(operand)]
         elif interval := needed.get(name, _EMPTY):
@@ -122,51 +97,28 @@ def _uncarried_rows(name: str, rows: Interval, owned: Interval, reads: tuple[Ope
     return NodeRows(name=name, new=rows, available=rows, kept=Interval(rows.stop, rows.stop), owned=owned, reads=reads)
 
 
-def tile_lengths_at(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    span: Interval,
-    *,
-    axis: int,
-) -> dict[str, int]:
+def tile_lengths_at(run: OperatorRun, extents: Mapping[str, int], span: Interval, *, axis: int) -> dict[str, int]:
     """The :func:`tile_lengths` of the tile that corresponds to the pixels ``span`` of the largest source.
 
     Every result, and every operand of a reduction, is divided among tiles in proportion, so each row belongs to one tile.
     """
-    owned = _proportional_rows(graph, names, rows, streamed, extents)(span)
-    return tile_lengths(graph, names, rows, streamed, extents, owned, axis=axis)
+    return tile_lengths(run, extents, _proportional_rows(run, extents)(span), axis=axis)
 
 
-def _proportional_rows(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], extents: Mapping[str, int]
-) -> Callable[[Interval], dict[str, Interval]]:
-    """A function from pixels of the largest source to the rows of each result, and of each operand of a reduction."""
-    extent = max(extents[name] for name in graph.sources(names, streamed))
-    reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
-    ends = dict.fromkeys((*(name for name in graph.live_out(names) if name in streamed), *reduced))
-    return lambda span: {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in ends}
+def _proportional_rows(run: OperatorRun, extents: Mapping[str, int]) -> Callable[[Interval], dict[str, Interval]]:
+    """A function from pixels of the largest source to the rows that a tile owns."""
+    extent, names = max(extents[name] for name in run.sources), run.owned
+    return lambda span: {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in names}
 
 
-def independent_tiles(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    extents: Mapping[str, int],
-    tile_px: int,
-    *,
-    axis: int,
-) -> tuple[StripStep, ...]:
+def independent_tiles(run: OperatorRun, extents: Mapping[str, int], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
     """The tiles of ``tile_px`` pixels of the largest source each, along one axis; tiles without any result are left out."""
-    extent = max(extents[name] for name in graph.sources(names, streamed))
-    owned_rows = _proportional_rows(graph, names, rows, streamed, extents)
+    extent = max(extents[name] for name in run.sources)
+    owned_rows = _proportional_rows(run, extents)
     steps: list[StripStep] = []
     for start in range(0, extent, tile_px):
         owned = owned_rows(Interval(start, min(start + tile_px, extent)))
-        step = independent_tile(graph, names, rows, streamed, extents, owned, axis=axis, index=len(steps))
+        step = independent_tile(run, extents, owned, axis=axis, index=len(steps))
         if any(node.owned for node in step.nodes):
             steps.append(step)
     return tuple(steps)

@@ -24,11 +24,12 @@ without streamed operators.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sft.analysis.ir.graph import Graph, Node
 from sft.analysis.ir.ops import STATISTICS, WHOLE, Operator, operator_of, refusal_reason
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.retiming import retime
 from sft.common.errors import UnsupportedError
 
@@ -67,6 +68,10 @@ class PhasedGraph:
     rows: dict[str, Operator]
     prologue: tuple[str, ...] = ()
     whole_reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, names: Sequence[str]) -> OperatorRun:
+        """The run of these operators, in the graph's order."""
+        return OperatorRun(graph=self.graph, names=tuple(names), rows=self.rows, streamed=self.streamed)
 
 
 def find_phases(graph: Graph) -> PhasedGraph:

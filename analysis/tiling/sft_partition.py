@@ -33,8 +33,8 @@ from networkx.utils import UnionFind
 
 from sft.analysis.ir.axes import Axes
 from sft.analysis.ir.graph import Graph, label_range
-from sft.analysis.ir.ops import Operator
 from sft.analysis.tiling.independent_tiles import tile_lengths
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.common.interval import Interval
 
 __all__ = [
@@ -88,22 +88,16 @@ class DimensionComponent:
         return len(self.dimension_of) == len(self.vertices)
 
 
-def dimension_components(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
-) -> tuple[DimensionComponent, ...]:
-    """The connected components of the dimension maps of the operators ``names`` (Listing 2), without those that have no operator.
+def dimension_components(run: OperatorRun) -> tuple[DimensionComponent, ...]:
+    """The connected components of the dimension maps of a run's operators (Listing 2), without those that have no operator.
 
-    Args:
-        graph: the graph.
-        names: operators; operators outside them join no dimensions.
-        rows: the operator table's row of each operator.
-        streamed: the images among the values. Dimension maps describe them; parameters and global values are read in full by any tile.
+    Dimension maps describe images; parameters and global values are read in full by any tile.
     """
     joined: UnionFind[ValueDimension] = UnionFind()
     operator_of: dict[ValueDimension, str] = {}
     operators: dict[ValueDimension, set[str]] = {}
-    for name in names:
-        for before, after in _mapped_dimensions(graph, name, rows[name], streamed):
+    for name in run.names:
+        for before, after in _mapped_dimensions(run, name):
             joined.union(before, after)
             operator_of[after] = name
     for vertex, name in operator_of.items():
@@ -114,44 +108,40 @@ def dimension_components(
     )
 
 
-def fused_components(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
-) -> tuple[DimensionComponent, ...]:
-    """The components along which the run ``names`` is fused-tileable: each contains every one of its operators."""
-    components = dimension_components(graph, names, rows, streamed)
-    return tuple(component for component in components if component.is_tileable and len(component.operators) == len(set(names)))
+def fused_components(run: OperatorRun) -> tuple[DimensionComponent, ...]:
+    """The components along which a run is fused-tileable: each contains every one of its operators."""
+    components = dimension_components(run)
+    return tuple(component for component in components if component.is_tileable and len(component.operators) == len(run.names))
 
 
-def fused_dimensions(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> tuple[str, ...]:
+def fused_dimensions(run: OperatorRun) -> tuple[str, ...]:
     """Names of the run's fused-tileable dimensions, as dimensions of its sources.
 
     A run may consist of chains that share no value (two images that meet later). A sweep tiles them together, so the result is the
     intersection over the chains.
     """
-    dimensions = dimension_names(graph.axes)
-    allowed = set(range(len(dimensions))) if names else set()
-    for chain in _connected_operators(graph, names, streamed):
-        source = next((o for o in rows[chain[0]].streamed_operands(graph[chain[0]], streamed)), None)
-        allowed &= {c.dimension_of[source] for c in fused_components(graph, chain, rows, streamed)} if source is not None else set()
+    dimensions = dimension_names(run.graph.axes)
+    allowed = set(range(len(dimensions))) if run.names else set()
+    for chain in _connected_chains(run):
+        source = next(iter(chain.operands(chain.names[0])), None)
+        allowed &= {component.dimension_of[source] for component in fused_components(chain)} if source is not None else set()
     return tuple(dimensions[dimension] for dimension in sorted(allowed))
 
 
-def _mapped_dimensions(
-    graph: Graph, name: str, row: Operator, streamed: Collection[str]
-) -> Iterator[tuple[ValueDimension, ValueDimension]]:
-    node = graph[name]
-    for operand in dict.fromkeys(row.streamed_operands(node, streamed)):
-        for before, after in enumerate(row.dimension_map(node, graph.axes)):
+def _mapped_dimensions(run: OperatorRun, name: str) -> Iterator[tuple[ValueDimension, ValueDimension]]:
+    dimension_map = run.rows[name].dimension_map(run.graph[name], run.graph.axes)
+    for operand in dict.fromkeys(run.operands(name)):
+        for before, after in enumerate(dimension_map):
             if after is not None:
                 yield ValueDimension(operand, before), ValueDimension(name, after)
 
 
-def _connected_operators(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> list[list[str]]:
+def _connected_chains(run: OperatorRun) -> list[OperatorRun]:
     """The operators grouped by connection through images, each group in order."""
     linked = nx.Graph()
-    linked.add_nodes_from(names)
-    linked.add_edges_from((operand, name) for name in names for operand in graph[name].operands if operand in streamed)
-    return [[name for name in names if name in group] for group in nx.connected_components(linked)]
+    linked.add_nodes_from(run.names)
+    linked.add_edges_from((operand, name) for name in run.names for operand in run.graph[name].operands if operand in run.streamed)
+    return [run.of([name for name in run.names if name in group]) for group in nx.connected_components(linked)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,33 +200,24 @@ class Partition:
 
 
 def partition(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    limit_bytes: int,
-    cache: PartitionShapeCache | None = None,
+    run: OperatorRun, shapes: Mapping[str, tuple[int, ...]], limit_bytes: int, cache: PartitionShapeCache | None = None
 ) -> Partition:
-    """Divide the operators ``names`` so that no value of ``limit_bytes`` or more is ever stored untiled (Listing 3).
+    """Divide a run so that no value of ``limit_bytes`` or more is ever stored untiled (Listing 3).
 
     As in the paper the limit applies to each segment separately; the caller checks that all checkpoints together fit.
 
     Args:
-        graph: the graph.
-        names: all operators, in execution order.
-        rows: the operator table's row of each operator.
-        streamed: the images among the values.
+        run: all operators.
         shapes: shape of every value.
         limit_bytes: the memory; a value of exactly this size does not fit.
         cache: results that do not depend on the limit, for further calls at the same shapes. Default: `None`
     """
     cache = cache or PartitionShapeCache()
-    must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
-    run = tuple(names)
-    post_dominators = cache.runs.post_dominators.get(run)
+    names = run.names
+    must_tile = [_value_bytes(run.graph, shapes, name) >= limit_bytes for name in names]
+    post_dominators = cache.runs.post_dominators.get(names)
     if post_dominators is None:
-        post_dominators = cache.runs.post_dominators[run] = _post_dominators(graph, run)
+        post_dominators = cache.runs.post_dominators[names] = _post_dominators(run.graph, names)
     segments: list[PartitionSegment] = []
     kept: list[str] = []
     position = 0
@@ -249,46 +230,38 @@ def partition(
         if kept:
             segments.append(PartitionSegment(names=tuple(kept), tiled=False))
             kept = []
-        segments.append(_tiled_segment(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, cache))
+        segments.append(_tiled_segment(run.of(names[position : end + 1]), shapes, limit_bytes, cache))
         position = end + 1
     if kept:
         segments.append(PartitionSegment(names=tuple(kept), tiled=False))
     return Partition(segments=tuple(segments))
 
 
-def least_tile_bytes(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    dimensions: Collection[str],
-) -> int:
+def least_tile_bytes(run: OperatorRun, shapes: Mapping[str, tuple[int, ...]], dimensions: Collection[str]) -> int:
     """Bytes of all values of a segment in a tile of one element of its results along batch, height and width.
 
     The tile is in the middle of the image, with a complete halo on both sides. Channels are never tiled, even if ``dimensions`` contains
     them, as in every tile that we run.
     """
-    results = [name for name in graph.live_out(names) if name in streamed]
-    inside = [name for name in names if name in streamed]
-    axes, values = graph.axes, dict.fromkeys((*graph.sources(names, streamed), *inside))
+    inside = run.of([name for name in run.names if name in run.streamed])
+    axes, values = run.graph.axes, dict.fromkeys((*run.sources, *inside.names))
     spans: list[Mapping[str, int]] = []
     for axis, axis_name in enumerate(axes.names):
         extents = {name: axes.extent(shapes[name], axis) for name in values}
-        if axis_name in dimensions and results:
-            owned = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in results}
-            spans.append(tile_lengths(graph, inside, rows, streamed, extents, owned, axis=axis))
+        if axis_name in dimensions and run.results:
+            owned = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in run.results}
+            spans.append(tile_lengths(inside, extents, owned, axis=axis))
         else:
             spans.append(extents)
     total = 0
-    sources = (o for name in names for o in rows[name].streamed_operands(graph[name], streamed))
-    for name in dict.fromkeys((*sources, *names)):
+    operands = (operand for name in run.names for operand in run.operands(name))
+    for name in dict.fromkeys((*operands, *run.names)):
         shape = list(shapes[name])
         if "batch" in dimensions:
             shape[0] = 1
-        if name in streamed:
+        if name in run.streamed:
             shape[-axes.count :] = [span.get(name, 0) for span in spans]
-        total += prod(shape) * graph[name].itemsize_bytes
+        total += prod(shape) * run.graph[name].itemsize_bytes
     return total
 
 
@@ -321,20 +294,15 @@ def _segment_end(start: int, must_tile: Sequence[bool], post_dominators: Sequenc
 
 
 def _tiled_segment(
-    graph: Graph,
-    names: tuple[str, ...],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    limit_bytes: int,
-    cache: PartitionShapeCache,
+    run: OperatorRun, shapes: Mapping[str, tuple[int, ...]], limit_bytes: int, cache: PartitionShapeCache
 ) -> PartitionSegment:
+    graph, names = run.graph, run.names
     dimensions = cache.runs.dimensions.get(names)
     if dimensions is None:
-        dimensions = cache.runs.dimensions[names] = fused_dimensions(graph, names, rows, streamed)
+        dimensions = cache.runs.dimensions[names] = fused_dimensions(run)
     tile_bytes = cache.tile_bytes.get(names)
     if tile_bytes is None:
-        tile_bytes = cache.tile_bytes[names] = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
+        tile_bytes = cache.tile_bytes[names] = least_tile_bytes(run, shapes, dimensions)
     result_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.live_out(names)}
     span = label_range(graph[names[0]].label, graph[names[-1]].label)
     problem = ""

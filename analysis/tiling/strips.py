@@ -31,9 +31,9 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.ir.graph import Graph
-from sft.analysis.ir.ops import Operator
+from sft.analysis.ir.axes import ROWS
 from sft.analysis.tiling.frontier_walk import FrontierOperator, operand_reads, propagate_frontiers, swept_rows
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.common.interval import Interval
 
 __all__ = [
@@ -327,15 +327,15 @@ def source_rates(heights: Mapping[str, int]) -> dict[str, Fraction]:
     return {name: Fraction(1, max(1, round(tallest / height))) for name, height in heights.items()}
 
 
-def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:
+def row_rates(run: OperatorRun, sources: Mapping[str, Fraction]) -> dict[str, Fraction]:
     """Rows of each value per row of the swept input, given the sources' rates; global values have none."""
     rates = dict(sources)
-    for name in names:
-        row = rows[name]
-        operands = [operand for operand in graph[name].operands if operand in rates]
+    for name in run.names:
+        row = run.rows[name]
+        operands = [operand for operand in run.graph[name].operands if operand in rates]
         if row.role == "reduce" or not operands:
             continue
-        access = row.access(graph[name], 0)
+        access = row.access(run.graph[name], ROWS)
         rates[name] = rates[operands[0]] * access.divisor / access.scale
     return rates
 
@@ -345,27 +345,16 @@ def total_stride(rates: Mapping[str, Fraction]) -> int:
     return lcm(*(rate.denominator for rate in rates.values()))
 
 
-def build_schedule(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: frozenset[str],
-    extents: Mapping[str, int],
-    strip_rows: int,
-    band: RowBand | None = None,
-) -> StripSchedule:
-    """Sweep the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
+def build_schedule(run: OperatorRun, extents: Mapping[str, int], strip_rows: int, band: RowBand | None = None) -> StripSchedule:
+    """Sweep a run in strips of ``strip_rows`` rows of its tallest source.
 
     Args:
-        graph: the graph, ``names`` in its order.
-        names: the operators of the run: streamed ones and reductions.
-        rows: the operator table's row of each operator.
-        streamed: the values that are streamed in strips.
+        run: the operators.
         extents: rows of every streamed value.
         strip_rows: at least 1; clipped to the image.
         band: the share of the image to sweep; all of it by default. A band without rows has no strips.
     """
-    sources = graph.sources(names, streamed)
+    names, sources, streamed = run.names, run.sources, run.streamed
     height = max(extents[name] for name in sources)
     computed = {
         name: Interval(0, extents[name]) if band is None else band.computed[name] for name in (*sources, *names) if name in streamed
@@ -373,8 +362,8 @@ def build_schedule(
     owned = computed if band is None else band.owned
     swept = swept_rows(sources, computed, extents, height)
     strip = max(1, min(strip_rows, len(swept)))
-    operators = [FrontierOperator.of(graph[name], rows[name], streamed) for name in names]
-    unclipped = propagate_frontiers(operators, streamed, extents, sources, computed, swept, strip)
+    operators = [FrontierOperator.of(run.graph[name], run.rows[name], streamed) for name in names]
+    unclipped = propagate_frontiers(operators, extents, sources, computed, swept, strip)
     frontier: dict[str, Rows] = {}
     clipped: dict[tuple[int, Interval], Rows] = {}
     for name in (*sources, *names):

@@ -28,7 +28,7 @@ class SweepStart:
 
     Attributes:
         first: first strip that runs; the number of strips if none must.
-        complete: first strip of which every row is that of a full sweep.
+        complete: first strip from which on every row is that of a full sweep, for values on which a missing row depends.
     """
 
     first: int

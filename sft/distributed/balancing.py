@@ -106,7 +106,7 @@ class _RunPartitioner:
         """Redundant FLOPs of the middle band between two positions, times the number of bands."""
         problem, partition, names = self.problem, self.partition, self.names[first:last]
         phases, middle = problem.sized.phases, partition.num_bands // 2
-        row_band = row_band_of(problem.sized.graph, names, phases.rows, phases.streamed, self._extents, partition, middle)
+        row_band = row_band_of(phases.run(names), self._extents, partition, middle)
         total = 0.0
         for name in names:
             if name in phases.streamed:

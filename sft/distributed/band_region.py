@@ -384,10 +384,8 @@ class BandRegionBuilder:
         problem, ownership, choice = self.problem, self.ownership, self.choices[index]
         row_bands = ownership.bands[index]
         assert row_bands is not None
-        phases, graph = problem.sized.phases, problem.sized.graph
-        schedule = build_schedule(
-            graph, choice.nodes, phases.rows, phases.streamed, problem.sized.extents(ROWS), choice.strip_rows, row_bands[band]
-        )
+        run = problem.sized.phases.run(choice.nodes)
+        schedule = build_schedule(run, problem.sized.extents(ROWS), choice.strip_rows, row_bands[band])
         # The bands' programs depend only on these fields, and on the signatures of their strips.
         lowered = replace(choice, strip_rows=0, state_every=1, state_slots=0, restart=False)
         return BandSegment(

@@ -311,10 +311,9 @@ def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num
 
 def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
     """Footprint of a run, memoized."""
-    graph, phases = problem.sized.graph, problem.sized.phases
+    sized = problem.sized
     return problem.memo.memoize(
-        ("footprint", names, batch),
-        lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, batch),
+        ("footprint", names, batch), lambda: run_footprint(sized.phases.run(names), sized.shapes, sized.requires_grad, batch)
     )
 
 

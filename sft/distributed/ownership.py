@@ -158,7 +158,7 @@ def _value_readers(
     partition: BandPartition,
 ) -> _ValueReaders:
     """The readers of all values; ``borders`` are the values that each segment reads and makes."""
-    graph, phases, requires_grad = problem.sized.graph, problem.sized.phases, problem.sized.requires_grad
+    phases, requires_grad = problem.sized.phases, problem.sized.requires_grad
     extents, bands = problem.sized.extents(ROWS), range(partition.num_bands)
     segments: dict[str, list[int]] = {}
     for index, (reads, _) in enumerate(borders):
@@ -167,9 +167,7 @@ def _value_readers(
     return _ValueReaders(
         segments=segments,
         bands=tuple(
-            tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, partition, band) for band in bands)
-            if choice.mode == "tiled"
-            else None
+            tuple(row_band_of(phases.run(choice.nodes), extents, partition, band) for band in bands) if choice.mode == "tiled" else None
             for choice in choices
         ),
         has_gradients=[

@@ -76,7 +76,6 @@ def _schedule_text(region: Region) -> tuple[str, ...]:
 
 
 def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
-    graph, phases = problem.sized.graph, problem.sized.phases
     choice, segment, makes = projected.choices[index], projected.region.segments[index], projected.region.writes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment, SampleSegment))
     num_forwards = num_forwards_of(projected.region.schedule, index)
@@ -84,17 +83,14 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     differentiated = any(name in problem.sized.requires_grad for name in choice.nodes)
     if isinstance(segment, TiledSegment):
-        footprint = run_footprint(
-            graph, choice.nodes, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile
-        )
+        run = problem.sized.phases.run(choice.nodes)
+        footprint = run_footprint(run, problem.sized.shapes, problem.sized.requires_grad, choice.batch_tile)
         spare_bytes = (
             budget_bytes - problem.resources.resident_bytes - projected.projection.peak_bytes - projected.projection.overhead_bytes
         )
         max_rows = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.sized.stride(choice.nodes))
         rows = "-" if max_rows is None else f"{min(max_rows, problem.sized.run_height(choice.nodes))} rows"
-        size_formulas = problem.memoize_across_sizes(
-            ("formulas", choice.nodes), lambda: run_formulas(graph, choice.nodes, phases.rows, phases.streamed)
-        )
+        size_formulas = problem.memoize_across_sizes(("formulas", choice.nodes), lambda: run_formulas(run))
         formulas = (
             *((*size_formulas, *footprint_formulas(footprint)) if size_formulas else ()),
             ("tallest strip for this budget, by the footprint", rows),
@@ -110,7 +106,7 @@ def _segment_plan(problem: PlanningProblem, projected: ProjectedPlan, index: int
     working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.sized.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
-        layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
+        layers=(problem.sized.graph[choice.nodes[0]].label, problem.sized.graph[choice.nodes[-1]].label),
         mode=choice.mode,
         placement=_placement(segment, makes),
         strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else choice.strip_rows,

@@ -396,13 +396,12 @@ def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSch
 
 
 def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
-    graph, phases = problem.sized.graph, problem.sized.phases
+    run = problem.sized.phases.run(choice.nodes)
     if choice.halo == "carry":
-        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.sized.extents(ROWS), choice.strip_rows)
-    sources = graph.sources(choice.nodes, phases.streamed)
+        return build_schedule(run, problem.sized.extents(ROWS), choice.strip_rows)
     return TileSchedule(
-        sources=sources,
-        names=(*sources, *choice.nodes),
+        sources=run.sources,
+        names=(*run.sources, *run.names),
         steps=_tile_steps(problem, choice.nodes, choice.strip_rows, axis=ROWS),
         strip_rows=choice.strip_rows,
     )
@@ -410,8 +409,7 @@ def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> St
 
 def _tile_steps(problem: PlanningProblem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
     def compute() -> tuple[StripStep, ...]:
-        phases = problem.sized.phases
-        return independent_tiles(problem.sized.graph, names, phases.rows, phases.streamed, problem.sized.extents(axis), tile_px, axis=axis)
+        return independent_tiles(problem.sized.phases.run(names), problem.sized.extents(axis), tile_px, axis=axis)
 
     return problem.memo.memoize(("tiles", tuple(names), tile_px, axis), compute)
 

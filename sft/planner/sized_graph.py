@@ -197,7 +197,7 @@ class SizedGraph:
         input_rates = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
         if not input_rates:
             return 1
-        rates, longest = row_rates(self.graph, names, input_rates, self.phases.rows), self.run_height(names) // 8
+        rates, longest = row_rates(self.phases.run(names), input_rates), self.run_height(names) // 8
         stride = total_stride(rates)
         return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 

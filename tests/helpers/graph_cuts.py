@@ -8,7 +8,7 @@ from math import prod
 
 from sft.analysis.ir.graph import Graph
 from sft.analysis.ir.graph_cuts import ValueDag, crossing_values, cut_positions
-from sft.analysis.ir.ops import Operator
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.sft_partition import fused_dimensions
 
 __all__ = ["Cut", "FusedSegment", "crossing_cuts", "fused_segments", "separators", "value_dag"]
@@ -107,24 +107,18 @@ class FusedSegment:
     dimensions: tuple[str, ...]
 
 
-def fused_segments(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
-    streamed: Collection[str],
-    wanted: Collection[str] | None = None,
-) -> tuple[FusedSegment, ...]:
+def fused_segments(run: OperatorRun, wanted: Collection[str] | None = None) -> tuple[FusedSegment, ...]:
     """The maximal segments between separators that are fused-tileable along all dimensions ``wanted`` (default: the first axis).
 
     They may overlap: an operator between two separators can belong to a segment that ends with it and to one that starts there.
     Operators that no segment holds cannot be tiled along ``wanted``, whatever stands around them.
     """
-    cuts = cut_positions(graph, names, streamed)
-    required = {graph.axes.names[0]} if wanted is None else set(wanted)
+    cuts = cut_positions(run.graph, run.names, run.streamed)
+    required = {run.graph.axes.names[0]} if wanted is None else set(wanted)
 
     def segment(start: int, end: int) -> FusedSegment:
-        inside = tuple(names[cuts[start] : cuts[end]])
-        return FusedSegment(names=inside, dimensions=fused_dimensions(graph, inside, rows, streamed))
+        inside = run.of(run.names[cuts[start] : cuts[end]])
+        return FusedSegment(names=inside.names, dimensions=fused_dimensions(inside))
 
     found: list[FusedSegment] = []
     start = 0

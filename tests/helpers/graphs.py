@@ -8,6 +8,7 @@ from typing import Any
 
 from sft.analysis.ir.graph import Graph, Node, Ref
 from sft.analysis.ir.ops import Operator
+from sft.analysis.tiling.operator_run import OperatorRun
 from sft.analysis.tiling.phases import PhasedGraph, find_phases
 from sft.planner.sized_graph import specialize_phases
 from tests.helpers.dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
@@ -40,9 +41,14 @@ class Built:
         return tuple(node.name for node in self.graph.operators)
 
     @property
-    def run(self) -> tuple[str, ...]:
+    def run(self) -> OperatorRun:
         """The first streamed run."""
-        return self.phases.phases[0].streamed
+        return self.phases.run(self.phases.phases[0].streamed)
+
+    @property
+    def operators(self) -> OperatorRun:
+        """All operators, as one run."""
+        return self.phases.run(self.names)
 
     def extents(self, axis: int = 0) -> dict[str, int]:
         """Extent of every streamed value along an axis."""

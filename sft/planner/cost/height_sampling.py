@@ -299,12 +299,12 @@ def halo_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px: int, 
     def compute() -> dict[str, float]:
         if not names:
             return {}
-        phases, extents = problem.sized.phases, problem.sized.extents(axis)
-        extent = max(extents[name] for name in problem.sized.graph.sources(names, phases.streamed))
+        run, extents = problem.sized.phases.run(names), problem.sized.extents(axis)
+        extent = max(extents[name] for name in run.sources)
         num_tiles = -(-extent // tile_px)
         start = num_tiles // 2 * tile_px
         span = Interval(start, min(start + tile_px, extent))
-        lengths = tile_lengths_at(problem.sized.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        lengths = tile_lengths_at(run, extents, span, axis=axis)
         return {name: max(1.0, length / len(span) * extent / extents[name]) for name, length in lengths.items() if name in extents}
 
     return problem.memo.memoize(("shares", names, tile_px, axis), compute)

@@ -91,7 +91,7 @@ def _partition(problem: PlanningProblem, limit_bytes: int) -> Partition | None:
     )
     groups: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
-        result = partition(problem.sized.graph, phase.streamed, phases.rows, phases.streamed, problem.sized.shapes, limit_bytes, cache)
+        result = partition(phases.run(phase.streamed), problem.sized.shapes, limit_bytes, cache)
         if result.problems or any(segment.tiled and "height" not in segment.dimensions for segment in result.segments):
             return None
         groups += [(segment.names, segment.tiled) for segment in result.segments]
@@ -243,8 +243,8 @@ def _recompute_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px:
     """Computed rows (columns) of each operator over its extent; tiles between the first and the last are equal."""
 
     def compute() -> dict[str, float]:
-        phases, extents = problem.sized.phases, problem.sized.extents(axis)
-        extent = max((extents[name] for name in problem.sized.graph.sources(names, phases.streamed) if name in extents), default=0)
+        run, extents = problem.sized.phases.run(names), problem.sized.extents(axis)
+        extent = max((extents[name] for name in run.sources if name in extents), default=0)
         if not tile_px or tile_px >= extent:
             return {}
         num_tiles = -(-extent // tile_px)
@@ -254,7 +254,7 @@ def _recompute_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px:
         rows = dict.fromkeys(names, 0)
         for index, count in counts.items():
             span = Interval(index * tile_px, min((index + 1) * tile_px, extent))
-            lengths = tile_lengths_at(problem.sized.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+            lengths = tile_lengths_at(run, extents, span, axis=axis)
             for name in rows:
                 rows[name] += count * lengths.get(name, 0)
         return {name: rows[name] / extents[name] for name in names if name in extents}

@@ -40,7 +40,7 @@ def _problem(name: str, training: bool) -> PlanningProblem:
 
 def _footprint(problem: PlanningProblem) -> Footprint:
     run, phases = problem.sized.phases.phases[0].streamed, problem.sized.phases
-    return run_footprint(problem.sized.graph, run, phases.rows, phases.streamed, problem.sized.shapes, problem.sized.requires_grad, 1)
+    return run_footprint(phases.run(run), problem.sized.shapes, problem.sized.requires_grad, 1)
 
 
 def _segment(problem: PlanningProblem, strip_rows: int) -> TiledSegment:

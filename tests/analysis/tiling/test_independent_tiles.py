@@ -28,7 +28,7 @@ from tests.helpers.problems import problem_of
 
 
 def _tile(built: Built, wanted: dict[str, Interval], axis: int = 0) -> dict[str, NodeRows]:
-    step = independent_tile(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    step = independent_tile(built.run, built.extents(axis), wanted, axis=axis)
     return {node.name: node for node in step.nodes}
 
 
@@ -98,7 +98,7 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
     def flops(*tiles: Interval) -> int:
         total = 0
         for number, part in enumerate(tiles):
-            step = independent_tile(problem.sized.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
+            step = independent_tile(phases.run(run), extents, {run[-1]: part}, index=number)
             program = emit_strip(segment.scope, step, kind).finish()
             assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
             total += program.flops
@@ -149,7 +149,7 @@ def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
         for stop in range(start + 1, height + 1):
             (gradient,) = torch.autograd.grad(output.narrow(2 + axis, start, stop - start).sum(), image, retain_graph=True)
             touched = gradient.abs().amax(dim=(0, 1, 3 - axis)).nonzero().flatten()
-            step = independent_tile(phases.graph, run, phases.rows, phases.streamed, extents, {run[-1]: Interval(start, stop)}, axis=axis)
+            step = independent_tile(phases.run(run), extents, {run[-1]: Interval(start, stop)}, axis=axis)
             assert step.nodes[0].new == Interval(int(touched[0]), int(touched[-1]) + 1), (start, stop)
 
 
@@ -173,7 +173,7 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
     touched = rows_behind(dependence, part)
     wanted = {f"v{value}": part}
     step = _tile(built, wanted, axis)
-    lengths = tile_lengths(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    lengths = tile_lengths(built.run, built.extents(axis), wanted, axis=axis)
     assert lengths == {name: len(node.new) for name, node in step.items() if node.new}
     rows = step["x"].new
     if touched:

@@ -18,7 +18,7 @@ _PLANE_BYTES = 64 * 48 * 8
 
 
 def _partition(built: Built, limit_bytes: int) -> Partition:
-    return partition(built.graph, built.names, built.rows, built.streamed, built.shapes, limit_bytes)
+    return partition(built.operators, built.shapes, limit_bytes)
 
 
 def _shown(found: Partition) -> list[tuple[str, ...]]:
@@ -131,7 +131,7 @@ def test_least_tile_by_hand() -> None:
     built = b.build()
 
     def least(*dimensions: str) -> int:
-        return least_tile_bytes(built.graph, built.names, built.rows, built.streamed, built.shapes, dimensions)
+        return least_tile_bytes(built.operators, built.shapes, dimensions)
 
     assert least("batch", "height", "width") == 8 * (3 * 4 * 4 + 8 * 2 * 2 + 8)
     assert least("height", "width") == 2 * least("batch", "height", "width")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -35,7 +36,7 @@ DIMENSIONS = dimension_names(Axes(2))
 
 
 def _fused(built: Built, *names: str) -> tuple[str, ...]:
-    return fused_dimensions(built.graph, names, built.rows, built.streamed)
+    return fused_dimensions(built.phases.run(names))
 
 
 def _separators(built: Built) -> list[tuple[int, str]]:
@@ -43,7 +44,7 @@ def _separators(built: Built) -> list[tuple[int, str]]:
 
 
 def _segments(built: Built, *wanted: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    found = fused_segments(built.graph, built.names, built.rows, built.streamed, wanted)
+    found = fused_segments(built.operators, wanted)
     return [(segment.names, segment.dimensions) for segment in found]
 
 
@@ -80,7 +81,7 @@ def test_components_of_a_chain_in_full() -> None:
     expected = {
         DimensionComponent(vertices=frozenset(ValueDimension(value, d) for value in ("x", "c", "r")), operators=both) for d in (0, 2, 3)
     } | {DimensionComponent(vertices=frozenset({ValueDimension("c", 1), ValueDimension("r", 1)}), operators=relu)}
-    assert set(dimension_components(built.graph, built.names, built.rows, built.streamed)) == expected
+    assert set(dimension_components(built.operators)) == expected
 
 
 def test_residual_and_concatenation() -> None:
@@ -130,7 +131,7 @@ def test_chains_side_by_side() -> None:
     b.relu("rx", "x")
     b.conv("cy", "y", 8)
     built = b.build("rx", "cy")
-    assert fused_components(built.graph, built.names, built.rows, built.streamed) == ()
+    assert fused_components(built.operators) == ()
     assert _fused(built, "rx", "cy") == ("batch", "height", "width")
     assert _fused(built, "rx") == DIMENSIONS
 
@@ -147,9 +148,9 @@ def test_a_component_with_two_dimensions_of_one_value_is_no_tile() -> None:
     b.relu("t", "x")
     b.join("sum", "t", "x")
     built = b.build()
-    rows = {**built.rows, "t": _Transposes(name="pointwise")}
-    assert fused_dimensions(built.graph, ("t", "sum"), rows, built.streamed) == ("batch", "channel")
-    assert fused_dimensions(built.graph, ("t",), rows, built.streamed) == DIMENSIONS
+    run = replace(built.operators, rows={**built.rows, "t": _Transposes(name="pointwise")})
+    assert fused_dimensions(run) == ("batch", "channel")
+    assert fused_dimensions(run.of(["t"])) == DIMENSIONS
 
 
 # -- separators -----------------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_separators_of_resnet18() -> None:
     assert [b - a for (a, _), (b, _) in pairwise(found[3:])] == [6, 1, 6, 1, *[8, 1, 6, 1] * 3]
     position, value = found[-1]
     assert run[position] == phases.graph.users[value][0]
-    whole = fused_segments(phases.graph, run[:position], phases.rows, phases.streamed)
+    whole = fused_segments(phases.run(run[:position]))
     assert [(segment.names, segment.dimensions) for segment in whole] == [(run[:position], ("batch", "height", "width"))]
 
 

@@ -16,7 +16,7 @@ from tests.helpers.graphs import Built, GraphBuilder, graph_of
 
 
 def _schedule(built: Built, strip_rows: int) -> StripSchedule:
-    return build_schedule(built.graph, built.run, built.rows, built.streamed, built.extents(), strip_rows)
+    return build_schedule(built.run, built.extents(), strip_rows)
 
 
 def _steps(schedule: StripSchedule) -> list[StripStep]:
@@ -114,7 +114,7 @@ def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedu
     extents = built.extents()
     for step in _steps(schedule):
         stop = {node.name: node.new.stop for node in step.nodes}
-        for name in (n for n in built.run if n in built.streamed and stop[n] < extents[n]):
+        for name in (n for n in built.run.names if n in built.streamed and stop[n] < extents[n]):
             node = built.graph[name]
             span = built.rows[name].access(node, 0).read(Interval(stop[name], stop[name] + 1))
             assert span.stop <= 0 or any(span.stop > stop[o] for o in node.operands if o in built.streamed)
@@ -131,7 +131,7 @@ def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, StripSchedule]
     def done(num_steps: int) -> bool:
         """By definition: the frontiers, borders ignored, of an input that goes on past its end."""
         front = {name: num_steps * schedule.strip_rows for name in schedule.sources}
-        for name in built.run:
+        for name in built.run.names:
             if name in built.streamed:
                 node = built.graph[name]
                 front[name] = min(built.rows[name].access(node, 0).frontier(front[o]) for o in node.operands if o in front)
